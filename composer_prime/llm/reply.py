@@ -8,6 +8,7 @@ traces/replay/actions/canonical.py looks for the beginnings of calls in any agen
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -65,15 +66,12 @@ class _CostDetails(msgspec.Struct):
     upstream_inference_cost: float | None = None
 
 
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
-    prompt_tokens_details: _PromptDetails | None = None
-    prompt_cache_hit_tokens: int | None = None
+    prompt_tokens_details: Any = None
+    """An object with cached_tokens. What cannot be read gives no discount: the answer was paid for all the same."""
+    prompt_cache_hit_tokens: Any = None
     """DeepSeek's name for cached_tokens."""
     cost: float | None = None
     """USD, where the endpoint states its charge (OpenRouter)."""
@@ -85,7 +83,9 @@ class Usage(msgspec.Struct):
     def cached_tokens(self) -> int:
         """Prompt tokens that the endpoint had cached."""
         details = self.prompt_tokens_details
-        return max((details.cached_tokens if details else None) or self.prompt_cache_hit_tokens or 0, 0)
+        return _count(details.get("cached_tokens") if isinstance(details, dict) else None) or _count(
+            self.prompt_cache_hit_tokens
+        )
 
     def charged_usd(self, listed_usd: float) -> float:
         """Return the stated charge, or the price list's where the endpoint states none."""
@@ -101,6 +101,11 @@ class Usage(msgspec.Struct):
     def _upstream_usd(self) -> float:
         """What the model's provider charged, where `cost` does not hold it."""
         return (self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None) or 0.0
+
+
+def _count(value: object) -> int:
+    """Return a number of tokens, also where it is written as a float; 0 for anything else."""
+    return int(value) if isinstance(value, int | float) and 0 < value < math.inf else 0
 
 
 def reply_text(content: str | list[dict[str, Any]] | None) -> str:

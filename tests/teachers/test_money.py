@@ -83,8 +83,15 @@ def test_cached_prompt_tokens() -> None:
     assert price.cost_usd(10_000, 0, 20_000) == pytest.approx(10_000 * 0.3e-6)
     own = price_of(teacher(input_usd_per_mtok=2.0, output_usd_per_mtok=8.0))
     assert own.cost_usd(10_000, 0, 8_000) == own.cost_usd(10_000, 0)
-    for said in ({"prompt_tokens_details": {"cached_tokens": 7}}, {"prompt_cache_hit_tokens": 7}):
-        assert msgspec.convert({"prompt_tokens": 9, "completion_tokens": 1, **said}, Usage).cached_tokens == 7
+    for said, cached in (
+        ({"prompt_tokens_details": {"cached_tokens": 7}}, 7),
+        ({"prompt_cache_hit_tokens": 7}, 7),
+        ({"prompt_tokens_details": {"cached_tokens": 7.0}}, 7),
+        ({"prompt_tokens_details": {"cached_tokens": 0.0}}, 0),
+        ({"prompt_tokens_details": []}, 0),
+        ({"prompt_tokens_details": {"cached_tokens": "7"}}, 0),
+    ):
+        assert msgspec.convert({"prompt_tokens": 9, "completion_tokens": 1, **said}, Usage).cached_tokens == cached
 
 
 # What a call costs whatever its length (perplexity's search) is in its bound too.
