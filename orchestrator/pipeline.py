@@ -421,13 +421,14 @@ class Pipeline:
 
     async def _step_done(self, message: StepDone) -> None:
         training = await asyncio.shield(self._loaded)
-        went_back = message.step < self.batches.trained
+        before = self.batches.trained
         await training.scheduler.step_done(message.step, message.version, message.sample_ids)
-        if went_back:
+        if message.step < before:
             training.evaluator.forget_after(message.step)
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
-        if message.sample_ids and training.evaluator.due(message.step, self.config.run.max_steps):
+        # A step without samples was taken too; a trainer that attaches takes none.
+        if self.batches.trained > before and training.evaluator.due(message.step, self.config.run.max_steps):
             training.evaluator.request(message.step, message.version)
         if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
             self.completion.note_checkpoint(message.step)

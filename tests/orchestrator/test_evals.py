@@ -16,9 +16,11 @@ from orch_peers import PeerNode, PeerTrainer, ScriptedPool, draw, make_config, s
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
+from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.stats.intervals import pass_at_k
 from composer_prime.wire.node import NodeHello
+from composer_prime.wire.types import StepReply
 from orchestrator.evals import eval_summary
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 
@@ -179,7 +181,9 @@ async def stop_with_batch_2_formed(trainer: PeerTrainer) -> list[str]:
     await trainer.attach(0)
     await trainer.train(1)
     await trainer.checkpoint(1)
-    return sample_ids([await trainer.ask(2, 0)])
+    reply = await trainer.ask(2, 0)
+    assert isinstance(reply, StepReply)
+    return sample_ids([reply])
 
 
 async def test_evaluation_goes_on_while_a_batch_is_formed_ahead(open_run, run_dir, tmp_path):
@@ -197,3 +201,29 @@ async def test_evaluation_goes_on_while_a_batch_is_formed_ahead(open_run, run_di
         async with asyncio.timeout(10):
             while not run_dir.eval_rollouts(1).exists():
                 await asyncio.sleep(0.01)
+
+
+async def test_a_step_whose_samples_are_all_left_out_is_evaluated(open_run, run_dir, tmp_path):
+    """Its StepDone names no samples, as that of a trainer that attaches; the run waits for its last evaluation."""
+    options = {"max_steps": 2, "eval": {"every_steps": 1, "tasks": 2}}
+    async with (
+        open_run(make_config(tmp_path, **options)) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        blamed = await stop_with_batch_2_formed(trainer)
+        ledger.append_step(run_dir.ledger, 2, [], left_out=blamed)
+        ledger.append_rewind(run_dir.ledger, 1)
+    async with (
+        open_run(make_config(tmp_path, resume=True, **options)) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        await trainer.attach(1)
+        reply = await trainer.ask(2, 0)
+        assert isinstance(reply, StepReply) and not sample_ids([reply])
+        trainer.publish(2)
+        ledger.append_step(run_dir.ledger, 2, [])
+        await trainer.done(2, [])
+        await trainer.checkpoint(2)
+        async with asyncio.timeout(30):
+            await run.task
+        assert run_dir.eval_rollouts(2).exists()
