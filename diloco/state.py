@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from diloco.fragments import Fragment, parameter_layout
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
 from diloco.transport.messages import PROTOCOL, Header, layout_hash
+
+logger = logging.getLogger(__name__)
 
 
 class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,8 +259,8 @@ class Replica:
     def load(self, raw: bytes | memoryview) -> None:
         """Go on from what `packed` returned. The caller restores the parameters.
 
-        Raises CheckpointError when it is of another layout or rank, or of a release whose delta on offer no rendezvous
-        of this one takes.
+        A delta on offer of another release is dropped, because no rendezvous of this one takes it: the work in it is in
+        the next one. Raises CheckpointError when the state is of another layout or rank, or older than LocalWork.
         """
         tensors, facts = unpack_state(raw)
         saved_identity = {name: facts[name] for name in self._identity}
@@ -265,7 +268,7 @@ class Replica:
             raise CheckpointError(
                 f"the outer state is of {saved_identity}, this is {self._identity}: resume with the same trainer.ranks"
             )
-        if "work" not in facts or facts.get("pending", {}).get("protocol", PROTOCOL) != PROTOCOL:
+        if "work" not in facts:
             raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
         # Checkpoints of before the guard had a history start with an empty one.
         empty = {f"norms.{index}": torch.zeros_like(norms) for index, norms in enumerate(self.global_model.norms)}
@@ -275,7 +278,10 @@ class Replica:
         self.progress.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
         self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
         self.pending = None
-        if "pending" in facts:
+        if facts.get("pending", {}).get("protocol", PROTOCOL) != PROTOCOL:
+            logger.warning("the delta on offer is of another release: its work goes into the next one")
+            self.restart_interval()
+        elif "pending" in facts:
             work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
                 header=msgspec.convert(facts["pending"], Header),
