@@ -92,6 +92,8 @@ class StreamingDiLoCo:
             config=config, link=self._link, ranks=self.ranks, replica=self.replica, steps=self._steps,
             on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
         )  # fmt: skip
+        self._coming = LocalWork()
+        """What the coming inner step is trained on."""
         self._step_s = 0.0
         """How long the last inner step took."""
         self._stepped_at = time.monotonic()
@@ -126,7 +128,11 @@ class StreamingDiLoCo:
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Note what the coming inner step is trained on, over all ranks of this cluster."""
-        self.replica.progress.count(LocalWork(tokens=tokens, samples=samples))
+        self._coming = self._coming.plus(LocalWork(tokens=tokens, samples=samples))
+
+    def take_back(self) -> None:
+        """Forget what `count` noted for the coming inner step: it changes nothing, and no delta weighs it."""
+        self._coming = LocalWork()
 
     # -- the algorithm -------------------------------------------------------------------------------------------
 
@@ -134,7 +140,8 @@ class StreamingDiLoCo:
         replica = self.replica
         replica.inner += 1
         self._link.note_step()
-        replica.progress.count(LocalWork(steps=1))
+        replica.progress.count(self._coming.plus(LocalWork(steps=1)))
+        self._coming = LocalWork()
         now = time.monotonic()
         self._step_s, self._stepped_at = now - self._stepped_at, now
         left_s, beat_late_s = self._link.time_left_s(self.outer_step), min(2.0, self.config.round_deadline_s / 4)
