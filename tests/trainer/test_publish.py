@@ -137,6 +137,21 @@ def test_training_goes_on_while_a_version_is_published(make_run, model_folder, w
         assert torch.equal(tensor, before[name]) and not published(run, 2)[1][name].any()
 
 
+def test_an_unexpected_failure_of_the_thread_is_said(make_run, model_folder, world):
+    # Whatever ends the thread is an error of ours: rank 0 says it, and so do the ranks that wait for it.
+    run = make_run()
+    publisher = Publisher(run.config, run.dir, "run", model_folder, world, None)
+
+    def announce(_: int) -> None:
+        raise RuntimeError("no memory")
+
+    publisher.publish(build_policy(run.config, model_folder, world), 1, announce)
+    with pytest.raises(WeightError, match="publication of policy version 1 failed: RuntimeError: no memory"):
+        publisher.wait()
+    with pytest.raises(WeightError):
+        publisher.is_idle()
+
+
 def test_a_run_that_leaves_announces_nothing_more(make_run, model_folder, world):
     # `close` ends an announcement that nobody answers, without an error.
     run = make_run()

@@ -1,8 +1,9 @@
-"""Publishing a policy version: copied weights -> chunks in the store -> canary -> signed manifest -> announcement.
+"""Publishing a policy version: copied weights -> canary -> chunks in the store -> signed manifest -> announcement.
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
+    canary: logprobs of a fixed prompt, on the device
     ---- training goes on; the rest is a thread of rank 0 ----
-    safetensors bytes -> chunks -> canary (logprobs of a fixed prompt) -> manifest, signed -> prune old versions
+    safetensors bytes -> chunks -> manifest, signed -> prune old versions
     -> announce: the orchestrator learns of the version
 
 A reader that sees a manifest finds every chunk it names, and nobody hears of a version before its manifest is there.
@@ -30,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from composer_prime.config import Config
-from composer_prime.errors import CheckpointError, WeightError
+from composer_prime.errors import CheckpointError, ComposerError, WeightError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_remedy
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
@@ -65,7 +66,7 @@ class Publisher:
         """The version published last."""
         self._highest_version = -1
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: ComposerError | None = None
         self._closing = threading.Event()
         if world.first:
             keys = RunKeys(run_dir.keys)
@@ -94,9 +95,10 @@ class Publisher:
         if tensors is None:
             return 0
         size = sum(tensor.nbytes for tensor in tensors.values())
+        canary = self._canary.score(tensors)  # here: beside a backward pass the device may have no room for it
 
         def write_and_announce() -> None:
-            self._write(tensors, version, size)
+            self._write(tensors, version, size, canary)
             tensors.clear()
             announce(version)
 
@@ -108,6 +110,12 @@ class Publisher:
         if self._thread is not None:
             self._thread.join()
         self.check()
+
+    def is_idle(self) -> bool:
+        """Return whether no publication is under way here, then `check`."""
+        idle = self._thread is None or not self._thread.is_alive()
+        self.check()
+        return idle
 
     def check(self) -> None:
         """Raises what failed in the background: WeightError when the store cannot be written, or as `announce` does."""
@@ -127,13 +135,18 @@ class Publisher:
     def _begin(self, work: Callable[[], None]) -> None:
         if not self._world.first:
             return
+        publication = f"the publication of policy version {self.version}"
 
         def run() -> None:
             torch.set_num_threads(self._config.trainer.threads)  # an OpenMP setting of each thread
             try:
                 work()
-            except BaseException as error:
+            except ComposerError as error:
                 self._failure = error
+            except Exception as error:
+                if not self.is_closing():
+                    self._failure = WeightError(f"{publication} failed: {type(error).__name__}: {error}")
+                    self._failure.__cause__ = error
 
         self._thread = threading.Thread(target=run, name="publication", daemon=True)
         self._thread.start()
@@ -156,7 +169,7 @@ class Publisher:
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step
 
-    def _write(self, tensors: dict[str, Tensor], version: int, size: int) -> None:
+    def _write(self, tensors: dict[str, Tensor], version: int, size: int, canary: Canary) -> None:
         # some architectures are stored unfused, under other names than their parameters have
         stored = {
             name: tensor.contiguous() for name, tensor in revert_weight_conversion(self._plain, dict(tensors)).items()
@@ -170,7 +183,7 @@ class Publisher:
                 dtype=str(self.dtype).removeprefix("torch."),
                 chunks=self._store.put_stream(safetensors_parts(stored)),
                 tensors=dict.fromkeys(stored, ""),
-                canary=self._canary.score(tensors),
+                canary=canary,
             )
             self._store.put_manifest(version, sign(manifest, self._signer))
             keep = self._config.trainer.weights.keep
