@@ -43,7 +43,7 @@ from composer_prime.wire.types import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.data.rows import PackedRow, documents_of, unpack
-from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch
+from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch, wait_together
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, rate, train_step
@@ -112,6 +112,9 @@ class Trainer:
             self.outer or contextlib.nullcontext(),
         ):
             self._publish(client, start, [])
+            # Before that the orchestrator may refuse the batch, or serve it as a trainer before this one took it.
+            awaited = f"the orchestrator to note that this trainer starts after step {start}"
+            wait_together(start + 1, awaited, self.publisher.is_idle, self._should_stop)
             last = self._train(client, start)
             self._finish(client, start, last)
 
@@ -214,7 +217,8 @@ class Trainer:
             left_out = error.samples
             metrics = self._skip(error, reply, step)
         metrics |= {"optim/skipped": float(self._skipped > 0)} | (self.outer.metrics if self.outer else {})
-        self.teacher.follow()
+        if not self._skipped:
+            self.teacher.follow()
         trained_at = time.monotonic()
         bytes_published = self._publish(client, step, self._note_samples(step, rows, left_out))
         self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
@@ -258,6 +262,8 @@ class Trainer:
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
         """Leave the weights as they are, name the samples to blame, and return the step's metrics."""
         self._skipped += 1
+        if self.outer:
+            self.outer.take_back()
         self.optimizer.skip()
         tasks = {
             sample_id: task

@@ -107,6 +107,21 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(make_run):
     assert codes == [0] and [request.step for request in peer.requests] == [5], outputs
 
 
+def test_no_rank_asks_for_a_batch_before_the_start_is_noted(make_run):
+    # A living orchestrator refuses the steps that it takes for trained, and would serve a batch in the layout of the
+    # trainer before: both ranks wait until it notes the start, here at the second message.
+    run, early = make_run(run={"max_steps": 1}), []
+
+    def answer(peer, request):
+        if not peer.done:
+            early.append(request)
+
+    with StepPeer(run.dir, make_samples, max_steps=1, answer=answer) as peer:
+        peer.lost_first = {0}
+        codes, outputs = run.train(2)
+    assert codes == [0, 0] and early == [] and [done.step for done in peer.done] == [0, 1], outputs
+
+
 def test_one_rank_s_trouble_ends_both_with_its_reason(make_run):
     # Rank 1 gets garbage: rank 1 says what it got, rank 0 says that rank 1 failed and why; neither hangs.
     lie = lambda peer, request: b"\xc1" if request.rank == 1 else None

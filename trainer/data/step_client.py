@@ -6,8 +6,8 @@
 The orchestrator answers at least every few seconds, so only silence is a failure: after silence_timeout_s without any
 message the wait ends with a DeadlineError. What gets no answer is sent again, so a lost message costs seconds.
 Requests repeat ever more rarely: a large batch may be under way over a thin link, and each request would bring it once
-more. No step waits for StepDone: a client of its own, used by the publication's thread, sends it until the
-orchestrator acknowledges it.
+more. A client of its own, used by the publication's thread, sends StepDone until the orchestrator acknowledges it. The
+step at hand goes on meanwhile; the next publication, a checkpoint and the first request of all wait for it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from trainer.world import World, gather_texts, gather_words
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; it doubles with each repetition."""
 ATTACH_S = 3600.0
-"""Silence that the first announcement allows: the orchestrator loads task sets before it notes anything, and meanwhile
-answers the requests for a batch."""
+"""Silence that an announcement allows: the orchestrator loads task sets before it notes anything and may be busy later.
+While steps are taken, the requests for a batch find out that it is gone."""
 LOG_EVERY_S = 30.0
 """How often the log repeats what a wait is for."""
 _POLL_S = 0.2
-_READY, _FINISHED, _STOPPED, _FAILED = range(4)
+_READY, _FINISHED, _STOPPED, _FAILED, _WAITING = range(5)
 _DENOMINATORS = {
     "samples": "samples with trained tokens",
     "tokens": "trained tokens",
@@ -68,6 +68,28 @@ logger = logging.getLogger(__name__)
 
 class Stopped(Exception):
     """A stop was requested while waiting; this is no failure."""
+
+
+def wait_together(step: int, awaited: str, is_ready: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
+    """Return on all ranks together, before step `step`, once `is_ready` on each of them. A collective.
+
+    Raises as `next_batch` does; `is_ready` and `should_stop` may raise ComposerError.
+    """
+    log_at = time.monotonic() + LOG_EVERY_S
+    while True:
+        error: ComposerError | None = None
+        try:
+            status = _READY if is_ready() else _STOPPED if should_stop() else _WAITING
+        except ComposerError as caught:
+            status, error = _FAILED, caught
+        table = gather_words([status])
+        _raise_together(table, error, step)
+        if all(row == [_READY] for row in table):
+            return
+        if time.monotonic() >= log_at:
+            log_at += LOG_EVERY_S
+            logger.info("step %d waits for %s", step, awaited)
+        time.sleep(_POLL_S)
 
 
 def next_batch(client: StepClient, world: World, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
@@ -238,7 +260,7 @@ class StepClient:
         if self._announcer is None:
             self._announcer = StepClient(self._endpoint, self._keys, self._info, should_stop, name="versions")
         self._announcer.done(step, version, sample_ids)
-        self._announcer._wait_noted(should_stop, self._info.silence_timeout_s if sample_ids else ATTACH_S)
+        self._announcer._wait_noted(should_stop, ATTACH_S)
 
     def _wait_noted(self, should_stop: Callable[[], bool], silence_s: float | None = None) -> None:
         if self._unacknowledged:
