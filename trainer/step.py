@@ -79,6 +79,7 @@ def train_step(
         for name, value in parts.sums.items():
             sums[name] = sums[name] + value if name in sums else value.double()
     norm = optimizer.grad_norm()
+    sums = dict(sorted(sums.items()))  # a policy loss of the user's may give its sums in another order on each rank
     stacked = torch.stack(list(sums.values()))
     dist.all_reduce(stacked)
     *summed, grad_norm = torch.cat([stacked, norm.double().reshape(1)]).tolist()
@@ -174,17 +175,18 @@ def _blame(
 ) -> NonFiniteStepError:
     """Name the micro-batches that are not finite. A collective; every rank gets the same error.
 
-    Blames the samples and pairs whose logits are not finite, all samples of a micro-batch whose logits all are, and all
-    samples of the step where every loss is.
+    Blames the samples and pairs whose logits are not finite, all samples of a micro-batch whose logits all are (all
+    pairs where it has no sample), and all samples of the step where every loss is.
     """
     texts, blamed = [], []
     for index, loss in enumerate(torch.stack(losses).tolist()):
         if not math.isfinite(loss):
             bad = not_finite[index].tolist()
             names = dict.fromkeys(name for name, count in zip(rows[index].names, bad, strict=True) if count)
-            what = f"logits of {', '.join(names)}" if names else f"samples {', '.join(rows[index].sample_ids)}"
-            texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what})")
-            blamed += names or rows[index].sample_ids
+            held = rows[index].sample_ids or list(dict.fromkeys(rows[index].names))
+            what = "logits of" if names else "samples" if rows[index].sample_ids else "all of"
+            texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what} {', '.join(names or held)})")
+            blamed += names or held
     culprits = "loss of " + "; ".join(text for text in gather_texts("; ".join(texts)) if text)
     samples = _gather_lines(blamed)
     if not samples:

@@ -78,7 +78,8 @@ class PolicyLoss(Protocol):
     """A policy loss: `policy_loss`, or one of the user's.
 
     Pure. Returns the micro-batch's share of the step's loss, attached to the graph without tokens too, and sums over
-    tokens; `policy_metrics` reports each of them as a mean.
+    tokens; `policy_metrics` reports each of them as a mean. Every micro-batch must give the same names, in any order:
+    ranks add them up together. Where it has nothing to add, a sum is 0.
     """
 
     def __call__(

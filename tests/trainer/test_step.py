@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 
@@ -100,6 +101,18 @@ def test_logits_that_are_not_finite_are_blamed_on_their_sample(model_folder, tmp
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
     assert f"micro-batch 0 of rank 0 (logits of {home})" in str(caught.value) and caught.value.samples == [home]
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
+
+
+def test_a_loss_of_pairs_alone_is_blamed_on_its_pairs(model_folder, tmp_path, world):
+    # A micro-batch without any sample, all logits finite: its pairs are to blame, and no sample of the step.
+    samples = make_samples(1, 10)
+    policy, optimizer = setup(model_folder, tmp_path, world)
+    rows = rows_of(samples, world.device, 64)
+    rows[1] = dataclasses.replace(rows[1], sample_ids=[], names=("pair p1-0",) * len(rows[1].names))
+    rows[1].advantages_T[0] = math.nan
+    with pytest.raises(NonFiniteStepError, match=r"micro-batch 1 of rank 0 \(all of pair p1-0\)") as caught:
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+    assert caught.value.samples == ["pair p1-0"]
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_all_samples(model_folder, tmp_path, world):
