@@ -10,13 +10,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
+from composer_prime.wire.types import VersionSpan
 from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
 
 
-def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
+def batch_metrics(
+    version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
+) -> dict[str, float]:
     """Return the figures of a batch that is trained from policy version `version` on.
 
-    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before.
+    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before. `whole`: the
+    `groups` before their stale tokens were cut out.
     """
     scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]
@@ -25,9 +29,9 @@ def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequen
     lost = Counter(group.outcome for group in dropped)
     return {
         **_rewards(scored),
-        **_staleness(version, groups),
+        **_staleness(version, groups, whole),
         **_shapes(groups, rollouts),
-        **_lengths(groups, dropped),
+        **_lengths(groups, dropped, whole),
         **_hints(rollout for group in everything for rollout in group.rollouts),
         "groups/filtered": float(filtered),
         "groups/distilled": float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups)),
@@ -57,9 +61,8 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
     return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
 
 
-def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
-    spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
-    turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
+def _staleness(version: int, groups: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]) -> dict[str, float]:
+    spans = _spans(groups)
     tokens = sum(span.end - span.start for span in spans)
     if not tokens:
         return {}
@@ -67,19 +70,38 @@ def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float
     return {
         "policy/staleness_max": float(max(version - span.version for span in spans)),
         "policy/staleness_mean": ages / tokens,
-        "policy/stale_share": 1 - tokens / sum(turn.end - turn.start for turn in turns),
+        "policy/stale_share": 1 - tokens / sum(span.end - span.start for span in _spans(whole)),
     }
 
 
-def _lengths(groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Return the mean length of the rollouts that are trained and of those that were dropped as too old."""
-    stale = [group for group in dropped if group.outcome is GroupOutcome.STALE]
-    metrics = {}
-    for name, lot in (("accepted", groups), ("dropped", stale)):
-        lengths = [rollout.sampled_tokens for group in lot for rollout in group.rollouts if rollout.failure is None]
-        if lengths:
-            metrics[f"rollout/{name}_tokens_mean"] = fmean(lengths)
-    return metrics
+def _spans(groups: Sequence[FinishedGroup]) -> list[VersionSpan]:
+    return [span for group in groups for sample in group.samples for span in sample.version_spans]
+
+
+def _lengths(
+    groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup], whole: Sequence[FinishedGroup]
+) -> dict[str, float]:
+    """Return the mean length of the rollouts that are trained and of those that were dropped as too old.
+
+    Too old are also those that lost every sample while their group is trained. Those that never had one are neither.
+    """
+    kept, sampled = _with_samples(groups), _with_samples(whole)
+    accepted = [rollout for group in whole for rollout in group.rollouts if rollout.rollout_id in kept]
+    stale = [rollout for group in whole for rollout in group.rollouts if rollout.rollout_id in sampled - kept]
+    for group in dropped:
+        if group.outcome is GroupOutcome.STALE:
+            stale += [rollout for rollout in group.rollouts if rollout.failure is None]
+    lots = {"accepted": accepted, "dropped": stale}
+    return {
+        f"rollout/{name}_tokens_mean": fmean(rollout.sampled_tokens for rollout in lot)
+        for name, lot in lots.items()
+        if lot
+    }
+
+
+def _with_samples(groups: Sequence[FinishedGroup]) -> set[str]:
+    """Return the ids of the rollouts that have a sample."""
+    return {sample.sample_id.rpartition("/")[0] for group in groups for sample in group.samples}
 
 
 def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:

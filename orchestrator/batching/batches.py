@@ -145,7 +145,7 @@ class Buffer:
 
     def sweep(self, oldest: int) -> list[FinishedGroup]:
         """Remove and return the groups without a token of version `oldest` or newer to train."""
-        stale = [group for group in self._ready.values() if not group.without_stale_tokens(oldest).is_trainable]
+        stale = [group for group in self._ready.values() if not group.trains_since(oldest)]
         for group in stale:
             del self._ready[group.plan.group]
         return stale
@@ -155,22 +155,20 @@ class Buffer:
         return [
             number
             for number, group in sorted(self._ready.items())
-            if group.outcome is outcome
-            and group.version_max <= newest
-            and group.without_stale_tokens(oldest).is_trainable
+            if group.outcome is outcome and group.version_max <= newest and group.trains_since(oldest)
         ]
 
     def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
         """Remove and return the `count` lowest-numbered usable groups; None while there are fewer.
 
-        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number. Tokens of
-        versions before `oldest` are context in them.
+        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number, and whole:
+        to cut out tokens of versions before `oldest` copies them, which is a thread's work.
         """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
         numbers += self.usable(oldest, newest, GroupOutcome.DISTILLED)[: count if with_distilled else 0]
-        return [self._ready.pop(number).without_stale_tokens(oldest) for number in sorted(numbers)]
+        return [self._ready.pop(number) for number in sorted(numbers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,14 +139,13 @@ class BatchScheduler:
             return False
         async with self._disk:
             with_distilled = self.batches.sdpo_active(step)
-            oldest = self.oldest_version
-            groups = self.buffer.take(
-                self.config.groups_per_step, oldest, self._newest_version, with_distilled=with_distilled
-            )
-            if groups is None:
+            oldest, newest = self.oldest_version, self._newest_version
+            taken = self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
+            if taken is None:
                 return False
             dropped, self._dropped = self._dropped, []
-            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped)
+            groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
+            metrics = await asyncio.to_thread(batch_metrics, newest, groups, dropped, taken)
             if (share := self.buffer.filtered_share) is not None:
                 metrics["groups/filtered_share_recent"] = share
                 metrics["groups/filtered_too_many"] = float(share > self.config.max_filtered_share)
@@ -385,6 +384,10 @@ class BatchScheduler:
         complete = self.run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
         return newest if oldest >= newest.step else load_state(self.run_dir, oldest, self.run_id)
+
+
+def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[FinishedGroup]:
+    return [group.without_stale_tokens(oldest) for group in groups]
 
 
 def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from composer_prime.wire.types import Sample, flags, floats, pack_flags, pack_floats
+from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
 
 BEHAVIOR_PART = "behaviour/"
@@ -143,15 +143,29 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
         samples = [fresh for sample in self.samples if (fresh := _without_stale_tokens(sample, oldest)) is not None]
         return msgspec.structs.replace(self, samples=samples)
 
-    @property
-    def is_trainable(self) -> bool:
-        """Whether its samples train a token, or for a DISTILLED group a hinted turn."""
-        return (
-            bool(self.samples) if self.outcome is GroupOutcome.DISTILLED else any(s.num_trained for s in self.samples)
-        )
+    def trains_since(self, oldest: int) -> bool:
+        """Whether a token of version `oldest` or newer is trained, or a hinted turn of a DISTILLED group.
+
+        Copies no token: the event loop asks this of every group that waits.
+        """
+        is_distilled = self.outcome is GroupOutcome.DISTILLED
+        return any(_trains_since(sample, oldest, with_hinted=is_distilled) for sample in self.samples)
 
     def without_samples(self, outcome: GroupOutcome) -> FinishedGroup:
         return msgspec.structs.replace(self, outcome=outcome, samples=[])
+
+
+def _trains_since(sample: Sample, oldest: int, *, with_hinted: bool) -> bool:
+    if any(
+        span.version >= oldest and sample.loss_mask.find(1, span.start, span.end) >= 0 for span in sample.version_spans
+    ):
+        return True
+    stale = [span for span in sample.version_spans if span.version < oldest]
+    return with_hinted and any(not _overlaps(turn, stale) for turn in sample.distillations)
+
+
+def _overlaps(turn: HintedTurn, spans: Iterable[VersionSpan]) -> bool:
+    return any(span.start < turn.end and turn.start < span.end for span in spans)
 
 
 def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
@@ -166,11 +180,7 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
     for span in stale:
         mask[span.start : span.end] = 0
         advantages[span.start : span.end] = 0
-    hinted = [
-        turn
-        for turn in sample.distillations
-        if not any(span.start < turn.end and turn.start < span.end for span in stale)
-    ]
+    hinted = [turn for turn in sample.distillations if not _overlaps(turn, stale)]
     if not mask.any() and not hinted:
         return None
     return msgspec.structs.replace(

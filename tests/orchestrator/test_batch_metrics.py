@@ -9,6 +9,7 @@ import pytest
 from orch_groups import ended, ready
 
 from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.types import VersionSpan
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import GroupOutcome
@@ -21,7 +22,7 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
         ended(2, GroupOutcome.FAILED, None, None),
         ended(3, GroupOutcome.STALE, 0.0),
     ]
-    metrics = batch_metrics(4, [ready(0, 4, rewards=(0.0, 1.0))], dropped)
+    metrics = batch_metrics(4, [group := ready(0, 4, rewards=(0.0, 1.0))], dropped, [group])
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/s/mean"] == 0.75
     assert metrics["groups/filtered"] == 1
@@ -32,7 +33,7 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
 
 def test_staleness_is_in_steps_behind_the_weights_that_are_trained():
     """Batch 5 trains weights 4: tokens of versions 2 and 4 are 2 and 0 steps stale; the mean is over tokens."""
-    metrics = batch_metrics(4, [ready(0, 2, 4, 4)], [])
+    metrics = batch_metrics(4, [group := ready(0, 2, 4, 4)], [], [group])
     assert metrics["policy/staleness_max"] == 2
     assert metrics["policy/staleness_mean"] == pytest.approx(2 / 3)
 
@@ -42,17 +43,33 @@ def test_lengths_of_what_was_trained_and_of_what_was_dropped_as_too_old():
     accepted, stale = ready(0, 2, 4, 4), ready(1, 2)
     lengthened = [msgspec.structs.replace(rollout, sampled_tokens=900) for rollout in stale.rollouts]
     stale = msgspec.structs.replace(stale, rollouts=lengthened).without_samples(GroupOutcome.STALE)
-    metrics = batch_metrics(4, [accepted.without_stale_tokens(3)], [stale])
+    metrics = batch_metrics(4, [accepted.without_stale_tokens(3)], [stale], [accepted])
     assert metrics["rollout/dropped_tokens_mean"] == 900
     assert metrics["rollout/accepted_tokens_mean"] == 0
     assert metrics["policy/stale_share"] == pytest.approx(1 / 3)
     assert metrics["policy/staleness_max"] == 0
-    assert "rollout/dropped_tokens_mean" not in batch_metrics(4, [accepted], [])
+    assert "rollout/dropped_tokens_mean" not in batch_metrics(4, [accepted], [], [accepted])
+
+
+def test_samples_dropped_as_too_old_count_where_their_group_is_trained():
+    """One rollout of the group is wholly stale, and a third never gave a sample."""
+    group = ready(0, 4, 4, rewards=(0.0, 0.5, 1.0))
+    old = msgspec.structs.replace(group.samples[1], version_spans=[VersionSpan(2, 4, 1)])
+    rollouts = [
+        msgspec.structs.replace(rollout, sampled_tokens=tokens)
+        for rollout, tokens in zip(group.rollouts, (10, 700, 5000), strict=True)
+    ]
+    group = msgspec.structs.replace(group, samples=[group.samples[0], old], rollouts=rollouts)
+    metrics = batch_metrics(4, [group.without_stale_tokens(3)], [], [group])
+    assert metrics["policy/stale_share"] == 0.5
+    assert metrics["rollout/accepted_tokens_mean"] == 10
+    assert metrics["rollout/dropped_tokens_mean"] == 700
+    assert metrics["batch/samples"] == 1
 
 
 def test_tool_errors_are_a_share_of_tool_turns():
     """Every rollout here has one tool turn, and each reports an error."""
-    assert batch_metrics(0, [ready(0, 0)], [])["rollout/tool_error_rate"] == 1.0
+    assert batch_metrics(0, [group := ready(0, 0)], [], [group])["rollout/tool_error_rate"] == 1.0
 
 
 def test_a_line_holds_what_the_contract_promises(tmp_path):

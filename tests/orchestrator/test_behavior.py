@@ -142,6 +142,6 @@ def test_metrics_show_the_reward_with_and_without():
     rollout = FinishedRollout(rollout_id="r", sibling=0, task_id="t", seed=1, reward=shaped.reward, parts=shaped.parts)
     plan = GroupPlan(group=0, source="s", task_index=0, seed=0, size=1)
     group = FinishedGroup(plan=plan, outcome=GroupOutcome.FILTERED, rollouts=[rollout])
-    metrics = batch_metrics(0, [], [group])
+    metrics = batch_metrics(0, [], [group], [])
     assert metrics["reward/mean"] == pytest.approx(shaped.reward) and metrics["reward/task_mean"] == pytest.approx(1.0)
     assert metrics["reward/part/behaviour/effort"] < 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from orch_groups import ready
 
-from composer_prime.wire.types import HintedTurn, flags, floats, pack_ints
+from composer_prime.wire.types import HintedTurn, VersionSpan, flags, floats, pack_flags, pack_ints
 from orchestrator.batching.batches import Buffer
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts.groups import GroupOutcome
@@ -47,7 +50,7 @@ def test_old_tokens_of_a_long_rollout_become_context_and_the_new_ones_are_traine
     assert buffer.sweep(2) == [] and buffer.usable(oldest=2, newest=4) == [1]
     taken = buffer.take(1, oldest=2, newest=4)
     assert taken is not None
-    for sample in taken[0].samples:
+    for sample in taken[0].without_stale_tokens(2).samples:
         assert flags(sample.loss_mask).tolist() == [0, 0, 0, 1, 1]
         assert floats(sample.advantages).tolist() == [0, 0, 0, 0.5, 0.5]
         assert floats(sample.logprobs).tolist() == [0, 0, -0.5, -0.5, -0.5]
@@ -67,6 +70,51 @@ def test_a_hinted_turn_with_an_old_token_is_left_out():
     group = msgspec.structs.replace(group, outcome=GroupOutcome.DISTILLED, samples=samples)
     assert [sample.distillations for sample in group.without_stale_tokens(2).samples] == [[new], [new]]
     assert group.without_stale_tokens(4).samples == []
+    assert [group.trains_since(oldest) for oldest in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=6),
+    hinted=st.lists(st.booleans(), min_size=6, max_size=6),
+    is_distilled=st.booleans(),
+    oldest=st.integers(0, 5),
+)
+def test_whether_a_group_trains_is_what_cutting_it_shows(spans, hinted, is_distilled, oldest):
+    """Any mix of versions, masked tokens and hinted turns."""
+    turns = [
+        HintedTurn(start=at, end=at + 1, teacher_ids=pack_ints([1, 2]), teacher_start=1, turn=0, error="x")
+        for at, _ in enumerate(spans, start=2)
+        if hinted[at - 2]
+    ]
+    group = ready(1, *(version for version, _ in spans), rewards=(1.0,))
+    sample = msgspec.structs.replace(
+        group.samples[0],
+        distillations=turns,
+        loss_mask=pack_flags([0, 0, *(trained and not is_distilled for _, trained in spans)]),
+    )
+    outcome = GroupOutcome.DISTILLED if is_distilled else GroupOutcome.READY
+    samples = [sample] if turns or not is_distilled else []
+    group = msgspec.structs.replace(group, outcome=outcome, samples=samples)
+    cut = group.without_stale_tokens(oldest).samples
+    assert group.trains_since(oldest) == (bool(cut) if is_distilled else any(sample.num_trained for sample in cut))
+
+
+def test_looking_for_stale_groups_copies_no_sample():
+    """The event loop looks at every notification; a sample may have a megabyte."""
+    size = 1 << 20
+    group = ready(1, 0)
+    sample = msgspec.structs.replace(
+        group.samples[0], loss_mask=b"\1" * size, advantages=b"\0" * 4 * size,
+        version_spans=[VersionSpan(0, size // 2, 0), VersionSpan(size // 2, size, 1)],
+    )  # fmt: skip
+    buffer = Buffer()
+    buffer.add(msgspec.structs.replace(group, samples=[sample]))
+    tracemalloc.start()
+    try:
+        assert buffer.sweep(1) == [] and buffer.usable(1, 1) == [1] and buffer.take(1, 1, 1) is not None
+        assert tracemalloc.get_traced_memory()[1] < size // 16
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_group_enters_once():
