@@ -205,7 +205,8 @@ class Nodes:
     def attach(self, identity: bytes, hello: NodeHello) -> AttachedNode:
         """Attach the node that sent `hello` on connection `identity`.
 
-        A node that says Hello starts empty, so requests that it held before count as lost.
+        A node that says Hello starts empty, so requests that it held before count as lost. Stalls and suspension
+        belong to a process: they outlast its reconnect, not its restart.
         """
         previous = self._by_identity.get(identity)
         if previous is not None:
@@ -213,13 +214,14 @@ class Nodes:
         former = self._by_id.get(hello.node_id)
         if former is not None and former.attached:
             self.leave(former, "came back on a new connection")
+        is_same_process = former is not None and hello.instance != "" and hello.instance == former.instance
         node = AttachedNode(
             node_id=hello.node_id,
             identity=identity,
             instance=hello.instance,
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
-            places=1 if former is not None and former.stalls_in_row else hello.max_concurrent,
+            places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,
             credible_places=min(hello.max_concurrent, _UNPROVEN_PLACES + (former.answers if former else 0)),
             version=hello.version,
             last_heard=time.monotonic(),
@@ -230,7 +232,8 @@ class Nodes:
             for counter in _COUNTERS:
                 setattr(node, counter, getattr(former, counter))
             node.attachments = former.attachments + 1
-            node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
+            if is_same_process:
+                node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         logger.info(

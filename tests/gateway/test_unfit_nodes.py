@@ -11,6 +11,7 @@ from http_calls import generate_body, post
 from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.errors import RequestError
+from composer_prime.wire.node import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
 
 
@@ -58,6 +59,20 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     fleet.answer("a", fleet.sent["a"][-1])
     await fleet.ask(6)
     assert len(node.leases) == 6
+    await fleet.close()
+
+
+@pytest.mark.parametrize(("instance", "is_trusted"), [("a", False), ("restarted", True), ("", True)])
+async def test_a_restarted_process_is_not_blamed_for_its_predecessors_stall(instance, is_trusted):
+    """A reconnect of the hung process changes nothing; another process under its name starts anew."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(6)
+    stall(fleet.node("a"))
+    fleet.router.reclaim_stalled(75.0)
+    hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance=instance)
+    node = fleet.router.nodes.attach(b"a2", hello)
+    assert (node.cannot_serve(time.monotonic(), 0, 0) is None) == is_trusted
+    assert node.places == (64 if is_trusted else 1)
     await fleet.close()
 
 
