@@ -13,6 +13,8 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
+from composer_prime.traces.replay.selection import count_selected
+from composer_prime.traces.state import Message
 
 if TYPE_CHECKING:
     from genai_prices.types import ModelPrice, TieredPrices
@@ -107,7 +109,11 @@ class CostForecast:
 
 
 class _Line(msgspec.Struct):
+    """What is read of a state."""
+
     source_family: str = UNKNOWN
+    messages: list[Message] = msgspec.field(default_factory=list)
+    student_action: Message = msgspec.field(default_factory=dict)
 
 
 def forecast_cost(config: Config, states_file: Path | None = None) -> CostForecast | None:
@@ -120,13 +126,12 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
     if path is None or not teachers.teacher:
         return None
     states, lines = _sampled(path)
-    states = min(states, teachers.select.states or states)
+    states = count_selected(path, teachers.select, states)
     priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
-    tokens = [len(line) / BYTES_PER_TOKEN for line in lines]
     costs = [
-        _state_usd(teachers, priced, _family(line, teachers), length)
-        for line, length in zip(lines, tokens, strict=True)
-        if length <= config.model.max_context  # the replay refuses longer ones
+        _state_usd(teachers, priced, _family(state, teachers), len(line) / BYTES_PER_TOKEN)
+        for line, state in zip(lines, map(_read_line, lines), strict=True)
+        if _can_be_trained(state, config)
     ]
     low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if costs else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
@@ -188,12 +193,34 @@ def _state_usd(
     return sum(sorted(cheapest.values())[:2]), sum(full[: teachers.voters])
 
 
-def _family(line: bytes, teachers: TeachersConfig) -> str:
-    """Return the family that wrote a state; UNKNOWN also for a line that is no state."""
+def _read_line(line: bytes) -> _Line | None:
+    """Return a state; None for a line that is none."""
     try:
-        family = family_named(msgspec.json.decode(line, type=_Line).source_family)
+        return msgspec.json.decode(line, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _can_be_trained(state: _Line | None, config: Config) -> bool:
+    """Estimate what TrainingLimits measures: only texts count, without the tools and the reasoning."""
+    if state is None:
+        return True
+    context = sum(map(_text_tokens, state.messages))
+    side = context + _text_tokens(state.student_action)
+    return side <= config.model.max_context and context + side <= config.trainer.micro_batch_tokens
+
+
+def _text_tokens(message: Message) -> float:
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    texts = [message.get("content") or "", *(text for call in calls for text in (call["name"], call["arguments"]))]
+    return sum(len(text.encode("utf-8", "replace")) for text in texts) / BYTES_PER_TOKEN
+
+
+def _family(state: _Line | None, teachers: TeachersConfig) -> str:
+    """Return the family that wrote a state; UNKNOWN also for a line that is no state."""
+    if state is None:
         return UNKNOWN
+    family = family_named(state.source_family)
     return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
 
 

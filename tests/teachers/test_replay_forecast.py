@@ -9,8 +9,10 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
+from composer_prime.config.teachers import SelectConfig
 from composer_prime.llm.prices import cost_with_cap, forecast_cost
 from composer_prime.traces.replay.command import Arguments, replay, replay_summary
+from composer_prime.traces.replay.selection import count_selected, selected_states
 from composer_prime.traces.state import write_state
 
 POOL = {"gpt-a": 1.0, "gpt-b": 2.0, "qwen-c": 3.0, "claude-d": 50.0}
@@ -49,6 +51,33 @@ def test_of_teachers_that_may_judge(tmp_path: Path, family: str, low: float, hig
 def test_of_several_families(tmp_path: Path) -> None:
     found = expected(tmp_path, "claude", "glm", "unknown", assume_family="Claude")
     assert found == (pytest.approx(4 * 3, rel=0.05), pytest.approx(5 + 53 + 5, rel=0.05))
+
+
+# Tools and reasoning are paid for, but no training step holds them: a state that is long by them alone is replayed. One
+# whose texts are too long is refused.
+def test_of_states_that_are_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "states.jsonl"
+    config = pool(tmp_path, "http://x/v1", states=path)
+    tool = {"type": "function", "function": {"name": "cat", "description": "x" * 4000, "parameters": {}}}
+    action = {"role": "assistant", "content": "y", "reasoning_content": "z" * 4000}
+    path.write_bytes(write_state(state(0, tools=[tool], student_action=action)))
+    paid = forecast_cost(config)
+    assert paid is not None and paid.low_usd > 0
+    path.write_bytes(write_state(state(0, messages=[{"role": "user", "content": "x" * 4000}])))
+    refused = forecast_cost(config)
+    assert refused is not None and refused.high_usd == 0
+
+
+# Only the states count that teachers.select takes.
+@pytest.mark.parametrize(("select", "count"), [({"per_trace": 2}, 5), ({"per_trace": 2, "states": 4}, 4), ({}, 8)])
+def test_of_selected_states(tmp_path: Path, select: dict[str, int], count: int) -> None:
+    path = tmp_path / "states.jsonl"
+    traces = ("a", "a", "a", "a", "b", "b", "b", "c")
+    path.write_bytes(b"".join(write_state(state(number, trace=trace)) for number, trace in enumerate(traces)))
+    found = forecast_cost(pool(tmp_path, "http://x/v1", states=path, select=select))
+    assert found is not None and found.states == count
+    config = SelectConfig.model_validate(select)
+    assert count_selected(path, config, 8) == count == len(list(selected_states(path, config)))
 
 
 # Of a run's own rollouts it is known how many there will be, how long a prompt can be and who may judge them; how many

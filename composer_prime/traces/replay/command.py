@@ -26,7 +26,7 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.llm.prices import CostForecast, cost_with_cap, forecast_cost
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
-from composer_prime.traces.replay.selection import selected_states
+from composer_prime.traces.replay.selection import count_selected, selected_states
 from composer_prime.traces.state import read_states, same_file
 
 STOPPED = 3
@@ -94,7 +94,7 @@ async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | N
     Raises ConfigError when the states cannot be read, or none of them can be judged.
     """
     pairs, select = arguments.pairs, arguments.config.teachers.select
-    total = min(count_states(arguments.states), select.states or sys.maxsize)
+    total = count_selected(arguments.states, select, count_states(arguments.states))
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     console = Console(stderr=True)
     async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:

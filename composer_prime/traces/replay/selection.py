@@ -5,11 +5,14 @@ Every trace has its turn before any has another, so a long session does not take
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+
+import msgspec
 
 from composer_prime.config.teachers import SelectConfig
 from composer_prime.errors import ConfigError
@@ -22,6 +25,10 @@ class _Place:
 
     number: int
     failed: bool
+
+
+class _Traced(msgspec.Struct):
+    trace_id: str
 
 
 def selected_states(
@@ -41,6 +48,21 @@ def selected_states(
     for number, state in enumerate(read_states(path, on_bad)):
         if number in chosen:
             yield state
+
+
+def count_selected(path: Path, select: SelectConfig, states: int) -> int:
+    """Return how many of the `states` of a states.jsonl are taken. The file is read where a trace gives only some.
+
+    Raises OSError.
+    """
+    if select.per_trace is not None:
+        by_trace = Counter[str]()
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a line that is no state is not replayed
+                    by_trace[msgspec.json.decode(line, type=_Traced).trace_id] += 1
+        states = sum(min(count, select.per_trace) for count in by_trace.values())
+    return min(states, select.states or states)
 
 
 def _chosen(traces: list[list[_Place]], select: SelectConfig) -> set[int]:
