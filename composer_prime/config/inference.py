@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 
@@ -55,8 +55,8 @@ class InferenceConfig(BaseConfig):
     """auto: float32 on CPU, bfloat16 on CUDA."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of a node."""
-    max_concurrent: int = Field(default=128, ge=1, le=16384)
-    """Requests a node takes at a time."""
+    max_concurrent: int = Field(default=128, ge=1)
+    """Requests a node takes at a time. A gateway allows 16384, which is what more becomes."""
     local: LocalEngineConfig = LocalEngineConfig()
     """Settings of the local engine."""
     vllm: VllmEngineConfig = VllmEngineConfig()
@@ -76,6 +76,11 @@ class InferenceConfig(BaseConfig):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference in nats between the canary's logprobs and the manifest's; None is 0.05, on CUDA or in
     bfloat16 0.5."""
+
+    @field_validator("max_concurrent")
+    @classmethod
+    def _gateway_limit(cls, count: int) -> int:
+        return min(count, 16384)
 
     @model_validator(mode="after")
     def _loss_after_heartbeats(self) -> InferenceConfig:
