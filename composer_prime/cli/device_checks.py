@@ -157,23 +157,39 @@ def check_fsdp2(task: Task) -> Finding:
 def _spawn_ranks(task: Task, count: int) -> dict[str, float]:
     words = [sys.executable, "-m", "composer_prime.cli.device_checks", "rank", task.device]
     words += ["small" if task.small else "full", str(task.folder)]
+    return json.loads(run_ranks(words, count, task.folder).strip().splitlines()[-1])
+
+
+def run_ranks(words: list[str], count: int, folder: Path) -> str:
+    """Return what rank 0 of `count` equal processes prints, once all have ended.
+
+    One that fails ends the others, which would wait for it. Raises RuntimeError with its last message.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            words,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
+    printed, said = ([folder / f"rank-{rank}.{kind}" for rank in range(count)] for kind in ("out", "err"))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            variables = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with printed[rank].open("wb") as output, said[rank].open("wb") as errors:
+                processes.append(subprocess.Popen(words, env=variables, stdout=output, stderr=errors))
+        while None in (statuses := [process.poll() for process in processes]) and not any(statuses):
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [rank for rank, status in enumerate(statuses) if status]
+    last_lines = [
+        (said[rank].read_text(errors="replace").strip().splitlines() or ["no message"])[-1] for rank in failed
     ]
-    answers = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"ranks ended with {[process.returncode for process in processes]} (see their messages)")
-    return json.loads(answers[0].strip().splitlines()[-1])
+    if failed:
+        ends = zip(failed, last_lines, strict=True)
+        raise RuntimeError("; ".join(f"rank {rank} ended with status {statuses[rank]}: {line}" for rank, line in ends))
+    return printed[0].read_text()
 
 
 def rank_step(task: Task) -> dict[str, float]:

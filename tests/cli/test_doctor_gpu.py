@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from composer_prime.cli import doctor_command
+from composer_prime.cli.device_checks import run_ranks
 from composer_prime.cli.doctor_gpu import DEADLINES_S, run_check, run_checks
 from composer_prime.plan.machine import visible_gpus
 
@@ -26,6 +29,19 @@ def test_a_check_that_fails_or_hangs_has_a_verdict_and_others_follow(capsys):
     text = capsys.readouterr().out
     assert "bad   step       not done after 0 s" in text and "skip  head       no time was left" in text
     assert "bad: step; not run: head" in text
+
+
+@pytest.mark.process
+def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path):
+    # Rank 0 would wait for rank 1 for ever.
+    code = """import os, signal
+if os.environ["RANK"] == "1":
+    raise ValueError("no device for rank 1")
+signal.pause()"""
+    with pytest.raises(RuntimeError, match="rank 1 ended with status 1: ValueError: no device for rank 1"):
+        run_ranks([sys.executable, "-c", code], 2, tmp_path)
+    code = "import os; print('world of', os.environ['WORLD_SIZE'])"
+    assert run_ranks([sys.executable, "-c", code], 2, tmp_path) == "world of 2\n"
 
 
 # The same code as on a GPU, with the CPU as the device: its comparison holds, and it has figures. A process's memory
