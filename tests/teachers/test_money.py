@@ -20,6 +20,7 @@ from composer_prime.llm.client import CallPacer
 from composer_prime.llm.prices import price_of
 from composer_prime.llm.reply import Usage
 from composer_prime.run.costs import CostLedger, read_costs, spent
+from composer_prime.traces.replay.command import parse_arguments
 
 
 def answered(content: str) -> CachedAnswer:
@@ -74,6 +75,17 @@ def test_shipped_pools(pool: str) -> None:
         assert price.tiers is not None and 0 < price.input_usd < price.output_usd
         bound = price.bound_usd(longest, teachers.max_tokens)
         assert teachers.budget.overcharge_factor * bound < teachers.budget.usd_per_call
+
+
+# The command at the top of a pool's file is for real sessions: the run that it names holds 10,000 tokens and more.
+@pytest.mark.parametrize("pool", ["openai", "openrouter"])
+def test_the_run_that_a_pool_names(pool: str) -> None:
+    path = Path("configs/teachers") / f"{pool}.toml"
+    head = path.read_text().split("\n\n")[0].replace("\\\n#", "")
+    (command,) = [line for line in head.splitlines() if "composer replay" in line and " -o " in line]
+    config = parse_arguments(command.split("composer replay ")[1].split()).config
+    assert config.model.max_context >= 10_000 and config.trainer.micro_batch_tokens >= 2 * config.model.max_context
+    assert len(config.teachers.teacher) == 4
 
 
 # Prompt tokens that an endpoint had cached cost what the list says of them; a configured price has no other for them.
