@@ -68,9 +68,10 @@ def bind_router(
 ) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
 
-    A peer that sends a message above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
-    messages are held (0: any number); then the peer's own queue grows, not this process. To
-    each connection at most `max_unsent` messages wait (0: any number); then sending waits, or raises zmq.Again.
+    A peer that sends a frame above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
+    messages are held (0: any number); then the peer's own queue grows, not this process. Neither bounds the number of
+    frames in a message: a peer that holds a key can still send many. To each connection at most `max_unsent` messages
+    wait (0: any number); then sending waits, or raises zmq.Again.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """

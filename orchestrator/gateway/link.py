@@ -4,8 +4,9 @@
                                       +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
     NodeSocket.send: never waits; False means that the connection is gone
 
-Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted. Its
-messages are bounded in size, and few are held unread. Bytes that do not decode to a message are counted, logged and
+Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted. A
+message is one frame of bounded size, and few are held unread. Of a message with more frames, only the first is copied;
+ZMQ itself holds all of them until then. Bytes that do not decode to a message are counted, logged and
 dropped. A connection that sent more of them than its budget is evicted: nothing from it is looked at any more.
 
 Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
@@ -21,6 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -77,6 +79,18 @@ SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromConnection:
+    """A message of a node, as far as it is kept."""
+
+    identity: bytes
+    first: bytes
+    """The first frame; a valid message has no other."""
+    num_frames: int
+    num_bytes: int
+    """Of all frames."""
+
+
 class NodeSocket:
     """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
 
@@ -87,6 +101,8 @@ class NodeSocket:
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
         self._server: SecureServer | None = None
+        self._direct: zmq.Socket[bytes] | None = None
+        """The same socket, for reads that need not wait."""
         self._encoder = msgspec.msgpack.Encoder()
 
     def bind(self, address: str) -> None:
@@ -98,6 +114,7 @@ class NodeSocket:
             max_message_bytes=self.max_message_bytes,
             max_unread=_MAX_UNREAD,
         )
+        self._direct = zmq.Socket.shadow(self._server.socket)
         self.endpoint = self._server.endpoint
 
     def send(self, identity: bytes, message: ToNode) -> bool:
@@ -109,15 +126,23 @@ class NodeSocket:
         queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
         return None if queued is None else queued.result()
 
-    async def receive(self) -> tuple[bytes, list[bytes]]:
-        """Return the connection and the frames of the next message."""
-        assert self._server is not None, "bind() comes first"
-        identity, *frames = await self._server.socket.recv_multipart()
-        return identity, frames
+    async def receive(self) -> FromConnection:
+        """Return the next message, with the bytes of its first frame only."""
+        server, direct = self._server, self._direct
+        assert server is not None and direct is not None, "bind() comes first"
+        identity = await server.socket.recv()
+        # All frames of a message arrive at once, so nothing below waits.
+        first, num_frames, num_bytes = b"", 0, 0
+        while direct.getsockopt(zmq.RCVMORE):
+            frame = direct.recv(zmq.NOBLOCK, copy=False)
+            first = first if num_frames else frame.bytes
+            num_frames += 1
+            num_bytes += len(frame)
+        return FromConnection(identity=identity, first=first, num_frames=num_frames, num_bytes=num_bytes)
 
     async def close(self) -> None:
         """Free the address; messages on their way get half a second."""
-        server, self._server = self._server, None
+        server, self._server, self._direct = self._server, None, None
         if server is not None:
             server.socket.close(linger=500)
             await asyncio.to_thread(server.close)
@@ -172,28 +197,28 @@ class NodeLink:
         """Handle messages until cancelled."""
         while True:
             for _ in range(_BURST):
-                identity, frames = await self._socket.receive()
-                self._handle(identity, frames)
+                self._handle(await self._socket.receive())
             await asyncio.sleep(0)
 
-    def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+    def _handle(self, received: FromConnection) -> None:
+        identity = received.identity
         if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES:
             self.garbage += 1
             return
         node = self._router.nodes.at(identity)
         try:
-            if len(frames) != 1:
-                raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
-            message = self._decoder.decode(frames[0])
+            if received.num_frames != 1:
+                raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
+            message = self._decoder.decode(received.first)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            self._drop_garbage(identity, node, frames, error)
+            self._drop_garbage(identity, node, received.num_bytes, error)
             return
         try:
             self._dispatch(identity, node, message)
         except Exception as error:
             # Nothing that one node sends may end the run for all.
             logger.exception("a %s could not be handled", type(message).__name__)
-            self._drop_garbage(identity, node, frames, error)
+            self._drop_garbage(identity, node, received.num_bytes, error)
 
     def _dispatch(self, identity: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
@@ -225,11 +250,10 @@ class NodeLink:
         self._hello_requested[identity] = now
         self._socket.send(identity, HelloAgain())
 
-    def _drop_garbage(self, identity: bytes, node: AttachedNode | None, frames: list[bytes], error: Exception) -> None:
+    def _drop_garbage(self, identity: bytes, node: AttachedNode | None, size: int, error: Exception) -> None:
         self.garbage += 1
         if node is not None:
             node.garbage += 1
-        size = sum(map(len, frames))
         sender = f"node {node.node_id}" if node else "a connection"
         if len(self._garbage_bytes) >= _MAX_UNKNOWN:
             self._garbage_bytes.clear()

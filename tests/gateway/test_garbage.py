@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import zmq
+import zmq.asyncio
 from http_calls import generate_body, post
 from node_peer import PeerNode
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import NodeWelcome, Rejected
-from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.sockets import bind_router, dealer
+from orchestrator.gateway.link import NodeSocket
 
 
 async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_keys):
@@ -37,6 +41,22 @@ async def test_a_message_above_the_bound_never_arrives(open_gateway, node_keys):
         await node.until(lambda: isinstance(node.welcome, NodeWelcome))
         assert gateway.state()["link"]["garbage"] == 0
         assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+
+
+async def test_of_a_message_with_many_frames_only_the_first_is_kept(keys: RunKeys):
+    """The bound on size is one for each frame; the others are counted for the sender's budget, not copied."""
+    socket = NodeSocket(keys, 1024)
+    socket.bind("tcp://127.0.0.1:0")
+    context = zmq.asyncio.Context()
+    sender = dealer(context, socket.endpoint, keys.client("node"))
+    await sender.send_multipart([b"first", *[b"x" * (256 << 10)] * 20])
+    await sender.send(b"next")
+    async with asyncio.timeout(10):
+        received, following = await socket.receive(), await socket.receive()
+    assert (received.first, received.num_frames, received.num_bytes) == (b"first", 21, 5 + 20 * (256 << 10))
+    assert (following.first, following.num_frames, following.identity) == (b"next", 1, received.identity)
+    context.destroy(linger=0)
+    await socket.close()
 
 
 def test_unread_messages_wait_at_their_sender(keys: RunKeys):
