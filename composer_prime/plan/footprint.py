@@ -168,7 +168,10 @@ def orchestrator_need(config: Config) -> Need:
 
 
 def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, int]:
-    """Return the disk space by purpose at its peak: one checkpoint and one version more than are kept."""
+    """Return the disk space by purpose at its peak: one checkpoint and one version more than are kept.
+
+    Of versions, as many older ones stay while nodes pull them.
+    """
     if config.run.max_steps == 0:
         return {"weight store": 0, "checkpoints": 0, "final": 0}
     width = 2 if cuda else 4
@@ -176,7 +179,7 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     trained = trained_parameters(config, shape)
     averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return {
-        "weight store": (config.trainer.weights.keep + 1) * shape.parameters * width,
+        "weight store": (2 * config.trainer.weights.keep + 1) * shape.parameters * width,
         "checkpoints": (config.trainer.checkpoint.keep + 1) * (4 * shape.parameters + (moments + averages) * trained),
         "final": shape.parameters * width,
     }

@@ -65,3 +65,10 @@ def test_shape_of_a_folder_is_the_model_s(model_folder, tmp_path):
     assert shape.parameters == sum(p.numel() for p in lm.parameters())
     assert shape.vocabulary == json.loads((model_folder / "config.json").read_text())["vocab_size"]
     assert make_config(model_folder, tmp_path).model.path == str(model_folder)
+
+
+def test_the_plan_counts_the_versions_that_pulls_hold(model_folder, tmp_path):
+    # Beside the newest versions as many older ones stay while nodes pull them, and one is being written.
+    shape = ModelShape.read(model_folder)
+    config = make_config(model_folder, tmp_path, trainer={"weights": {"keep": 3}})
+    assert disk_bytes(config, shape, cuda=False)["weight store"] == (3 + 3 + 1) * 4 * shape.parameters
