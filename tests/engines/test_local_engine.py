@@ -28,6 +28,7 @@ from composer_prime.wire.types import VersionSpan
 from inference.engines.local import engine as local_engine
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
+from inference.engines.local.loading import check_supported
 from tests.engines.contract import Subject, sampling
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
@@ -164,6 +165,15 @@ def test_other_architectures(make, tmp_path):
         await subject.engine.close()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_model_that_no_publication_fits_is_named_at_the_start(mixed, tmp_path, caplog):
+    """Fused experts are published one by one: the start says that new versions will be refused, and the remedy."""
+    experts = Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = Qwen3MoeForCausalLM(experts) if mixed else MistralForCausalLM(MistralConfig(**SMALL))
+    check_supported(model, SMALL["num_hidden_layers"])
+    assert ("experts.0." in caplog.text and "inference.engine = 'vllm'" in caplog.text) == mixed
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
@@ -14,6 +16,8 @@ from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNo
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
 from inference.snapshot import checksum, tensor_blocks
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -125,10 +129,22 @@ def check_context(model: PreTrainedModel, max_context: int) -> None:
 
 
 def check_supported(model: PreTrainedModel, layers_cached: int) -> None:
-    """Raises EngineError when some of the model's layers keep state outside the attention interface."""
+    """Raises EngineError when some of the model's layers keep state outside the attention interface.
+
+    Warns when no publication can fit: the model folder can be served, new versions cannot.
+    """
     expected = model.config.get_text_config().num_hidden_layers
     if layers_cached != expected:
         raise EngineError(
             f"{type(model).__name__} has {expected} layers, {layers_cached} of which use transformers' attention "
             "interface: the local engine cannot serve it; set inference.engine = 'vllm'"
         )
+    # On the meta device the conversion costs names only.
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in _targets(model).items()}
+    converted = sorted(revert_weight_conversion(model, shapes).keys() - shapes.keys())
+    if converted:
+        logger.warning(
+            "%s is published under other names than transformers keeps it in memory, such as %s (%d in all): the local "
+            "engine serves the model folder and refuses every new version; for training set inference.engine = 'vllm'",
+            type(model).__name__, converted[0], len(converted),
+        )  # fmt: skip
