@@ -11,6 +11,7 @@ signed manifest.
 A swap is proven three ways. What the engine reads back from its parameters has the checksums of what was published.
 The canary's logprobs are the trainer's within `canary_tolerance`. And they moved from those of the version before as
 the trainer's did, where that is more than the engine's own rounding: versions may differ by less than the tolerance.
+The move refuses a version only where not all tensors could be read back.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Receiver:
         """The signed manifest of that version."""
         self.canary_error: float | None = None
         """Largest |logprob - manifest| of the last canary, in nats."""
+        self._warned = False
+        """Whether it was said that a swap could not be proven."""
         self.rollbacks = 0
         self.settled = asyncio.Event()
         self.settled.set()
@@ -163,9 +166,9 @@ class Receiver:
         try:
             try:
                 await self._engine.load_weights(manifest.version, tensors)
-                await self._check_loaded(manifest, tensors)
+                whole = await self._check_loaded(manifest, tensors)
                 after = await self._score_canary(manifest)
-                self._check_move(manifest, before, after)
+                self._check_move(manifest, before, after, read_back=whole)
             except MisfitError:
                 raise
             except ComposerError as error:  # Also when an engine gives no scores, which proves nothing.
@@ -203,8 +206,8 @@ class Receiver:
         finally:
             self.rollbacks += 1
 
-    async def _check_loaded(self, manifest: Manifest, tensors: Snapshot) -> None:
-        """Raises CanaryError when a parameter of the engine does not hold what was published."""
+    async def _check_loaded(self, manifest: Manifest, tensors: Snapshot) -> bool:
+        """Return whether all published tensors could be read back. Raises CanaryError when one differs."""
         parts = await self._engine.read_back(list(tensors))
         wrong = await asyncio.to_thread(_differing, tensors, parts)
         if wrong:
@@ -213,6 +216,7 @@ class Receiver:
                 f"({len(wrong)} of {len(parts)} parameters that were read back): they were not loaded; restart this "
                 "node, and report its engine and model if it happens again"
             )
+        return {name for part in parts for name in part.names} >= tensors.keys()
 
     async def _score_canary(self, manifest: Manifest) -> list[float]:
         """Return the engine's logprobs. Raises CanaryError when one is off by more than the tolerance."""
@@ -234,31 +238,42 @@ class Receiver:
             )
         return scores
 
-    def _check_move(self, manifest: Manifest, before: list[float], after: list[float]) -> None:
+    def _check_move(self, manifest: Manifest, before: list[float], after: list[float], *, read_back: bool) -> None:
         """Raises CanaryError when the engine's logprobs did not move from the old version's as the trainer's did.
 
-        The engine's rounding is what it differs by from the trainer in the old version, whose weights are proven.
+        Where all tensors were read back, which is the stronger proof, that is a warning. The engine's rounding is what
+        it differs by from the trainer in the old version, whose weights are proven. Tokens that move more count more.
         """
         old, new = self._proven, manifest.canary
         if old is None or old.canary.token_ids != new.token_ids:
             return
         expected = [to - start for to, start in zip(new.logprobs, old.canary.logprobs, strict=True)]
         moved = [to - start for to, start in zip(after, before, strict=True)]
-        noise = math.dist(before, old.canary.logprobs) / math.sqrt(len(expected))
+        rounding = [has - wanted for has, wanted in zip(before, old.canary.logprobs, strict=True)]
         length = math.hypot(*expected)
+        even = math.hypot(*rounding) / math.sqrt(len(expected))
+        weighted = math.hypot(*map(operator.mul, expected, rounding)) / length if length else 0.0
+        noise = max(even, weighted)
         if length <= _NOISES * noise:
-            logger.info(
-                "weights v%d: versions %d and %d differ by %.2g nats on the canary, the engine rounds by %.2g: the "
-                "proof is what was read back", manifest.version, old.version, manifest.version, length, noise,
-            )  # fmt: skip
+            if not read_back and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "weights v%d: not all tensors can be read back from the engine, and versions %d and %d differ by "
+                    "%.2g nats on the canary, of which the engine rounds %.2g: that the new weights are in use is not "
+                    "proven, here and for later versions as close", manifest.version, old.version, manifest.version,
+                    length, noise,
+                )  # fmt: skip
             return
         share = sum(map(operator.mul, expected, moved)) / length**2
         if not 0.5 < share < 2.0:
-            raise CanaryError(
+            fault = (
                 f"weights v{manifest.version}: the canary's logprobs moved by {share:.2g} of the way from version "
                 f"{old.version} to {manifest.version} ({length:.2g} nats), expected 1: the engine does not compute "
                 "with the new weights; restart this node, and report its engine and model if it happens again"
             )
+            if not read_back:
+                raise CanaryError(fault)
+            logger.warning("%s (all parameters hold the new weights, so they stay)", fault)
 
 
 def _differing(tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> list[str]:

@@ -307,17 +307,37 @@ def test_an_engine_that_never_swaps_is_found(loop, engine, receive, close_versio
     assert receiver.version == 0 and receiver.canary_error < 0.05 and receiver.rollbacks == 1
 
 
-def test_an_engine_that_computes_with_an_old_copy_is_found(loop, engine, receive, close_versions):
-    # The parameters are swapped, but scores come from weights packed before: only the canary's move shows it.
+@pytest.mark.parametrize("readable", [False, True])
+def test_an_engine_that_computes_with_an_old_copy_is_found(loop, engine, receive, close_versions, readable, caplog):
+    """Scores come from weights packed before: the canary's move refuses what was not read back, else it warns."""
     old = loop.run(engine.score(CANARY))
 
     async def score(_) -> list[float]:
         return old
 
-    receiver = receive(Altered(engine, score=score), tolerance=0.05)
+    async def first_only(names: list[str]):
+        return (await engine.read_back(names))[: len(names) if readable else 1]
+
+    receiver = receive(Altered(engine, score=score, read_back=first_only), tolerance=0.05)
     install(loop, receiver, close_versions, close_versions.publish(0))
-    with pytest.raises(CanaryError, match=r"moved by 0 of the way from version 0 to 1"):
+    with contextlib.nullcontext() if readable else pytest.raises(CanaryError, match=r"moved by 0 of the way"):
         install(loop, receiver, close_versions, close_versions.publish(1))
+    assert ("moved by 0 of the way" in caplog.text) == readable and receiver.version == int(readable)
+
+
+def test_rounding_on_the_token_that_moves_refuses_no_good_version(loop, engine, receive, publisher):
+    """Where the one token that moves is rounded much, its move is no evidence against a version."""
+    base = publisher.reference.score(CANARY, 0).tolist()
+    scores = iter([0.0, 0.03, 0.03, 0.0])  # before and after version 1, before and after version 2
+
+    async def score(_) -> list[float]:
+        return [base[0] + next(scores), *base[1:]]
+
+    receiver = receive(Altered(engine, score=score, read_back=nothing), tolerance=0.5)
+    for version, moved in ((1, 0.0), (2, 0.17)):
+        canary = Canary(token_ids=CANARY, logprobs=[base[0] + moved, *base[1:]])
+        install(loop, receiver, publisher, publisher.publish(version, canary=canary))
+    assert receiver.version == 2 and receiver.rollbacks == 0
 
 
 def test_one_tensor_that_was_not_loaded_is_found(loop, engine, receive, publisher):
