@@ -289,6 +289,7 @@ class StepClient:
 
         Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
         """
+        limit = "trainer.orchestrator_timeout_s is" if silence_s is None else "the limit of an announcement is"
         silence_s = silence_s or self._info.silence_timeout_s
         started = heard = time.monotonic()
         self._send(request)
@@ -319,8 +320,8 @@ class StepClient:
             elif now - heard > silence_s:
                 raise DeadlineError(
                     f"waited for {awaited} for {now - started:.0f} s, and the orchestrator at {self._endpoint} has "
-                    f"been silent for the last {now - heard:.0f} s (trainer.orchestrator_timeout_s is "
-                    f"{silence_s:g}): is it alive, and does this rank have the run's keys?"
+                    f"been silent for the last {now - heard:.0f} s ({limit} {silence_s:g}): is it alive, "
+                    "and does this rank have the run's keys?"
                 )
             elif now > repeat_at:
                 patience_s = min(2 * patience_s, LONGEST_REPEAT_S, max(REPEAT_S, self._info.silence_timeout_s / 4))
