@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import DeadlineError, EngineError, ModelNotFoundError
 from composer_prime.wire.node import Sampling
 from inference.engines.vllm.engine import VllmEngine
+from inference.engines.vllm.messages import LENGTH, Failed, ReadParameters, from_child
+from inference.engines.vllm.server import NodePipe, Server
 from tests.engines.models import MAX_CONTEXT, make_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
@@ -55,6 +58,26 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     engine = VllmEngine(tmp_path / "nowhere", InferenceConfig(engine="vllm"), MAX_CONTEXT)
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         asyncio.run(engine.start())
+
+
+class Unreadable:
+    """An engine core whose workers cannot read their parameters."""
+
+    def read_back(self, names: list[str]) -> list:
+        raise ValueError(f"no parameter {names[0]}")
+
+
+def test_parameters_that_cannot_be_read_leave_the_child_alive() -> None:
+    """Reading parameters back may fail: the node gets the reason, and the child's loop goes on."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    child = Server.__new__(Server)  # without vLLM, which may not be installed
+    child._link, child.core = NodePipe.__new__(NodePipe), Unreadable()
+    child._link._sock = theirs
+    with ours, theirs:
+        child._handle(ReadParameters(call=7, names=["a"]))
+        answer = from_child(ours.recv(4096)[LENGTH.size :])
+    assert isinstance(answer, Failed) and answer.call == 7 and "no parameter a" in answer.error
 
 
 BABBLING = """
@@ -141,6 +164,8 @@ import asyncio, sys
 from pathlib import Path
 from composer_prime.config.inference import InferenceConfig
 from inference.engines.vllm.engine import VllmEngine
+from inference.engines.vllm.messages import LENGTH, Failed, ReadParameters, from_child
+from inference.engines.vllm.server import NodePipe, Server
 
 async def main():
     engine = VllmEngine(Path(sys.argv[1]), InferenceConfig(engine="vllm"), 256)

@@ -50,7 +50,7 @@ class Core:
                 "inference.vllm.extra_args switches on async scheduling: a swap could then fall into a running step "
                 "and tokens would carry the wrong version; remove it"
             )
-        self._tensor_parallel = args.tensor_parallel_size
+        self._workers = args.tensor_parallel_size * args.pipeline_parallel_size
         self._llm = LLMEngine.from_engine_args(args)
         self._version = 0
         self._llm.set_weight_version("0")
@@ -108,11 +108,9 @@ class Core:
         self._llm.reset_prefix_cache()
 
     def read_back(self, names: list[str]) -> list[tuple[list[str], str, str]]:
-        """Return names, type and checksum of each parameter; none with tensor parallelism, which splits them."""
-        if self._tensor_parallel > 1:
-            return []
-        [parts] = self._llm.collective_rpc("read_parameters", args=(names,))
-        return parts
+        """Return names, type and checksum of each parameter; none with several workers, which split the model."""
+        answers = self._llm.collective_rpc("read_parameters", args=(names,)) if self._workers == 1 else []
+        return answers[0] if len(answers) == 1 else []
 
     def close(self) -> None:
         """End vLLM's worker processes, which exist with tensor parallelism only."""

@@ -118,7 +118,16 @@ class Server:
                 self.core.load(message.version, message.path)
                 self._link.send(messages.Loaded(call=message.call))
             case ReadParameters():
-                self._link.send(messages.Parameters(call=message.call, parts=self.core.read_back(message.names)))
+                self._read_back(message)
+
+    def _read_back(self, message: ReadParameters) -> None:
+        """Answer with the parameters, or with what kept them from being read: sampling goes on."""
+        try:
+            answer = messages.Parameters(call=message.call, parts=self.core.read_back(message.names))
+        except Exception as error:
+            log.exception("the parameters cannot be read back")
+            answer = messages.Failed(call=message.call, error=f"reading its parameters: {error!r}")
+        self._link.send(answer)
 
     def _report(self) -> None:
         now = time.monotonic()
