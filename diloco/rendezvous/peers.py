@@ -13,6 +13,10 @@ Base = tuple[str, ...]
 """Hash of the global values of each rank."""
 
 
+_WAITS = 3
+"""Rounds that wait for a peer that makes no progress, before it counts as standing still."""
+
+
 @dataclass(slots=True)
 class Peer:
     name: str
@@ -54,11 +58,11 @@ class Peer:
 
     @property
     def standing(self) -> bool:
-        """Whether it beats, and made no progress since two rounds closed without it.
+        """Whether it beats, and made no progress while `_WAITS` rounds closed without it.
 
-        One would not do: a step may take longer than the deadline of a round.
+        One would not do: a step may take longer than the deadline of a round, and beats tell of it a little later.
         """
-        return self._left_out >= 2 and self._left_out_at == self._progress
+        return self._left_out >= _WAITS and self._left_out_at == self._progress
 
     def alive(self, now: float, timeout_s: float) -> bool:
         """Return whether every rank was heard within `timeout_s`."""

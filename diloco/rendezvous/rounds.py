@@ -5,7 +5,7 @@ and training has brought its own delta, or at the deadline with those that have.
 deadline: on a slow link the first of equal peers needs as long to bring one as the others. What a round closed with
 never changes: every peer applies exactly these deltas, also a late peer, whose own is then not among them.
 
-A peer that stands still (its link beats, and no inner step ends) is waited for twice: later rounds close without it.
+A peer that stands still (its link beats, no inner step ends) is waited for three times: later rounds close without it.
 
 Peers that start a round from different global values cannot average. The larger party stays (of equal parties the one
 with the first peer by name). The others join anew with its state, also where it is too small to close the round alone.

@@ -8,6 +8,7 @@ dispatch             --note_group--> RolloutError when the first training groups
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ class FailureLog:
     """Sources of which a rollout got a reward."""
     _suspicions: dict[str, _Suspicion] = field(default_factory=dict, init=False)
     """By source."""
+    _writing: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
         """Count a failed try. The log gets the first ones of a cause, then every hundredth; counts include all."""
@@ -75,7 +77,8 @@ class FailureLog:
         """Write a rollout that failed for good to disk. A full disk costs only the line."""
         try:
             line = rollout_log.rollout_line(step, source, rollout, "failed", group)
-            rollout_log.append(self.path, {**line, "early": True})  # The step's file gets it too.
+            with self._writing:  # Rollouts end in threads of their own.
+                rollout_log.append(self.path, {**line, "early": True})  # The step's file gets it too.
         except OSError as error:
             logger.error("failed rollout %s could not be logged: %s", rollout.rollout_id, error)
 
