@@ -34,7 +34,7 @@ def advance(model: nn.Module, ranks: Ranks | None, own: int = 0, of: int = 1) ->
         deltas = [
             torch.cat([_delta(step, peer, name, own, of) for name, _ in fragment.parameters]) for peer in range(2)
         ]
-        globals_.advance(step % 2, deltas if step != 2 else [], [1.0, 3.0])
+        globals_.advance(step % 2, *((deltas, [1.0, 3.0]) if step != 2 else ([], [])))
     globals_.install(globals_.masters)
     return globals_
 

@@ -147,7 +147,7 @@ def test_averages_of_a_late_joiner(joint):
     first = late.start(0, until=8)
     first.wait_for("step 8:", 200)
     second = late.start(1, until=1)
-    second.wait_for("waits for the state of peer a", 200)
+    second.wait_for("took over the state of peer a", 200)
     late.servers[0].quiet_from = 10
     stopped(second, 1)
     late.servers[0].quiet_from = None
