@@ -1,0 +1,144 @@
+"""The format of coding tasks: what one is, and the folder that holds many.
+
+    tasks/
+      tasks.jsonl        one CodeTask a line
+      trees/NAME/        pristine source trees, tests included; many tasks share one
+
+The agent starts in the tree without `removed` and with `start` written over it. Grading never runs there. It puts the
+editable files of the agent's tree into the pristine one (see `grading.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+
+TASK_VERSION = 1
+"""The version that this program writes, and the newest that it reads."""
+TASKS_FILE = "tasks.jsonl"
+TREES_FOLDER = "trees"
+
+
+class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One task: a tree to begin with, words that ask for a change, and tests that decide."""
+
+    id: str
+    """Stable and unique: "toolz-1.2.0/delete/toolz.itertoolz.groupby"."""
+    version: int = TASK_VERSION
+    kind: str
+    """delete | mutate | issue | write | conflict, or another word of the program that made it."""
+    repository: str
+    """Held-out splits are made by it: "toolz-1.2.0"."""
+    tree: str = ""
+    """Folder below trees/ with the pristine tree, tests included; "" for none."""
+    prompt: str
+    start: dict[str, str] = {}
+    """Path -> text of the files that differ from the tree when the agent begins."""
+    removed: list[str] = []
+    """Paths that the agent's tree lacks: hidden tests, caches, wheels, .git."""
+    solution: dict[str, str] = {}
+    """Path -> text of one correct end; {} where none is known."""
+    editable: list[str] = []
+    """Patterns of the files that grading takes from the agent's tree (`matches`)."""
+    tests: list[str] = []
+    """Test files that grading runs."""
+    test_files: dict[str, str] = {}
+    """Path -> text of files that grading adds or replaces (a test patch)."""
+    fail_to_pass: list[str]
+    """Node ids, as pytest writes them, that fail at the start and pass in the end."""
+    pass_to_pass: list[str]
+    """Node ids that pass at the start and must go on passing."""
+    flaky: list[str] = []
+    """Node ids that count for nothing."""
+    python_path: list[str] = msgspec.field(default_factory=lambda: ["."])
+    """Folders put on PYTHONPATH."""
+    timeout_s: float = 60.0
+    """Wall-clock limit of one run of the tests."""
+    difficulty: float | None = None
+    """Estimate in [0, 1]."""
+    symbols: list[str] = []
+    """Qualified names of what was deleted or changed."""
+    source: str = ""
+    """Where the tree comes from."""
+    license: str = ""
+
+
+def read_tasks(folder: Path) -> Iterator[CodeTask]:
+    """Yield the tasks of a folder, line by line.
+
+    Raises ConfigError for a missing folder or a line that is no task of a known version, and EmptyTaskSetError for a
+    file without tasks. The message has the line's number.
+    """
+    path = folder / TASKS_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; make tasks with `composer tasks make SOURCE -o {folder}`")
+    decoder = msgspec.json.Decoder(CodeTask)
+    count = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                count += 1
+                yield _decode(decoder, line, f"{path}:{number}")
+    if not count:
+        raise EmptyTaskSetError(f"{path} holds no task; its maker's report says why each candidate was refused")
+
+
+def write_tasks(folder: Path, tasks: Iterable[CodeTask], *, append: bool = False) -> int:
+    """Write tasks, one a line, flushed after each. Return how many."""
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with (folder / TASKS_FILE).open("ab" if append else "wb") as file:
+        for task in tasks:
+            file.write(msgspec.json.encode(task) + b"\n")
+            file.flush()
+            count += 1
+    return count
+
+
+def tree_of(task: CodeTask, trees: Path) -> Path | None:
+    """Return the pristine tree's folder, None for a task without one. Raises ConfigError where it is missing."""
+    if not task.tree:
+        return None
+    folder = trees / check_path(task.tree)
+    if not folder.is_dir():
+        raise ConfigError(f"task {task.id}: its tree {folder} is missing; copy trees/ together with {TASKS_FILE}")
+    return folder
+
+
+def check_path(path: str) -> str:
+    """Return a path in its plain form. Raises ValueError unless it is relative and stays below its folder."""
+    plain = PurePosixPath(path)
+    if not path or "\0" in path or plain.is_absolute() or ".." in plain.parts or not plain.parts:
+        raise ValueError(f"the path {path!r} must be relative and must not leave its folder")
+    return str(plain)
+
+
+def matches(path: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a path matches one of the patterns: `*` and `?` stay within a folder, `**/` crosses folders."""
+    return any(_compiled(pattern).fullmatch(path) is not None for pattern in patterns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    special = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(special.get(part, re.escape(part)) for part in parts), re.DOTALL)
+
+
+def _decode(decoder: msgspec.json.Decoder[CodeTask], line: bytes, place: str) -> CodeTask:
+    try:
+        task = decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: this line is no task: {error}; make the tasks again") from error
+    if task.version != TASK_VERSION:
+        raise ConfigError(
+            f"{place}: a task of version {task.version}; this program reads version {TASK_VERSION}: "
+            "update it, or make the tasks again"
+        )
+    return task

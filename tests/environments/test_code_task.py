@@ -1,0 +1,74 @@
+"""The format of coding tasks: files, versions, paths and patterns."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+from orchestrator.environments.code.task import CodeTask, check_path, matches, read_tasks, tree_of, write_tasks
+
+
+def _task(**changes: object) -> CodeTask:
+    fields: dict[str, object] = {
+        "id": "demo-1.0/delete/demo.add",
+        "kind": "delete",
+        "repository": "demo-1.0",
+        "prompt": "Write add.",
+        "fail_to_pass": ["tests/test_demo.py::test_add"],
+        "pass_to_pass": [],
+    }
+    return msgspec.convert(fields | changes, CodeTask)
+
+
+# What is written is what is read, and tasks can be appended.
+def test_tasks_round_trip(tmp_path: Path) -> None:
+    first, second = _task(start={"a.py": "é\n"}, difficulty=0.5), _task(id="other")
+    assert write_tasks(tmp_path, [first]) == 1
+    write_tasks(tmp_path, [second], append=True)
+    assert list(read_tasks(tmp_path)) == [first, second]
+
+
+# A missing folder, an empty file, a broken line and another version each name the file and the remedy.
+@pytest.mark.parametrize(
+    ("content", "kind", "words"),
+    [
+        (None, ConfigError, "composer tasks make"),
+        ("\n", EmptyTaskSetError, "holds no task"),
+        ('{"id": 3}\n', ConfigError, "tasks.jsonl:1: this line is no task"),
+        (msgspec.json.encode(_task(version=99)).decode(), ConfigError, "version 99"),
+    ],
+)
+def test_bad_task_files_are_told(tmp_path: Path, content: str | None, kind: type[Exception], words: str) -> None:
+    if content is not None:
+        (tmp_path / "tasks.jsonl").write_text(content)
+    with pytest.raises(kind, match=words):
+        list(read_tasks(tmp_path))
+
+
+# A task whose tree is gone says which folder it wants.
+def test_missing_tree_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is missing; copy trees"):
+        tree_of(_task(tree="demo-1.0"), tmp_path)
+    assert tree_of(_task(), tmp_path) is None
+
+
+# A path that leaves its folder is refused; a plain one comes back normalised.
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", ".", "a\0b"])
+def test_paths_that_escape_are_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="must be relative"):
+        check_path(path)
+
+
+def test_plain_paths_are_kept() -> None:
+    assert check_path("./pkg//a.py") == "pkg/a.py"
+
+
+# A star stays within its folder; two stars cross folders and may match none.
+def test_patterns() -> None:
+    assert matches("pkg/a.py", ["pkg/*.py"])
+    assert not matches("pkg/sub/a.py", ["pkg/*.py"])
+    assert matches("pkg/sub/a.py", ["pkg/**/*.py"])
+    assert matches("pkg/a.py", ["pkg/**/*.py"])
+    assert matches("pkg/a[1].py", ["pkg/a[1].py"])
+    assert not matches("tests/pkg/a.py", ["pkg/**"])
