@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import itertools
 import logging
-import re
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
 from composer_prime.errors import ConfigError
+from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, find_answer, question_split
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # From a dependency's source, at its first import.
@@ -34,24 +33,7 @@ __all__ = ["ReasoningGym"]
 
 logger = logging.getLogger(__name__)
 
-Split = Literal["train", "eval"]
-AnswerPlace = Literal["tag", "last_line", "whole", "number"]
-
 _TRIES_PER_TASK = 200
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_INSTRUCTIONS = {
-    "tag": "Think, then give only the final answer between <answer> and </answer>.",
-    "last_line": "Give the final answer alone on the last line.",
-    "whole": "Give only the final answer.",
-    "number": "Give the final answer as a number.",
-}
-
-
-def question_split(question: str, eval_share: float) -> Split:
-    """Return "eval" for a share `eval_share` (0..1) of all questions."""
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
@@ -157,7 +139,7 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
                 f"reasoning_gym: {name} does not take {config.datasets[name]}: {error}; its settings are {settings}"
             )
             raise ConfigError(message) from error
-        system = _INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
+        system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
         tries = count * _TRIES_PER_TASK
         entries = (dataset[index] for index in range(tries))
         of_split = (entry for entry in entries if question_split(entry["question"], config.eval_share) == config.split)
@@ -177,15 +159,3 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
                 "few different questions. Ask for fewer tasks, widen its settings, or change eval_share (now "
                 f"{config.eval_share:g})"
             )
-
-
-def find_answer(reply: str, place: AnswerPlace) -> str | None:
-    """Return the final answer in a reply, or None."""
-    if place == "tag":
-        tagged = _TAGGED.findall(reply)
-        return tagged[-1].strip() if tagged else None
-    if place == "number":
-        numbers = _NUMBER.findall(reply)
-        return numbers[-1] if numbers else None
-    lines = reply.strip().splitlines() if place == "last_line" else [reply]
-    return (lines[-1].strip() or None) if lines else None

@@ -1,0 +1,130 @@
+"""Read task files: JSON lines (.jsonl, .jsonl.gz), one JSON list (.json) or Parquet.
+
+Every error names the file and the line, and says what to change. A field that is missing is answered with the nearest
+names that the record has, because task files differ in little else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+
+_SHOWN_FIELDS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record of a task file."""
+
+    place: str
+    """`file:line`, for messages."""
+    values: dict[str, Any]
+
+    def text(self, *names: str) -> str:
+        """Return the first of these fields that the record has, as text. Raises ConfigError."""
+        value = self.value(*names)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        raise ConfigError(f"{self.place}: {names[0]!r} is {_kind(value)}, but must be text")
+
+    def texts(self, *names: str) -> list[str]:
+        """Return a list of texts. Some files hold the list as a JSON string. Raises ConfigError."""
+        value = self.value(*names)
+        if isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{self.place}: {names[0]!r} is text that is no JSON list: {error}") from None
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            return value
+        raise ConfigError(f"{self.place}: {names[0]!r} is {_kind(value)}, but must be a list of texts")
+
+    def value(self, *names: str) -> Any:
+        """Return the first of these fields that the record has. Raises ConfigError with the nearest names."""
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        near = list(dict.fromkeys(n for name in names for n in difflib.get_close_matches(name, self.values, n=2)))
+        shown = ", ".join(list(self.values)[:_SHOWN_FIELDS]) or "none"
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        wanted = " or ".join(map(repr, names))
+        raise ConfigError(f"{self.place}: no field {wanted}; {hint}The record's fields are: {shown}")
+
+    def has(self, *names: str) -> bool:
+        """Tell whether the record has a value for every one of these fields."""
+        return all(self.values.get(name) is not None for name in names)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file in their order.
+
+    Raises ConfigError for a file that is missing or does not decode, EmptyTaskSetError for one without records.
+    """
+    if not path.is_file():
+        beside = path.parent if path.parent.is_dir() else None
+        near = difflib.get_close_matches(path.name, (entry.name for entry in beside.iterdir()), n=2) if beside else []
+        hint = f"did you mean {' or '.join(near)}?" if near else "give the path of a .jsonl, .json or .parquet file"
+        raise ConfigError(f"{path}: no such file; {hint}")
+    count = 0
+    for number, values in _rows(path):
+        count += 1
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}:{number}: {_kind(values)}, but each record must be a JSON object")
+        yield Record(place=f"{path}:{number}", values=values)
+    if not count:
+        raise EmptyTaskSetError(f"{path} is empty: it holds no record")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if path.suffix == ".json":
+        rows = _decode(content, str(path))
+        if not isinstance(rows, list):
+            raise ConfigError(f"{path}: {_kind(rows)}, but a .json file must hold one list of records")
+        yield from enumerate(rows, start=1)
+        return
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield number, _decode(line, f"{path}:{number}")
+
+
+def _decode(content: bytes, place: str) -> Any:
+    try:
+        return msgspec.json.decode(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 (byte {error.start} of the text); save the file as UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise ConfigError(f"{path}: reading Parquet needs `uv pip install pyarrow`, or save it as .jsonl") from None
+    try:
+        yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+    except (ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{path}: no Parquet file: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
