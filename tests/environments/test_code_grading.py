@@ -1,0 +1,195 @@
+"""Grading: what a patch may change, which results count, and how forged ones are seen."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from code_tasks_made import FAIL_TO_PASS, MORE_TESTS, PASS_TO_PASS, STUB, TOTAL, make_task, make_tree
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from orchestrator.environments.code import grading
+from orchestrator.environments.code.grading import Grade, allowed_files, grade
+
+process = pytest.mark.process
+FILE = "demo/numbers.py"
+STUBBED = make_task().start[FILE]
+
+
+def runtime() -> RuntimeConfig:
+    """The kind of box that needs nothing installed; tests/sandbox has what differs between the kinds."""
+    return RuntimeConfig(type="subprocess")
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trees")
+    make_tree(folder)
+    return folder
+
+
+async def graded(trees: Path, text: str | None, **changes: Any) -> Grade:
+    """The grade of one text of the file to write."""
+    patch = {} if text is None else {FILE: text.encode()}
+    return await grade(make_task(**changes), trees, patch, runtime())
+
+
+# -- what is taken from a patch
+
+
+# Only editable files are taken; tests, settings of pytest, caches, large files and paths that escape are not.
+def test_only_editable_files_are_taken() -> None:
+    task = make_task(editable=["**"])
+    patch = {
+        "demo/a.py": b"1",
+        "tests/test_numbers.py": b"",
+        "demo/conftest.py": b"",
+        "pyproject.toml": b"",
+        "demo/__pycache__/a.cpython-311.pyc": b"",
+        "demo/big.py": b" " * (grading.MAX_FILE_BYTES + 1),
+        "../outside.py": b"",
+        "/etc/passwd": b"",
+    }
+    taken, refused = allowed_files(task, patch)
+    assert taken == {"demo/a.py": b"1"}
+    assert set(refused) == set(patch) - {"demo/a.py"}
+    assert allowed_files(make_task(), {"notes.txt": b"", "tests/helper.py": b""}) == ({}, {})
+
+
+# A patch of many files is cut at its sum.
+def test_a_patch_has_a_size_limit() -> None:
+    count = grading.MAX_PATCH_BYTES // grading.MAX_FILE_BYTES
+    patch = {f"demo/f{index:02}.py": b" " * grading.MAX_FILE_BYTES for index in range(count + 2)}
+    taken, refused = allowed_files(make_task(), patch)
+    assert len(taken) == count and len(refused) == 2
+
+
+# What the deleted feature's own module was is absent when graded, too; tests and what lies beside them come back.
+def test_removed_sources_stay_removed() -> None:
+    task = make_task(removed=["demo/numbers.py", "tests", "tests/data.json", "dist/demo.whl", "demo/words.py"])
+    assert grading._removed(task, {"demo/words.py": b""}) == ["demo/numbers.py", "dist/demo.whl"]
+
+
+# -- the records
+
+
+# A record without the right key, a changed one and a repeated one are noise.
+def test_only_signed_records_count() -> None:
+    key = b"k" * 32
+
+    def line(fields: list[Any], key: bytes = key) -> bytes:
+        record = json.dumps(fields).encode()
+        return hmac.new(key, record, hashlib.sha256).hexdigest().encode() + b" " + record
+
+    good = line([0, "hello", "", ""]), line([1, "test", "a", "failed"])
+    forged = line([2, "test", "a", "passed"], b"x" * 32), good[1].replace(b"failed", b"passed"), b"\xff noise"
+    results = grading._read(b"\n".join([*good, *forged, good[1]]), key)
+    assert results.started and results.outcomes == {"a": "failed"}
+
+
+# -- real runs
+
+
+# The original passes everything; the stub and an empty patch fail what the deletion broke; no other test suffers.
+@process
+async def test_original_solves_and_stub_does_not(trees: Path) -> None:
+    solved = await graded(trees, TOTAL)
+    assert solved.solved and solved.fraction == 1.0 and not solved.missing and not solved.tampered, solved.report
+    assert solved.passed == {*FAIL_TO_PASS, *PASS_TO_PASS}
+    for text in (STUBBED, None):
+        unsolved = await graded(trees, text)
+        assert not unsolved.solved and unsolved.fraction == 0.0 and not unsolved.tampered
+        assert unsolved.failed == set(FAIL_TO_PASS) and unsolved.passed == set(PASS_TO_PASS)
+        assert "NotImplementedError" in unsolved.report
+
+
+# Partial credit is the share of fail_to_pass, and nothing once another test breaks. Flaky tests count for nothing.
+@process
+async def test_fraction_and_flaky(trees: Path) -> None:
+    only_zero = TOTAL.replace("return result", "return 0")
+    assert (await graded(trees, only_zero)).fraction == pytest.approx(1 / 3)
+    broken = only_zero.replace("2 * value", "value")
+    assert (await graded(trees, broken)).fraction == 0.0
+    flaky = await graded(trees, only_zero, flaky=[name for name in FAIL_TO_PASS if "[0]" not in name])
+    assert flaky.solved
+
+
+# A suite that hangs ends by its limit, and is graded with what is known.
+@process
+async def test_hanging_suite_is_graded_with_what_is_known(trees: Path) -> None:
+    hanging = TOTAL.replace(
+        "    result = 0", "    import time\n    time.sleep(1000 if len(values) == 4 else 0)\n    result = 0"
+    )
+    result = await graded(trees, hanging, timeout_s=8.0, pass_to_pass=[])
+    assert not result.solved and result.ended_by and result.fraction == pytest.approx(2 / 3)
+    assert result.missing == {"tests/test_numbers.py::test_total_of_ones[4]"}
+
+
+# A file that cannot be imported fails its own tests only, and the report says why.
+@process
+async def test_collection_error_is_reported(trees: Path) -> None:
+    result = await graded(
+        trees, "import nowhere_at_all\n", test_files={"tests/test_more.py": "def test_alone(): pass\n"}
+    )
+    assert result.passed == {"tests/test_more.py::test_alone"}
+    assert set(FAIL_TO_PASS) <= result.missing and "nowhere_at_all" in result.report
+
+
+# Grading's test patch replaces the tree's tests.
+@process
+async def test_test_files_replace_tests(trees: Path) -> None:
+    text = MORE_TESTS.replace('"abab"', '"ab"')
+    result = await graded(trees, TOTAL, test_files={"tests/test_more.py": text})
+    assert result.failed == {PASS_TO_PASS[1]}
+
+
+HACKS = {
+    "exit at import": "import os\nos._exit(0)\n",
+    "exit in the test": STUBBED.replace(STUB, "    import os\n    os._exit(0)"),
+    "sys.exit": STUBBED.replace(STUB, "    raise SystemExit(0)"),
+    "exit handler": STUBBED + "\nimport atexit, os\natexit.register(os._exit, 0)\n",
+    "skip": STUBBED.replace(STUB, "    import pytest\n    pytest.skip()"),
+    "expected failure": STUBBED.replace(STUB, "    import pytest\n    pytest.xfail()"),
+    "kill": STUBBED.replace(STUB, "    import os\n    os.kill(os.getpid(), 9)"),
+    "outcome of every report": STUBBED
+    + "\nimport _pytest.reports as r\nr.TestReport.from_item_and_call = classmethod("
+    + "lambda c, i, k: r.TestReport(i.nodeid, i.location, {}, 'passed', None, k.when))\n",
+    "no call phase": STUBBED + "\nimport _pytest.python as p\np.Function.runtest = lambda self: None\n",
+    "assertions of unittest": STUBBED + "\nimport unittest\nunittest.TestCase.assertEqual = lambda *a: None\n",
+    "spared probes": STUBBED
+    + "\nimport _pytest.python as p\nold = p.Function.runtest\n"
+    + "p.Function.runtest = lambda self: None if 'test_total' in self.nodeid else old(self)\n",
+    "undone in time": STUBBED
+    + "\nimport _pytest.python as p\nold = p.Function.runtest\ndef new(self):\n    if 'test_more' in self.nodeid:\n"
+    + "        p.Function.runtest = old\n    elif 'test_total' not in self.nodeid:\n        old(self)\n"
+    + "p.Function.runtest = new\n",
+    "tests rewritten on disk": STUBBED
+    + "\nimport glob\nfor path in glob.glob('tests/*.py'):\n    open(path, 'w').write('def test_total(): pass')\n",
+    "forged lines": STUBBED.replace(
+        STUB,
+        "    import os\n    for fd in range(3, 30):\n        try:\n"
+        '            os.write(fd, b\'[0, "test", "tests/test_numbers.py::test_total", "passed"]\\n\')\n'
+        "        except OSError:\n            pass\n    raise ValueError",
+    ),
+}
+
+
+# Code that ends the run, skips, patches pytest or unittest, rewrites tests or writes to every descriptor earns nothing.
+@process
+@pytest.mark.parametrize("hack", HACKS)
+async def test_hacks_earn_nothing(trees: Path, hack: str) -> None:
+    result = await graded(trees, HACKS[hack])
+    assert not result.solved and result.fraction == 0.0, result
+
+
+# A box whose Python cannot start the reporter is a failure of the sandbox, never an unsolved task.
+@process
+async def test_a_reporter_that_cannot_start_is_no_grade(trees: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "_reporter_source", lambda: "import no_pytest_here")
+    with pytest.raises(SandboxError, match="no_pytest_here"):
+        await graded(trees, TOTAL)
