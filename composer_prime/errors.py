@@ -23,6 +23,7 @@
     ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; has a status
     ├── RolloutError (RuntimeError)            a rollout failed; data, not a crash
     │   └── EnvironmentWorkerError             the worker process of a source failed for good
+    ├── SandboxError (RuntimeError)            a sandbox could not be opened, or died; the message has the remedy
     ├── EmptyMaskError (ValueError)             turns to distill without a single token
     ├── EndpointError (ConnectionError)        a model endpoint outside gave no usable answer in time
     │   ├── TeacherError                       a teacher gave no usable answer; data, not a crash
@@ -136,6 +137,10 @@ class RolloutError(ComposerError, RuntimeError):
 
 class EnvironmentWorkerError(RolloutError):
     """A source's worker process failed more often than its restart limit allows."""
+
+
+class SandboxError(ComposerError, RuntimeError):
+    """A sandbox cannot be opened on this machine, or ended. The message names the remedy."""
 
 
 class EmptyMaskError(ComposerError, ValueError):

@@ -1,0 +1,61 @@
+"""[orchestrator.source.runtime]: where the code of a source runs, and its limits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_config import BaseConfig
+
+RuntimeType = Literal["auto", "bubblewrap", "subprocess", "docker", "podman", "apptainer", "modal", "e2b", "prime"]
+
+
+class SandboxLimits(BaseConfig):
+    """What one sandbox may use. A command that passes a limit is ended; that is a result, not a failure."""
+
+    wall_s: float = Field(default=60.0, gt=0)
+    """Seconds that one command may take."""
+    cpu_s: int = Field(default=60, ge=1)
+    """CPU seconds of one command, all of its processes together."""
+    memory_gb: float = Field(default=1.0, gt=0)
+    """Memory in GiB: address space of each process, and resident memory of all processes together."""
+    processes: int = Field(default=64, ge=1)
+    """Processes and threads at one time."""
+    file_mb: float = Field(default=64.0, gt=0)
+    """Size of one file in MiB."""
+    disk_mb: float = Field(default=256.0, gt=0)
+    """Size of all files in MiB, in the work folder; /tmp has as much again."""
+    files: int = Field(default=20_000, ge=1)
+    """Files and folders at one time, in the work folder; /tmp may hold as many again."""
+    output_kb: float = Field(default=256.0, gt=0)
+    """Output of a command that is kept, in KiB, for stdout and stderr each. The middle of longer output is cut."""
+    output_mb: float = Field(default=16.0, gt=0)
+    """Output of a command, in MiB, from which on the command is ended."""
+
+
+class RuntimeConfig(BaseConfig):
+    """Where the code of a source runs."""
+
+    type: RuntimeType = "auto"
+    """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. The others are verifiers' runtimes. auto
+    is bubblewrap for sources that execute code, and subprocess for those that do not."""
+    limits: SandboxLimits = SandboxLimits()
+    """What one sandbox may use."""
+    packages: list[str] = []
+    """Installed distributions that the sandbox's Python has beside pytest, each with its dependencies."""
+    allow: list[str] = []
+    """Hosts (`pypi.org`, `pypi.org:443`) that the sandbox may reach through a proxy; empty gives no network."""
+    hide: list[str] = []
+    """Paths below /usr that the sandbox does not have, such as /usr/bin/strings."""
+    warm: int = Field(default=0, ge=0)
+    """Sandboxes that each worker opens ahead."""
+    settings: dict[str, Any] = {}
+    """Settings of a verifiers runtime, such as `image` for docker. bubblewrap and subprocess have none."""
+
+    @field_validator("hide")
+    @classmethod
+    def _below_usr(cls, paths: list[str]) -> list[str]:
+        wrong = [path for path in paths if not path.startswith("/usr/") or ".." in path.split("/")]
+        if wrong:
+            raise ValueError(f"orchestrator.source.runtime.hide names {wrong}: only paths below /usr/ can be hidden")
+        return paths

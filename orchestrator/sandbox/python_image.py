@@ -1,0 +1,165 @@
+"""The Python that boxes see: a copy of this interpreter, its standard library, and named packages only.
+
+Boxes run as another user and must not see this environment's site-packages, which may hold an installed copy of the
+package under test. So the image is made once, in a cache folder, and bound read-only into each box:
+
+    IMAGE/python/bin, lib    bound where this interpreter's prefix is (or at /opt/python)
+    IMAGE/etc                passwd, group, hosts, nsswitch.conf
+    IMAGE/box_init.py
+"""
+
+from __future__ import annotations
+
+import compileall
+import hashlib
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from composer_prime.errors import SandboxError
+
+INIT_SOURCE = Path(__file__).with_name("box_init.py")
+_LEFT_OUT = (
+    "test",
+    "tests",
+    "idlelib",
+    "ensurepip",
+    "site-packages",
+    "dist-packages",
+    "tkinter",
+    "turtledemo",
+    "lib2to3",
+)
+_ACCOUNTS = {
+    "passwd": "root:x:0:0:root:/tmp:/bin/sh\nagent:x:1000:1000:agent:/tmp:/bin/bash\n",
+    "group": "root:x:0:\nagent:x:1000:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonImage:
+    folder: Path
+    prefix: str
+    """Where `folder`/python is inside a box."""
+
+    @property
+    def executable(self) -> str:
+        return f"{self.prefix}/bin/python"
+
+
+def python_image(packages: Sequence[str]) -> PythonImage:
+    """Return the image with pytest and `packages`, made on first use. Raises SandboxError for a missing package."""
+    prefix = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
+    found = _with_dependencies(["pytest", *packages])
+    parts = [sys.version, prefix, INIT_SOURCE.read_text(), __file__]
+    parts += [f"{name}=={found[name].version}" for name in sorted(found)]
+    folder = image_cache() / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    if not folder.is_dir():
+        _make(folder, prefix, list(found.values()))
+    return PythonImage(folder=folder, prefix=prefix)
+
+
+def image_cache() -> Path:
+    """Return the folder of images. Root's is readable by the user id that boxes have."""
+    if os.geteuid() == 0:
+        return Path("/var/cache/composer-prime/sandbox")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "composer-prime" / "sandbox"
+
+
+def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]:
+    found: dict[str, metadata.Distribution] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if canonicalize_name(name) in found:
+            continue
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError as error:
+            raise SandboxError(
+                f"sandboxes need the package {name!r}, which is not installed: `uv pip install {name}`, or take it out "
+                "of orchestrator.source.runtime.packages"
+            ) from error
+        found[canonicalize_name(name)] = distribution
+        requirements = [Requirement(line) for line in distribution.requires or []]
+        waiting += [
+            requirement.name
+            for requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ]
+    return found
+
+
+def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distribution]) -> None:
+    """Make the image beside its place, then rename it, so that several processes can do so at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    try:
+        _copy_interpreter(made / "python")
+        site = made / "python/lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        for distribution in distributions:
+            _copy_distribution(distribution, site)
+        # Boxes cannot write bytecode, and compile every module at each start without it.
+        compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=prefix)
+        (made / "etc").mkdir()
+        for name, text in _ACCOUNTS.items():
+            (made / "etc" / name).write_text(text)
+        shutil.copy(INIT_SOURCE, made / INIT_SOURCE.name)
+        for path in [made, *made.rglob("*")]:
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
+        made.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():
+            raise SandboxError(f"the sandboxes' Python could not be copied to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _copy_interpreter(target: Path) -> None:
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    stdlib = Path(sysconfig.get_path("stdlib"))
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        top = Path(folder) == stdlib
+        return [name for name in names if top and (name in _LEFT_OUT or name.startswith("config-"))]
+
+    shutil.copytree(stdlib, target / "lib" / version, ignore=left_out, symlinks=False, ignore_dangling_symlinks=True)
+    (target / "bin").mkdir()
+    base = Path(sys.base_prefix)
+    shutil.copy(Path(sys.executable).resolve(), target / "bin" / version)
+    for name in ("python", "python3"):
+        (target / "bin" / name).symlink_to(version)
+    for library in (base / "lib").glob("libpython*.so*") if base != Path("/usr") else ():
+        shutil.copy(library, target / "lib" / library.name)
+    script = target / "bin/pytest"
+    script.write_text('#!/bin/sh\nexec python -m pytest "$@"\n')
+    script.chmod(0o755)
+
+
+def _copy_distribution(distribution: metadata.Distribution, site: Path) -> None:
+    """Copy the files that the distribution installed below site-packages. Editable installs cannot be copied."""
+    files = [file for file in distribution.files or [] if ".." not in file.parts and not file.is_absolute()]
+    if not any(file.suffix == ".py" for file in files):
+        raise SandboxError(
+            f"sandboxes cannot have the package {distribution.name!r}: it has no installed modules, as an "
+            "editable install has none; install it as a wheel"
+        )
+    for file in files:
+        if file.name.endswith(".pth"):
+            continue
+        source = Path(str(distribution.locate_file(file)))
+        if source.is_file():
+            (site / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, site / file)
