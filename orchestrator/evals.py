@@ -73,10 +73,10 @@ class Evaluator:
     _done_rollouts: int = field(default=0, init=False)
     _all_rollouts: int = field(default=0, init=False)
 
-    def due(self, step: int, max_steps: int) -> bool:
+    def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
         every = self.config.eval.every_steps
-        return bool(self.sources and every and (step % every == 0 or step == max_steps))
+        return bool(self.sources and every and (step % every == 0 or step == last_step))
 
     def request(self, step: int, version: int) -> None:
         """Evaluate `version`, the newest after `step`, unless its file exists already (a resumed run)."""

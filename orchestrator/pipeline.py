@@ -116,7 +116,7 @@ class Pipeline:
         if self.state is not None:
             versions = self.batches.versions.at(self.state.step, self.state.versions)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
-        self.completion = RunCompletion(self.batches, config.run.max_steps)
+        self.completion = RunCompletion(self.batches)
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
         self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir)
         self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}
@@ -152,7 +152,7 @@ class Pipeline:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-            server.finish(f"all {self.config.run.max_steps} steps are done", failed=False)
+            server.finish(f"all {self.batches.last_step} steps are done", failed=False)
             self._log_status(server)
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -172,7 +172,6 @@ class Pipeline:
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
             on_error=self.fail,
-            max_steps=self.config.run.max_steps,
             poll_s=self.intervals.poll_s,
         )
         stack.push_async_callback(server.close)
@@ -217,7 +216,7 @@ class Pipeline:
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
         self._loaded.set_result(training)
-        if training.evaluator.due(self.batches.trained, config.run.max_steps):
+        if training.evaluator.due(self.batches.trained, self.batches.last_step):
             training.evaluator.request(self.batches.trained, self.batches.versions.newest)
         self.changed.notify()
         return training
@@ -289,7 +288,6 @@ class Pipeline:
             config=orchestrator,
             run_id=self.run_id,
             seed=config.run.seed,
-            max_steps=config.run.max_steps,
             run_dir=self.run_dir,
             sources=sources,
             batches=self.batches,
@@ -334,7 +332,7 @@ class Pipeline:
         wants_hints: Callable[[], bool] = lambda: True
         distil = config.channels.sdpo.weight > 0
         if distil:
-            wants_hints = lambda: self.batches.sdpo_ahead(orchestrator.max_staleness, config.run.max_steps)
+            wants_hints = lambda: self.batches.sdpo_ahead(orchestrator.max_staleness)
         hints = await asyncio.to_thread(  # Its tokenizer takes a while to load.
             build_hints,
             config,
@@ -422,13 +420,13 @@ class Pipeline:
     async def _step_done(self, message: StepDone) -> None:
         training = await asyncio.shield(self._loaded)
         before = self.batches.trained
-        await training.scheduler.step_done(message.step, message.version, message.sample_ids)
+        await training.scheduler.step_done(message)
         if message.step < before:
             training.evaluator.forget_after(message.step)
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
         # A step without samples was taken too; a trainer that attaches takes none.
-        if self.batches.trained > before and training.evaluator.due(message.step, self.config.run.max_steps):
+        if self.batches.trained > before and training.evaluator.due(message.step, self.batches.last_step):
             training.evaluator.request(message.step, message.version)
         if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
             self.completion.note_checkpoint(message.step)

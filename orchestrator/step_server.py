@@ -56,7 +56,6 @@ class StepServer:
         on_step_done: Callable[[StepDone], Awaitable[None]],
         on_checkpoint: Callable[[int], Awaitable[None]],
         on_error: Callable[[BaseException], None],
-        max_steps: int,
         poll_s: float = POLL_S,
     ) -> None:
         """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too.
@@ -76,7 +75,6 @@ class StepServer:
         self._on_step_done = on_step_done
         self._on_checkpoint = on_checkpoint
         self._on_error = on_error
-        self._max_steps = max_steps
         self._poll_s = poll_s
         self._decoder = msgspec.msgpack.Decoder(FromTrainer)
         self._polls: dict[bytes, asyncio.Task[None]] = {}
@@ -151,8 +149,8 @@ class StepServer:
             return
         if await self._is_past(identity, request.step):
             return
-        if request.step > self._max_steps and self._finished is None:
-            finished = RunFinished(reason=f"run.max_steps = {self._max_steps} steps are done", failed=False)
+        if request.step > self._batches.last_step and self._finished is None:
+            finished = RunFinished(reason=f"all {self._batches.last_step} steps are done", failed=False)
             await self._send(identity, finished)
             return
         await self._changed.wait_for(lambda: self._batches.get(request.step) or self._finished, self._poll_s)

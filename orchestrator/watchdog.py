@@ -87,19 +87,18 @@ async def show_stages(stages: Callable[[], dict[str, str | None]], show: Callabl
 class RunCompletion:
     """How far the run is from its end."""
 
-    def __init__(self, batches: Batches, max_steps: int) -> None:
+    def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self._max_steps = max_steps
         self._last_checkpoint = 0
 
     @property
     def all_trained(self) -> bool:
-        return self._batches.trained >= self._max_steps
+        return self._batches.trained >= self._batches.last_step
 
     @property
     def checkpoint_saved(self) -> bool:
         """Whether the last checkpoint is written, or none is due."""
-        return self._last_checkpoint >= self._max_steps
+        return self._last_checkpoint >= self._batches.last_step
 
     def note_checkpoint(self, step: int) -> None:
         """Record that the checkpoint of `step` is written."""

@@ -61,10 +61,11 @@ def train_step(
     ratio: float,
     auxiliary: Sequence[AuxiliaryLogprobs] | None = None,
 ) -> dict[str, float]:
-    """Take step `step` with the learning rate at `ratio` of its peak. Return metrics of the whole step, all ranks.
+    """Take one step, and return metrics of the whole step, all ranks.
 
-    Every rank must bring the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all
-    ranks alike, before anything is changed.
+    `step` sets the weights of the loss terms; `ratio` is the learning rate relative to its peak. Every rank must bring
+    the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
+    anything is changed.
     """
     started = time.monotonic()
     losses: list[Tensor] = []
@@ -86,7 +87,7 @@ def train_step(
     values = dict(zip(sums, summed, strict=True))
     if not (math.isfinite(grad_norm) and math.isfinite(values["loss/total"])):
         optimizer.zero_grad()
-        raise _blame(step, rows, losses, not_finite, grad_norm)
+        raise _blame(rows, losses, not_finite, grad_norm)
     computed = time.monotonic()
     lr = optimizer.step(ratio, norm)
     return (
@@ -171,7 +172,7 @@ def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, reference_S: Tens
 
 
 def _blame(
-    step: int, rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
+    rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
 ) -> NonFiniteStepError:
     """Name the micro-batches that are not finite. A collective; every rank gets the same error.
 
@@ -193,7 +194,7 @@ def _blame(
         culprits = "gradient, although every micro-batch's loss is finite"
         samples = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
     return NonFiniteStepError(
-        f"step {step}: NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
+        f"NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
         samples,
     )
 

@@ -171,7 +171,7 @@ class Trainer:
     def _train(self, client: StepClient, start: int) -> int:
         """Take steps after `start` and return the last one."""
         last = start
-        while last < self.config.run.max_steps:
+        while last < self._last_step(last):
             asked_at = time.monotonic()
             try:
                 reply = next_batch(client, self.world, last + 1, self.publisher.accepted_versions(last + 1))
@@ -197,19 +197,24 @@ class Trainer:
                 )
         return last
 
+    def _last_step(self, step: int) -> int:
+        """Return the step that ends the run, as known after `step`: a joint run ends by its outer steps."""
+        taken = self.outer.run_step - 1 if self.outer else step
+        return step + max(0, self.config.run.max_steps - taken)
+
     def _train_one_step(self, client: StepClient, reply: StepReply, step: int, asked_at: float) -> None:
         config, received_at = self.config, time.monotonic()
         rows = self._rows(reply)
-        auxiliary = self.teacher.prepare(rows, step)
-        read_at = time.monotonic()
         run_step = self.outer.run_step if self.outer else step
+        auxiliary = self.teacher.prepare(rows, run_step)
+        read_at = time.monotonic()
         ratio = rate(run_step, config.trainer.schedule, config.run.max_steps)
         if self.outer:
             self.outer.count(tokens=reply.totals.tokens, samples=reply.totals.samples)
         left_out: list[str] = []
         try:
             metrics = train_step(
-                self.policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio,
+                self.policy, self.optimizer, rows, reply.totals, self.settings, step=run_step, ratio=ratio,
                 auxiliary=auxiliary,
             )  # fmt: skip
             self._skipped = 0
@@ -224,7 +229,7 @@ class Trainer:
         self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
         published_at = time.monotonic()
         every = config.trainer.checkpoint.every_steps
-        due = every > 0 and step % every == 0 and step < config.run.max_steps
+        due = every > 0 and step % every == 0 and step < self._last_step(step)
         failed = due and not self._checkpoint(client, step)
         self._log(step, reply.metrics | metrics | {
             "time/wait_s": received_at - asked_at,
@@ -275,7 +280,7 @@ class Trainer:
         descriptions += [name for name in error.samples if name.startswith("pair ")]
         more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
         blamed = "; ".join(descriptions[:NAMED]) + more
-        text = f"{error}: the step is skipped ({self._skipped} in a row), and a resume leaves out {blamed}"
+        text = f"step {step}: {error}: the step is skipped ({self._skipped} in a row), and a resume leaves out {blamed}"
         logger.warning(text)
         if self.world.first:
             self.metrics.log(step, {"problem": text})
@@ -284,8 +289,10 @@ class Trainer:
     def _publish(self, client: StepClient, step: int, sample_ids: list[str]) -> int:
         """Publish the version of `step` and tell the orchestrator, both in the background. Return its bytes."""
 
+        last_step = self._last_step(step) if self.outer else None
+
         def announce(version: int) -> None:
-            client.announce(step, version, sample_ids, self.publisher.is_closing)
+            client.announce(step, version, sample_ids, last_step, self.publisher.is_closing)
 
         return self.publisher.publish(self.policy, step, announce)
 

@@ -285,6 +285,9 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     """Every sample of the step, for the ledger check; none when a trainer attaches after `step`."""
     session: str
     """Identifies one start of the trainer: (session, step) tells a repeated message."""
+    last_step: int | None = None
+    """The step that ends a joint run for this cluster, as known after `step`: it follows the outer steps, which others
+    may have taken before this cluster joined. None where run.max_steps is the end."""
 
 
 class StepNoted(msgspec.Struct, frozen=True, kw_only=True, tag="step_noted"):

@@ -208,6 +208,7 @@ class Batches:
     """
 
     run_id: str
+    max_steps: int
     flops: tuple[float, float] = (1.0, 0.0)
     """FLOPs a token and a token pair, by which packing balances."""
     sdpo_active: Callable[[int], bool] = lambda step: False
@@ -215,6 +216,8 @@ class Batches:
     versions: Versions = EVERY_STEP
     formed: int = field(default=0, init=False)
     """Newest batch that has its groups."""
+    last_step: int = field(init=False)
+    """The step that ends the run, by the trainer's last word."""
     _batches: dict[int, Batch] = field(default_factory=dict, init=False)
     _packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = field(default_factory=dict, init=False)
     _layouts: dict[int, BatchLayout] = field(default_factory=dict, init=False)
@@ -224,13 +227,20 @@ class Batches:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="pack"), init=False
     )
 
+    def __post_init__(self) -> None:
+        self.last_step = self.max_steps
+
     @property
     def trained(self) -> int:
         """Newest step that the trainer has taken; batches up to it are no longer held."""
         return self.versions.trained
 
-    def restore(self, *, versions: Versions, formed: int, batches: list[Batch]) -> None:
-        """Continue after step `versions.trained` with the batches from the next one to `formed`."""
+    def restore(self, *, versions: Versions, formed: int, batches: list[Batch], last_step: int | None = None) -> None:
+        """Continue after step `versions.trained` with the batches from the next one to `formed`.
+
+        `last_step`: as in StepDone.
+        """
+        self.last_step = self.max_steps if last_step is None else last_step
         self.versions = versions
         self.formed = formed
         self._batches = {batch.step: batch for batch in batches}
@@ -251,19 +261,27 @@ class Batches:
     def get(self, step: int) -> Batch | None:
         return self._batches.get(step)
 
-    def done(self, step: int, version: int) -> None:
-        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version."""
+    def done(self, step: int, version: int, last_step: int | None = None) -> None:
+        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version.
+
+        `last_step`: as in StepDone.
+        """
+        self.last_step = self.max_steps if last_step is None else last_step
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
             del self._batches[old]
             self._packed.pop(old, None)
             self._layouts.pop(old, None)
 
-    def sdpo_ahead(self, max_staleness: int, max_steps: int) -> bool:
+    def distils(self, step: int) -> bool:
+        """Whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
+        return self.sdpo_active(step + self.max_steps - self.last_step)
+
+    def sdpo_ahead(self, max_staleness: int) -> bool:
         """Whether SDPO has a weight at a step that a group ending now may be trained in."""
         first = self.formed + 1
-        last = max(first, last_batch(self.versions.newest, max_staleness, max_steps, self.versions))
-        return any(self.sdpo_active(step) for step in range(first, last + 1))
+        last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
+        return any(self.distils(step) for step in range(first, last + 1))
 
     def forget_layouts(self) -> None:
         """Forget how batches were packed: a trainer attached anew, perhaps with another number of ranks."""
@@ -301,7 +319,7 @@ class Batches:
         return task
 
     def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
-        samples, sdpo = batch.samples, self.sdpo_active(batch.step)
+        samples, sdpo = batch.samples, self.distils(batch.step)
         rows_by_rank = pack(
             samples,
             batch.preferences,
@@ -332,6 +350,7 @@ def build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
         flops = (1.0, 0.0)
     return Batches(
         run_id,
+        max_steps=config.run.max_steps,
         flops=flops,
         sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
         versions=Versions(period=config.diloco.sync_every if config.diloco else 1),

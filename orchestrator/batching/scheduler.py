@@ -24,6 +24,7 @@ from composer_prime.console import pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.types import StepDone
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Batch, Batches, Buffer, free_slots, oldest_accepted
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
@@ -54,7 +55,6 @@ class BatchScheduler:
     config: OrchestratorConfig
     run_id: str
     seed: int
-    max_steps: int
     run_dir: RunDir
     sources: Sources
     batches: Batches
@@ -135,10 +135,10 @@ class BatchScheduler:
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
-        if step > min(self.batches.trained + 2, self.max_steps):
+        if step > min(self.batches.trained + 2, self.batches.last_step):
             return False
         async with self._disk:
-            with_distilled = self.batches.sdpo_active(step)
+            with_distilled = self.batches.distils(step)
             oldest, newest = self.oldest_version, self._newest_version
             taken = self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
             if taken is None:
@@ -187,7 +187,7 @@ class BatchScheduler:
             under_way=len(self.dispatcher.in_flight) + len(self.buffer),
             groups_per_step=self.config.groups_per_step,
             max_staleness=self.config.max_staleness,
-            max_steps=self.max_steps,
+            max_steps=self.batches.last_step,
             versions=self.batches.versions,
         )
         for _ in range(slots):
@@ -214,14 +214,14 @@ class BatchScheduler:
         self._count_failures(group)
         self.changed.notify()
 
-    async def step_done(self, step: int, version: int, sample_ids: list[str]) -> None:
-        """Take in the trainer's StepDone: `step` is taken and `version` is its newest.
+    async def step_done(self, message: StepDone) -> None:
+        """Take in that a step is taken, or, without sample ids, that a trainer attaches after it.
 
-        Without sample ids a trainer attaches after `step`. Raises RunMismatchError when the message contradicts what
-        was served.
+        Raises RunMismatchError when the message contradicts what was served.
         """
+        step, sample_ids = message.step, message.sample_ids
         if not sample_ids and step <= self.batches.trained:
-            await self._attach(step, version)
+            await self._attach(message)
             return
         batch = self.batches.get(step)
         if step != self.batches.trained + 1 or batch is None:
@@ -235,15 +235,16 @@ class BatchScheduler:
                 f"step {step} trained {len(sample_ids)} samples, its batch has {len(served)}; "
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
-        self.batches.done(step, version)
+        self.batches.done(step, message.version, message.last_step)
         self._note_supply()
         self.changed.notify()
 
-    async def _attach(self, step: int, version: int) -> None:
-        """Accept a trainer that starts after `step`.
+    async def _attach(self, message: StepDone) -> None:
+        """Accept a trainer that starts after `message.step`.
 
         Batches of steps that it lost are served again, but for samples that made a step not finite.
         """
+        step, versions = message.step, self.batches.versions.after(message.step, message.version)
         self.batches.forget_layouts()
         blamed = left_out(self.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
         if step < self.batches.trained:
@@ -256,13 +257,12 @@ class BatchScheduler:
                     f"{self.batches.trained} and no longer has all batches in between: start both with --resume"
                 )
             logger.warning("the trainer went back from step %d to step %d", self.batches.trained, step)
-            versions = self.batches.versions.after(step, version)
-            self.batches.restore(versions=versions, formed=self.batches.formed, batches=batches)
         else:
-            self.batches.done(step, version)
             # The trainer may have ended between the line in the ledger and its StepDone.
-            held = [without_left_out(batch, blamed) for batch in self.batches.held()]
-            self.batches.restore(versions=self.batches.versions, formed=self.batches.formed, batches=held)
+            batches = [without_left_out(batch, blamed) for batch in self.batches.held() if batch.step > step]
+        self.batches.restore(
+            versions=versions, formed=self.batches.formed, batches=batches, last_step=message.last_step
+        )
         self._saved_step = None
         self._note_supply()
         self.changed.notify()

@@ -38,7 +38,7 @@ class Served:
     """A step server around two formed batches, and what it was told."""
 
     def __init__(self, keys: RunKeys, poll_s: float) -> None:
-        self.batches, self.changed = Batches(RUN_ID), Notifier()
+        self.batches, self.changed = Batches(RUN_ID, max_steps=9), Notifier()
         self.orders: list[str] = []
         self.server = StepServer(
             socket=bound("tcp://127.0.0.1:0", keys),
@@ -49,7 +49,6 @@ class Served:
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
             on_error=lambda error: self.orders.append(repr(error)),
-            max_steps=9,
             poll_s=poll_s,
         )
         self.endpoint = self.server.endpoint
@@ -241,7 +240,7 @@ async def test_the_end_of_the_run_is_an_answer(serve):
     async with serve() as (served, trainer):
         await trainer.send(request(step=10))
         finished = await trainer.receive(0, 1.0)
-        assert finished == RunFinished(reason="run.max_steps = 9 steps are done", failed=False)
+        assert finished == RunFinished(reason="all 9 steps are done", failed=False)
         await trainer.send(request(step=1))
         await asyncio.sleep(0.1)
         served.server.finish("no nodes", failed=True)

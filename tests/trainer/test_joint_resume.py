@@ -157,3 +157,20 @@ def test_averages_of_a_late_joiner(joint):
     for values in saved["averages"].values():
         for name, value in values.items():
             assert value.dist(model[name]) < 0.5 * start[name.removeprefix("lm.")].dist(model[name]), name
+
+
+# Cluster b joins after a has taken eight of the twelve steps. The run's end follows the outer steps, so b ends with a,
+# on the same model, after about four steps of its own.
+def test_late_joiner_ends_with_the_others(joint):
+    late = joint("end", "--keep-rounds", "1")
+    first = late.start(0, until=8)
+    first.wait_for("step 8:", 200)
+    second = late.start(1)
+    second.wait_for("took over the state of peer a", 200)
+    late.servers[0].quiet_from = None
+    assert [rank.wait(200) for rank in (first, second)] == [0, 0], (first.output, second.output)
+    assert late.model(0) == late.model(1)
+    first_done, second_done = (server.done[-1] for server in late.servers)
+    assert first_done.step == first_done.last_step == STEPS
+    assert second_done.step == second_done.last_step < STEPS
+    assert late.versions(0)[STEPS] == second_done.version

@@ -242,24 +242,33 @@ class StepClient:
                     raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
         return reply
 
-    def done(self, step: int, version: int, sample_ids: list[str]) -> None:
-        """Report that `version`, the newest after `step`, is in the weight store.
+    def done(self, step: int, version: int, sample_ids: list[str], last_step: int | None = None) -> None:
+        """Report that `version`, the newest after `step`, is in the weight store, and which step ends the run.
 
         Returns at once; later calls repeat it until it is acknowledged.
         """
         self._unacknowledged.append(
-            StepDone(run_id=self._info.run_id, step=step, version=version, sample_ids=sample_ids, session=self._session)
+            StepDone(
+                run_id=self._info.run_id,
+                step=step,
+                version=version,
+                sample_ids=sample_ids,
+                session=self._session,
+                last_step=last_step,
+            )
         )
         self._send_done()
 
-    def announce(self, step: int, version: int, sample_ids: list[str], should_stop: Callable[[], bool]) -> None:
+    def announce(
+        self, step: int, version: int, sample_ids: list[str], last_step: int | None, should_stop: Callable[[], bool]
+    ) -> None:
         """Report as `done` does, over a connection for another thread, and return when it is acknowledged.
 
         Raises DeadlineError, or Stopped when `should_stop` turns true.
         """
         if self._announcer is None:
             self._announcer = StepClient(self._endpoint, self._keys, self._info, should_stop, name="versions")
-        self._announcer.done(step, version, sample_ids)
+        self._announcer.done(step, version, sample_ids, last_step)
         self._announcer._wait_noted(should_stop, ATTACH_S)
 
     def _wait_noted(self, should_stop: Callable[[], bool], silence_s: float | None = None) -> None:
