@@ -14,9 +14,11 @@ from composer_prime.errors import ComposerError
 
 COMMANDS = {
     "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
+    "try": ("composer_prime.cli.try_command", "play a few episodes of an environment and look at them (ENV)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
     "ladder": ("composer_prime.cli.ladder_command", "several arms and seeds side by side at equal steps"),
+    "view": ("composer_prime.cli.view_command", "a web page over all runs, live and ended (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
     "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.jsonl)"),
     "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),

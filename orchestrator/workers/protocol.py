@@ -185,6 +185,8 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     truncated: bool = False
     """A limit or the token budget cut the rollout short."""
     error: RolloutFailure | None = None
+    leaked_answer: str | None = None
+    """The task's answer, where its prompt holds it."""
     cpu_s: float | None = None
     """This rollout's share of the worker's CPU time, in seconds."""
     wall_s: float | None = None

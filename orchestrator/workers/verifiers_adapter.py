@@ -79,6 +79,8 @@ _TOOL_ERROR = re.compile(
     re.IGNORECASE,
 )
 _MESSAGE_CHARS = 2000
+_ANSWER_FIELDS = ("answer", "solution", "target", "expected", "expected_answer", "ground_truth")
+"""Names under which task sets keep the answer."""
 
 
 class Environment:
@@ -316,7 +318,18 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
         stop_reason=main.stop_condition if main else None,
         truncated=bool(main and main.is_truncated),
         error=error,
+        leaked_answer=answer_in_prompt(task.data),
     )
+
+
+def answer_in_prompt(data: vf.TaskData) -> str | None:
+    """Return the answer that a task's data names, when it stands in the prompt as a word of two or more characters."""
+    for name in _ANSWER_FIELDS:
+        value = getattr(data, name, None)
+        answer = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+        if len(answer) > 1 and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", data.prompt_text or ""):
+            return answer
+    return None
 
 
 def task_id_of(task: vf.Task, index: int) -> str:

@@ -1,0 +1,148 @@
+"""A model served by this process alone, for commands that play episodes or talk: a gateway on loopback and one node.
+
+    serve                   Gateway (HTTP for environments) <--CURVE, loopback--> InferenceNode in a task
+    serve_with_environment  the same, and the worker processes of one source; both load at the same time
+
+Nothing is trained, so the weights stay those of the model folder (policy version 0). A run has processes instead, which
+the launcher starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer_prime.config import Config
+from composer_prime.errors import DeadlineError
+from composer_prime.model_source import resolve_model
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
+from composer_prime.run.weights import WeightStore
+
+if TYPE_CHECKING:
+    from orchestrator.gateway import Gateway
+    from orchestrator.workers.pool import WorkerPool
+
+READY_S = 300.0
+"""How long the engine may take to load the model."""
+_POLL_S = 0.05
+
+
+@asynccontextmanager
+async def serve(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, Path]]:
+    """Serve `config.model` until the block ends. Yield the gateway and the folder with its chat template.
+
+    `folder`: an empty one, for keys and a replaced template. Raises ModelNotFoundError, ConfigError (no chat template,
+    context, device) or EngineError when the model cannot be served, DeadlineError after READY_S.
+    """
+    from orchestrator.chat_template import chat_folder
+    from orchestrator.gateway.gateway import TOKEN_VARIABLE, Gateway
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)  # Only this process's own workers may generate.
+    run_dir = RunDir(folder)
+    model_dir = resolve_model(config.model.path)
+    chat = chat_folder(model_dir, config.model.chat_template, folder)
+    keys = RunKeys.create(run_dir.keys)
+    gateway = Gateway(_on_loopback(config), keys, "local", WeightStore(run_dir.weights), model_dir=chat)
+    await gateway.start()
+    try:
+        node = asyncio.create_task(_run_node(config, gateway, keys, model_dir, run_dir))
+        try:
+            await _until_served(gateway, node)
+            yield gateway, chat
+        finally:
+            node.cancel()
+            await asyncio.gather(node, return_exceptions=True)
+    finally:
+        await gateway.close()
+
+
+@asynccontextmanager
+async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, WorkerPool]]:
+    """Serve `config.model` and start the workers of the first source. Yield the gateway and the workers.
+
+    `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise, whichever fails first.
+    """
+    from orchestrator.chat_template import chat_folder
+    from orchestrator.tasks.sources import source_spec
+    from orchestrator.workers.pool import WorkerPool
+
+    source = config.orchestrator.source[0]
+    chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, folder / "worker")
+    spec = source_spec(
+        source,
+        model_path=str(chat),
+        renderer=config.model.renderer,
+        max_context=config.model.max_context,
+        import_from=config.run.import_from,
+    )
+    pool = WorkerPool(
+        spec,
+        workers=source.workers,
+        start_timeout_s=config.orchestrator.worker_start_timeout_s,
+        log_dir=folder / "logs",
+        stop_grace_s=1.0,
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        starting = [
+            asyncio.create_task(stack.enter_async_context(serve(config, folder / "served"))),
+            asyncio.create_task(pool.start()),
+        ]
+        try:
+            (gateway, _), _ = await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        yield gateway, pool
+
+
+async def _run_node(config: Config, gateway: Gateway, keys: RunKeys, model_dir: Path, run_dir: RunDir) -> None:
+    """Load the engine and serve `gateway` until cancelled."""
+    import torch
+
+    from inference.engines.base import build_engine
+    from inference.node import GatewayLink, InferenceNode
+    from inference.receiver import FolderSource, Receiver
+
+    inference = config.inference
+    torch.set_num_threads(inference.threads)
+    engine = build_engine(inference, model_dir, config.model.max_context)
+    link = GatewayLink(lambda: gateway.node_endpoint, keys.client("node"), inference.chunk_timeout_s)
+    receiver = None
+    try:
+        await engine.start()
+        on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
+        source = FolderSource(WeightStore(run_dir.weights))
+        receiver = Receiver(engine, source, model_dir, inference.canary_limit(on_cuda=on_cuda))
+        await InferenceNode("node-0", engine, link, receiver, inference, max_context=config.model.max_context).run()
+    finally:
+        await engine.close()
+        await asyncio.to_thread(link.close)
+        if receiver is not None:
+            receiver.close()
+
+
+async def _until_served(gateway, node: asyncio.Task[None]) -> None:
+    """Return once the node serves. Raises what ended it, or DeadlineError."""
+    try:
+        async with asyncio.timeout(READY_S):
+            while not gateway.router.serving():
+                if node.done():
+                    node.result()
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise DeadlineError(f"waited {READY_S:g} s for the model to load") from None
+
+
+def _on_loopback(config: Config) -> Config:
+    """Return `config` with a free loopback port for each listener."""
+    changes = {"node_address": "tcp://127.0.0.1:0", "step_address": "tcp://127.0.0.1:0", "gateway_port": 0}
+    return config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update=changes)})

@@ -1,0 +1,242 @@
+"""`composer try ENV`: play a few episodes of an environment, and print everything about them.
+
+The environment runs in a worker process as in training, and the model answers through the gateway. Only the launcher,
+the trainer and the run directory are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from composer_prime.cli.eval_command import model_folder
+from composer_prime.cli.rollouts_command import show
+from composer_prime.config import Config
+from composer_prime.config.load import read_config, resolve
+from composer_prime.console import pluralize
+from composer_prime.errors import ConfigError
+from composer_prime.model_source import resolve_model
+from composer_prime.monitor.rollouts import failure_text
+from composer_prime.run.run_dir import RunDir
+
+FAILED = 1
+_CONTEXT = 2048
+"""Tokens of an episode where no configuration gives a number, unless the model takes fewer."""
+_OF_A_RUN = ("step", "status", "policy_versions")
+"""Fields of a rollout that say nothing outside a run."""
+_USAGE = """\
+composer try ENV [-n 4] [--model MODEL] [--task I] [--section.key VALUE ...]
+
+  ENV   a module that is installed (orchestrator.environments.toolsmith), a module's file (my_env.py) or folder,
+        a configuration (file.toml) or a run directory
+"""
+_EXAMPLES = """\
+examples:
+  composer try orchestrator.environments.toolsmith
+  composer try my_env.py -n 8 --taskset.split eval       a setting of the task set
+  composer try configs/a1.toml --task 3 -n 8             a group: one task, eight episodes
+  composer try outputs/a1                                the run's environment, with the model that it trained
+Other flags are those of the trainer: --orchestrator.sampling.temperature 0.7."""
+
+
+def main(words: list[str]) -> int:
+    options, rest = _parser().parse_known_args(words)
+    config = trial_config(options, rest)
+    resolve_model(config.model.path)
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return asyncio.run(_try(config, options))
+    except KeyboardInterrupt:
+        print("composer try: stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="composer try",
+        usage=_USAGE,
+        description="Play episodes and print transcripts, rewards with their parts, tools, tokens and tracebacks.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("env", metavar="ENV", help=argparse.SUPPRESS)
+    parser.add_argument("-n", "--episodes", type=int, default=4, help="episodes, side by side (default 4)")
+    parser.add_argument("--model", help="model folder, tiny, smollm2, or a run directory (default: ENV's, else tiny)")
+    parser.add_argument("--task", type=int, help="play this task every time; default: the first n tasks once each")
+    parser.add_argument("--source", help="source of the configuration (default: the first)")
+    parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
+    parser.add_argument("--runtime", help="sandbox of the environment's programs: bubblewrap, subprocess, docker, ...")
+    parser.add_argument("--schemas", action="store_true", help="print the tools' whole JSON schemas")
+    parser.add_argument("--json", action="store_true", help="print the rollouts as JSON lines")
+    return parser
+
+
+# -- what to play ----------------------------------------------------------------------------------------------------
+
+
+def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
+    """Return a configuration with one source. Raises ConfigError for an environment that names nothing."""
+    if options.episodes < 1:
+        raise ConfigError(f"-n is {options.episodes}: play one episode or more")
+    with tempfile.TemporaryDirectory(prefix="composer-try-") as folder:
+        words = [*_configuration(options, Path(folder)), *_full_names(rest)]
+        if options.model is not None:
+            words += ["--model.path", model_folder(options.model)]
+        config = resolve(words).config
+    sources = config.orchestrator.source
+    chosen = [source for source in sources if options.source in (None, source.name)][:1]
+    if not chosen:
+        raise ConfigError(f"--source {options.source}: there are {', '.join(source.name for source in sources)}")
+    if options.eval and not chosen[0].eval_taskset:
+        raise ConfigError(f"--eval: the source {chosen[0].name!r} has no eval_taskset, so no held-out tasks")
+    if options.runtime is not None:
+        if "runtime" not in type(chosen[0]).model_fields:
+            raise ConfigError(f"--runtime {options.runtime}: sources of this release have no runtime table")
+        values = chosen[0].model_dump() | {"runtime": {"type": options.runtime}}
+        chosen = [type(chosen[0]).model_validate(values)]
+    update = {"orchestrator": config.orchestrator.model_copy(update={"source": chosen})}
+    return config.model_copy(update=update)
+
+
+def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the words that configure what ENV names."""
+    path = Path(options.env)
+    if path.suffix == ".toml":
+        return ["@", options.env]
+    if (path / "run_id").is_file():
+        run = RunDir(path)
+        model = str(run.final) if run.final.is_dir() else read_config(run.config).model.path
+        return ["@", str(run.config), "--run.resume", "false", "--diloco", "None", "--model.path", model]
+    return _module_configuration(options, folder)
+
+
+def _module_configuration(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Write a configuration around a module alone, in `folder`."""
+    module, home = _module(options.env)
+    model = model_folder(options.model or "tiny")
+    values: dict[str, Any] = {
+        "run": {"name": "try", "max_steps": 1, "import_from": [str(home)]},
+        "model": {"path": model, "max_context": (context := _context(model))},
+        "orchestrator": {
+            "source": [{"name": module.rpartition(".")[2], "taskset": {"id": module}}],
+            "sampling": {"max_tokens": min(512, context // 4)},
+        },
+        "trainer": {"micro_batch_tokens": max(4096, context)},
+    }
+    if options.eval:
+        values["orchestrator"]["source"][0]["eval_taskset"] = {"split": "eval"}
+    file = folder / "try.json"
+    file.write_text(json.dumps(values))
+    return ["@", str(file)]
+
+
+def _module(env: str) -> tuple[str, Path]:
+    """Return the module's name and the folder to import it from. Raises ConfigError for a file that is not there."""
+    path = Path(env)
+    if path.suffix == ".py" or path.is_dir():
+        if not path.exists():
+            raise ConfigError(f"there is no file {path}")
+        if path.is_dir() and not (path / "__init__.py").is_file():
+            raise ConfigError(
+                f"{path} is no Python package (no __init__.py), no run directory (no run_id) and no .toml"
+            )
+        return path.resolve().stem, path.resolve().parent
+    return env, Path.cwd()
+
+
+def _context(model: str) -> int:
+    """Return the length of an episode in tokens."""
+    values = json.loads((resolve_model(model) / "config.json").read_text())
+    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings") or _CONTEXT
+    return min(_CONTEXT, int(limit))
+
+
+def _full_names(rest: list[str]) -> list[str]:
+    """Return flags with `--taskset.x` and `--harness.x` spelled as keys of the first source."""
+    short = ("--taskset.", "--harness.")
+    return [f"--orchestrator.source.0.{word[2:]}" if word.startswith(short) else word for word in rest]
+
+
+# -- playing ---------------------------------------------------------------------------------------------------------
+
+
+async def _try(config: Config, options: argparse.Namespace) -> int:
+    from composer_prime.cli.served_model import serve_with_environment
+    from composer_prime.run.scratch import Scratch
+    from orchestrator.rollouts.rollout import RequestFactory
+    from orchestrator.rollouts.rollout_log import rollout_line
+    from orchestrator.rollouts.trial import play_episodes, trial_warnings
+    from orchestrator.workers.protocol import EVAL, TRAIN
+
+    source, began = config.orchestrator.source[0], time.monotonic()
+    taskset = EVAL if options.eval else TRAIN
+    print(f"loading {source.taskset.get('id')} and {config.model.path} ...", file=sys.stderr, flush=True)
+    scratch = Scratch("try")
+    try:
+        async with serve_with_environment(config, scratch.path) as (gateway, pool):
+            loaded = time.monotonic()
+            episodes = await play_episodes(
+                pool=pool,
+                gateway=gateway,
+                requests=RequestFactory(
+                    config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=config.run.seed
+                ),
+                tasks=_tasks(options, pool.num_tasks(taskset)),
+                taskset=taskset,
+            )
+            ended = time.monotonic()
+    finally:
+        scratch.close()
+    lines = [rollout_line(0, source.name, episode.rollout, "played") for episode in episodes]
+    if options.json:
+        print("\n".join(json.dumps(line) for line in lines))
+    else:
+        print("\n".join([*_transcripts(lines, schemas=options.schemas), *_summary(lines)]))
+        print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
+    for warning in trial_warnings(episodes):
+        print(f"warning: {warning}", file=sys.stderr if options.json else sys.stdout)
+    return 0 if any(line["reward"] is not None for line in lines) else FAILED
+
+
+def _tasks(options: argparse.Namespace, count: int | None) -> list[int]:
+    """Return the index of each episode's task. Raises ConfigError for a task that is not there."""
+    if options.task is not None:
+        if not 0 <= options.task < (count or sys.maxsize):
+            raise ConfigError(f"--task {options.task}: there are {pluralize(count or 0, 'task')}, counted from 0")
+        return [options.task] * options.episodes
+    return [number % (count or options.episodes) for number in range(options.episodes)]
+
+
+def _transcripts(lines: list[dict[str, Any]], *, schemas: bool) -> Iterator[str]:
+    for line in lines:
+        yield from [*show({name: value for name, value in line.items() if name not in _OF_A_RUN}), ""]
+        for tool in line["tools"] if schemas else []:
+            yield json.dumps(tool, indent=2)
+
+
+def _summary(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the rewards, the means of their parts, tokens, and each cause of failure once with its count."""
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    yield f"{pluralize(len(lines), 'episode')}, {len(rewards)} with a reward"
+    if rewards:
+        yield f"  reward    {', '.join(f'{reward:g}' for reward in rewards)}   mean {fmean(rewards):.3f}"
+        for name in dict.fromkeys(name for line in lines for name in line["parts"]):
+            values = [line["parts"][name] for line in lines if name in line["parts"]]
+            yield f"  {name:<9} mean {fmean(values):.3f}, {min(values):g} to {max(values):g}"
+    sampled = sum(line["cost"]["sampled_tokens"] or 0 for line in lines)
+    prompt = sum(line["cost"]["prompt_tokens"] or 0 for line in lines)
+    yield f"  tokens    {sampled:,} sampled, {prompt:,} of prompts and tools"
+    failures = Counter(text for line in lines if (text := failure_text(line)) is not None)
+    for text, count in failures.most_common():
+        yield f"  failed    {count} x {text}"

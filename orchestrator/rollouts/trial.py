@@ -1,0 +1,111 @@
+"""Episodes played outside a run, to look at an environment: `composer try`.
+
+play_episodes -> worker -> environment <-> gateway; the tokens are compiled as for training
+trial_warnings -> what would make a run learn nothing
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from composer_prime.console import pluralize
+from composer_prime.errors import RolloutError
+from orchestrator.gateway import Gateway
+from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
+from orchestrator.rollouts.rollout import (
+    Lane,
+    Permits,
+    RequestFactory,
+    RolloutRunner,
+    finished_rollout,
+    score_failure,
+)
+from orchestrator.rollouts.samples import compile_rollout, numbered_turns
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import TRAIN, RolloutFailure, RunRollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    rollout: FinishedRollout
+    leaked_answer: str | None
+    """The task's answer where its prompt holds it."""
+
+
+async def play_episodes(
+    *,
+    pool: WorkerPool,
+    gateway: Gateway,
+    requests: RequestFactory,
+    tasks: Sequence[int],
+    taskset: str = TRAIN,
+) -> list[Episode]:
+    """Play one episode for each index in `tasks`, side by side; an index may come more than once.
+
+    Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
+    """
+    source = pool.spec.name
+    permits = Permits(gateway.adaptive.limit, eval_share=1.0)
+    runner = RolloutRunner({source: pool}, gateway.records, permits)
+
+    async def play(number: int, task_index: int) -> Episode:
+        plan = GroupPlan(
+            group=number,
+            source=source,
+            task_index=task_index,
+            seed=derive_seed(requests.seed, "try", task_index, tasks[:number].count(task_index)),
+            size=1,
+        )
+        request = msgspec.structs.replace(requests.training(plan, 0, 0), taskset=taskset)
+        return await _play(runner, plan, request)
+
+    async with asyncio.TaskGroup() as group:
+        started = [group.create_task(play(number, index)) for number, index in enumerate(tasks)]
+    return [task.result() for task in started]
+
+
+async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> Episode:
+    result = await runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group)
+    failure, samples = score_failure(result), []
+    if failure is None:
+        try:
+            turns = numbered_turns(result.reply, result.records)
+            result = replace(result, reply=msgspec.structs.replace(result.reply, turns=turns))
+            samples = compile_rollout(plan, result.reply, result.records)
+        except RolloutError as error:
+            failure = RolloutFailure(kind="tokens", message=str(error), retryable=False)
+    rollout = finished_rollout(result, sibling=0, seed=request.seed or 0, samples=samples, failure=failure, earlier=[])
+    return Episode(rollout=rollout, leaked_answer=result.reply.leaked_answer)
+
+
+def trial_warnings(episodes: Sequence[Episode]) -> list[str]:
+    """Return one sentence for each reason why training on such episodes could learn nothing, or the wrong thing."""
+    rollouts = [episode.rollout for episode in episodes]
+    scored = [rollout for rollout in rollouts if rollout.reward is not None]
+    rewards = {rollout.reward for rollout in scored}
+    warnings = []
+    if len(scored) > 1 and len(rewards) == 1:
+        warnings.append(
+            f"all {len(scored)} rewards are {rewards.pop():g}: a group of equal rewards has no advantage and trains "
+            "nothing; play more episodes (-n), or make the tasks easier or harder for this model"
+        )
+    if silent := sum(rollout.sampled_tokens == 0 for rollout in scored):
+        warnings.append(
+            f"in {pluralize(silent, 'episode')} with a reward the model sampled no token: there is nothing to train "
+            "on; does the environment ask the model?"
+        )
+    if leaks := [episode for episode in episodes if episode.leaked_answer is not None]:
+        warnings.append(
+            f"the answer is in the prompt of {len(leaks)} of {pluralize(len(episodes), 'episode')} "
+            f"(task {leaks[0].rollout.task_id}: {leaks[0].leaked_answer!r}): a model may copy it"
+        )
+    if cut := sum(rollout.truncated for rollout in scored):
+        warnings.append(
+            f"{pluralize(cut, 'episode')} ended at a limit of turns or tokens: raise model.max_context, "
+            "orchestrator.sampling.max_tokens or the harness's max_turns if that cuts good answers"
+        )
+    return warnings

@@ -1,0 +1,140 @@
+"""`composer try`: what it plays, what it prints, what it warns of."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from composer_prime.cli.try_command import _parser, trial_config
+from composer_prime.console import console_script
+from composer_prime.errors import ConfigError
+from orchestrator.rollouts.groups import FinishedRollout
+from orchestrator.rollouts.trial import Episode, trial_warnings
+
+BROKEN = """
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+__all__ = ["EchoTaskset"]
+
+
+class EchoData(vf.TaskData):
+    answer: str
+
+
+class EchoTask(vf.Task[EchoData]):
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        raise LookupError("no word list")
+
+
+class EchoConfig(vf.TasksetConfig):
+    split: str = "train"
+
+
+class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
+    def load(self) -> Iterator[EchoTask]:
+        for number in range(8):
+            yield EchoTask(EchoData(prompt=f"Say {number}{number}.", answer=f"{number}{number}"), self.config.task)
+"""
+
+
+def configured(*words: str):
+    options, rest = _parser().parse_known_args(list(words))
+    return trial_config(options, rest)
+
+
+def composer(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*console_script("composer"), *words], capture_output=True, text=True, timeout=300, cwd=cwd, check=False
+    )
+
+
+def episode(reward: float | None, *, sampled_tokens: int = 5, leaked: str | None = None, truncated: bool = False):
+    rollout = FinishedRollout(
+        rollout_id="r",
+        sibling=0,
+        task_id="t",
+        seed=0,
+        reward=reward,
+        sampled_tokens=sampled_tokens,
+        truncated=truncated,
+    )
+    return Episode(rollout=rollout, leaked_answer=leaked)
+
+
+# A module's file gets a configuration around it: its folder is importable, the embedded model answers.
+def test_module_file(tmp_path):
+    file = tmp_path / "my_env.py"
+    file.write_text("")
+    config = configured(str(file), "--taskset.split", "hard")
+    (source,) = config.orchestrator.source
+    assert source.taskset == {"id": "my_env", "split": "hard"}
+    assert config.run.import_from == [tmp_path]
+    assert (config.model.path, config.model.max_context) == ("tiny", 1024)
+
+
+# A configuration's source is played with the configuration's model and sampling.
+def test_configuration():
+    config = configured("configs/a1.toml", "--orchestrator.sampling.temperature", "0.5")
+    assert config.model.max_context == 384
+    assert config.orchestrator.sampling.temperature == 0.5
+    assert [source.name for source in config.orchestrator.source] == ["toolsmith"]
+
+
+# What names nothing is refused before anything loads, with the reason.
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["no_such.py"], "there is no file no_such.py"),
+        (["docs"], "neither a Python package"),
+        (["configs/a1.toml", "--source", "chess"], "--source chess: there are toolsmith"),
+        (["configs/a1.toml", "-n", "0"], "-n is 0"),
+    ],
+)
+def test_refused(words, reason):
+    with pytest.raises(ConfigError, match=reason):
+        configured(*words)
+
+
+# Each reason why a run would learn nothing is one sentence; healthy episodes give none.
+@pytest.mark.parametrize(
+    ("episodes", "beginning"),
+    [
+        ([episode(1.0), episode(0.0)], None),
+        ([episode(0.0), episode(0.0)], "all 2 rewards are 0"),
+        ([episode(1.0, sampled_tokens=0), episode(0.0)], "in 1 episode with a reward the model sampled no token"),
+        ([episode(1.0, leaked="42"), episode(0.0)], "the answer is in the prompt of 1 of 2 episodes (task t: '42')"),
+        ([episode(1.0, truncated=True), episode(0.0)], "1 episode ended at a limit"),
+        ([episode(None), episode(1.0)], None),
+    ],
+)
+def test_warnings(episodes, beginning):
+    warnings = trial_warnings(episodes)
+    assert [warning[: len(beginning or "")] for warning in warnings] == ([] if beginning is None else [beginning])
+
+
+# One command plays toolsmith with the embedded model and prints transcript, parts, tools and tokens.
+@pytest.mark.slow
+def test_toolsmith_is_played():
+    done = composer("try", "orchestrator.environments.toolsmith", "-n", "2", "--task", "1")
+    assert done.returncode == 0, done.stderr
+    assert "2 episodes, 2 with a reward" in done.stdout
+    assert "(toolsmith/train/" in done.stdout
+    assert "  tool  " in done.stdout and "string" in done.stdout
+    assert "[1] assistant" in done.stdout
+    assert "correct" in done.stdout and " sampled, " in done.stdout
+
+
+# A reward that raises is named with file and line, and the leak in the prompts is seen.
+@pytest.mark.slow
+def test_broken_reward_is_named(tmp_path):
+    (tmp_path / "echo_env.py").write_text(BROKEN)
+    done = composer("try", "echo_env.py", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "2 x task EchoTask scoring: LookupError: no word list (echo_env.py:16, in exact)" in done.stdout
+    assert 'raise LookupError("no word list")' in done.stdout
+    assert "the answer is in the prompt of 2 of 2 episodes" in done.stdout
