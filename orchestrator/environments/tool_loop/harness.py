@@ -46,6 +46,21 @@ class ToolExecutor(Protocol):
         ...
 
 
+class RemoteEpisode(ToolExecutor, Protocol):
+    """Tools of an environment that runs elsewhere, with an episode of its own."""
+
+    is_over: bool
+    """Whether the environment ended the episode; the rollout then ends too."""
+
+    async def start(self) -> str:
+        """Begin the episode, fill `schemas`, and return text to append to the task's prompt."""
+        ...
+
+    async def finish(self, trace: vf.Trace) -> None:
+        """Record the rewards, and let go of the environment. Called once, also after a failure."""
+        ...
+
+
 async def answer_calls(executor: ToolExecutor | None, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return tool messages in OpenAI form: one for each call of an assistant message, then one for each broken call.
 
@@ -95,10 +110,28 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Play until a reply without a tool call, a cut reply, or `max_turns`."""
+        """Play until a reply without a tool call, a cut reply, the episode's end, or `max_turns`."""
         task = trace.task.data
-        executor: ToolExecutor | None = task.tool_executor() if hasattr(task, "tool_executor") else None
-        body: dict[str, Any] = {"model": ctx.model, "messages": self._opening(data)}
+        executor: Any = task.tool_executor() if hasattr(task, "tool_executor") else None
+        messages = self._opening(data)
+        if not hasattr(executor, "start"):
+            return await self._play(ctx.model, trace, endpoint, secret, executor, messages)
+        try:
+            messages[-1]["content"] += f"\n\n{await executor.start()}"
+            return await self._play(ctx.model, trace, endpoint, secret, executor, messages)
+        finally:
+            await executor.finish(trace)
+
+    async def _play(
+        self,
+        model: str,
+        trace: vf.Trace,
+        endpoint: str,
+        secret: str,
+        executor: ToolExecutor | None,
+        messages: list[dict[str, Any]],
+    ) -> ProgramResult:
+        body: dict[str, Any] = {"model": model, "messages": messages}
         if executor is not None and executor.schemas:
             body["tools"] = executor.schemas
         try:
@@ -110,7 +143,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
                     body["messages"].append(choice["message"])
                     was_cut = choice["finish_reason"] == "length"
                     answers = [] if was_cut else await answer_calls(executor, choice["message"])
-                    if not answers:
+                    if not answers or getattr(executor, "is_over", False):
                         return _DONE
                     body["messages"] += answers
         except aiohttp.ClientError as error:

@@ -1,0 +1,183 @@
+"""An OpenEnv server as a source: episodes through tool calls, refused calls, and servers that fail.
+
+openenv-core and verifiers need different versions of `mcp`, so the server runs in a Python environment of its own.
+OPENENV_PYTHON names one that exists; without it, the test makes one from the package index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from composer_prime.errors import ConfigError
+
+ID = "orchestrator.environments.formats.openenv"
+HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 8}
+SERVER = Path(__file__).with_name("openenv_server.py")
+WAIT_S = 150.0
+
+
+def call(name: str = "step", **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def taskset(url: str, **settings: Any) -> dict[str, Any]:
+    return {"id": ID, "base_url": url, "num_tasks": 4, **settings}
+
+
+@pytest.fixture(scope="module")
+def server_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if named := os.environ.get("OPENENV_PYTHON"):
+        return named
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("needs uv, which makes an environment for openenv-core")
+    folder = tmp_path_factory.mktemp("openenv")
+    python = folder / "bin" / "python"
+    for command in (
+        ["venv", "--quiet", "--python", sys.executable, str(folder), "--clear"],
+        ["pip", "install", "--quiet", "--python", str(python), "openenv-core==0.3.0"],
+    ):
+        made = subprocess.run([uv, *command], capture_output=True, text=True, timeout=WAIT_S)
+        if made.returncode:
+            pytest.skip(f"openenv-core cannot be installed here: {made.stderr[-500:]}")
+    return str(python)
+
+
+@pytest.fixture(scope="module")
+def url(server_python: str) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([server_python, str(SERVER), str(port)], cwd=SERVER.parent)
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=WAIT_S)
+
+
+@pytest.mark.slow
+async def test_an_episode_is_played_through_tool_calls(url: str) -> None:
+    # The seed decides the episode, the server the reward and the end; the schema of the action becomes the tool.
+    from scripted_policy import play, source_spec_of
+
+    number = random.Random(2).randint(1, 9)
+    wrong = number - 1 if number > 1 else number + 1
+    source = source_spec_of(taskset(url, reset={"up_to": 9}), HARNESS)
+    reply = await play(source, lambda _: [call(number=wrong), call(number=number)], task_index=2)
+    assert (reply.error, reply.reward, reply.metrics["steps"], reply.metrics["done"]) == (None, 1.0, 2.0, 1.0)
+    assert [turn.role for turn in reply.turns] == ["system", "user", "assistant", "tool", "assistant"]
+    assert json.loads(reply.turns[1].text.partition("\n\n")[2])["says"] == "Guess a number from 1 to 9."
+    assert json.loads(reply.turns[3].text)["says"] in ("higher", "lower")
+    (tool,) = reply.sessions[0].tools
+    assert tool["function"]["name"] == "step"
+    assert list(tool["function"]["parameters"]["properties"]) == ["number"]
+
+
+@pytest.mark.slow
+async def test_a_call_that_the_server_refuses_is_an_error_turn(url: str) -> None:
+    # A wrong type, a crash of the environment and an unknown tool are errors that the policy sees; it plays on.
+    from scripted_policy import play, source_spec_of
+
+    script = [call(number="x"), call(number=13), call("guess", number=1), "I give up."]
+    reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: script)
+    errors = [turn.error for turn in reply.turns if turn.role == "tool"]
+    assert errors[0] and errors[0].startswith("Error: Invalid message: number: Input should be a valid integer")
+    assert errors[1:] == ["Error: thirteen breaks the machine", "Tool not found: guess"]
+    assert (reply.error, reply.reward, reply.metrics["refused"]) == (None, 0.0, 2.0)
+
+
+@pytest.mark.slow
+async def test_a_full_server_says_what_to_set(url: str) -> None:
+    # The server admits two sessions; the third rollout fails as data, with the setting that admits more.
+    import aiohttp
+    from scripted_policy import play, source_spec_of
+
+    async with aiohttp.ClientSession() as session:
+        held = [await session.ws_connect(f"{url}/ws") for _ in range(2)]
+        for connection in held:
+            await connection.send_json({"type": "reset", "data": {}})
+            await connection.receive_json()
+        reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
+        for connection in held:
+            await connection.close()
+    assert reply.reward is None and reply.error and reply.error.kind == "toolset" and reply.error.retryable
+    assert "max_concurrent_envs >= orchestrator.max_concurrent" in reply.error.message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "no OpenEnv server answers at"),
+        ({"unexpected": 1}, "not a message of its protocol"),
+        ({"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no such game"}}, "reset: no such game"),
+        ({"type": "observation", "data": {"observation": 3}}, "reset: "),
+    ],
+)
+async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any, says: str) -> None:
+    # Nothing there, another protocol, an environment that cannot be made: each is an error, never a zero reward.
+    from scripted_policy import play, source_spec_of
+
+    async def socket_of(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        async for _ in connection:
+            await connection.send_json(answer)
+        return connection
+
+    async def schema(request: web.Request) -> web.Response:
+        return web.json_response({"action": {"title": "Guess", "properties": {}}})
+
+    app = web.Application()
+    app.add_routes([web.get("/ws", socket_of), web.get("/schema", schema)] if answer else [])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
+    finally:
+        await runner.cleanup()
+    assert reply.reward is None and reply.error and reply.error.kind == "toolset"
+    assert says in reply.error.message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"base_url": "localhost:8000"}, "must begin with http://"),
+        ({"reset": {"seed": 3}}, "set taskset.first_seed instead"),
+        ({"task": {"reward": "mean"}}, "'sum' or 'last'"),
+    ],
+)
+def test_settings_that_cannot_work_say_why(settings: dict[str, Any], says: str) -> None:
+    from scripted_policy import source_spec_of
+
+    from orchestrator.workers.verifiers_adapter import Environment
+
+    with pytest.raises(ConfigError, match=says):
+        Environment(source_spec_of(taskset("http://127.0.0.1:1", **settings), HARNESS), "train", None)
