@@ -1,0 +1,186 @@
+"""The agent's tools: what they answer, what they keep, and how they fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from code_tasks_made import make_task, make_tree
+
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.environments.code.tool_schemas import TOOL_NAMES
+from orchestrator.environments.code.tools import CodeTools, clip, is_tool_error, order_test_output
+from orchestrator.hints.generate import Templates
+from orchestrator.sandbox.box import Box, open_box
+
+process = pytest.mark.process
+
+
+class Played:
+    """The tools of one box, called with plain arguments."""
+
+    def __init__(self, box: Box, **limits: Any) -> None:
+        self.box = box
+        settings = {"output_chars": 4000, "timeout_s": 60.0} | limits
+        self.tools = CodeTools(make_task(), box, **settings)
+
+    async def __call__(self, name: str, **arguments: Any) -> str:
+        return await self.tools.call(name, json.dumps(arguments))
+
+
+@pytest.fixture
+async def play(tmp_path: Path) -> AsyncIterator[Played]:
+    task = make_task()
+    files = {path: text.encode() for path, text in task.start.items()}
+    box = await open_box(RuntimeConfig(type="subprocess"), tree=make_tree(tmp_path / "trees"), files=files)
+    async with box:
+        yield Played(box)
+
+
+# A long text keeps its head and its tail, and the line between says how much is gone.
+def test_clip() -> None:
+    text = clip("a" * 600 + "b" * 500, 1000)
+    assert text.startswith("a" * 500) and text.endswith("b" * 500) and "100 characters cut" in text
+    assert clip("short", 1000) == "short"
+
+
+# The summary comes first, then each failure's line, then the details.
+def test_test_output_begins_with_the_summary() -> None:
+    output = "F.\n=== FAILURES ===\ndetail\n=== short test summary info ===\nFAILED t.py::a - assert 1 == 2\n1 failed\n"
+    assert order_test_output(output, "").splitlines() == [
+        "1 failed",
+        "FAILED t.py::a - assert 1 == 2",
+        "",
+        "F.",
+        "=== FAILURES ===",
+        "detail",
+    ]
+
+
+# Wrong names, broken JSON and wrong arguments are tool errors in the words that hints know.
+@process
+@pytest.mark.parametrize(
+    ("name", "arguments", "reply"),
+    [
+        ("open", "{}", "Tool not found: open"),
+        ("bash", "{", "Invalid JSON in the arguments"),
+        ("bash", "{}", "Missing argument: command"),
+        ("bash", '{"command": 3}', "Wrong type for argument command: expected string, got integer"),
+        ("bash", '{"command": "ls", "x": 1}', "Unknown argument: x"),
+    ],
+)
+async def test_calls_that_break_the_schema(play: Played, name: str, arguments: str, reply: str) -> None:
+    assert await play.tools.call(name, arguments) == reply
+    assert is_tool_error(reply) and play.tools.errors == 1
+    assert Templates.load().kind_of(reply) != "other"
+
+
+# Directory and exported variables are kept between calls, also past an exit; output and exit code come back.
+@process
+async def test_bash_keeps_its_state(play: Played) -> None:
+    assert await play("bash", command="cd demo && export NAME='a b' && ls") == "__init__.py\nnumbers.py"
+    assert await play("bash", command="pwd | xargs basename; echo $NAME; exit 3") == "demo\na b\n[exit code 3]"
+    assert (await play("bash", command="echo $NAME >&2; false")) == "a b\n[exit code 1]"
+    missing = await play("bash", command="no_such_program")
+    assert missing.startswith("Error: exit code 127") and is_tool_error(missing)
+    assert await play("bash", command="cd /") == "(no output)"
+
+
+# A command that hangs is ended, with its output so far, and the next call works.
+@process
+async def test_bash_is_ended_by_its_limit(play: Played) -> None:
+    reply = await play("bash", command="echo begun; sleep 1000", timeout_s=1)
+    assert reply.startswith("Error: ended by the limit wall_s") and "begun" in reply
+    assert await play("bash", command="echo on") == "on"
+
+
+# 100 MB of output and binary output come back short and as text.
+@process
+async def test_huge_and_binary_output(play: Played) -> None:
+    reply = await play("bash", command="head -c 100000000 /dev/zero | tr '\\0' x")
+    assert len(reply) < 5000 and ("cut" in reply or "ended by the limit" in reply)
+    assert "�" in await play("bash", command="printf '\\377\\376'")
+    assert await play("bash", command="echo \0") != ""
+
+
+# Files are shown with numbers, ranges work, folders are listed; what is no text is said exactly.
+@process
+async def test_view(play: Played) -> None:
+    assert (await play("view", path="demo/numbers.py", start_line=4, end_line=5)).splitlines() == [
+        "     4\tdef total(values):",
+        '     5\t    """Return the sum of the values, 0 for none."""',
+    ]
+    assert "demo/numbers.py" in await play("view", path=".") and "test_more.py" in await play("view", path="tests")
+    await play.box.write_files({"b.bin": b"a\0b", "l.txt": b"caf\xe9", "empty.py": b"", ".hidden": b""})
+    assert await play("view", path="b.bin") == "Error: b.bin is a binary file of 3 bytes; look at it with bash"
+    assert await play("view", path="l.txt") == "Error: l.txt is not UTF-8: byte 0xe9 at offset 3; use bash for it"
+    assert await play("view", path="empty.py") == "(empty.py is empty)"
+    assert await play("view", path="none.py") == "Error: no such file: none.py"
+    assert "but demo/numbers.py has" in await play("view", path="demo/numbers.py", start_line=999)
+    assert ".hidden" not in await play("view", path=".")
+    for path in ("../x", "/etc/passwd"):
+        assert "is not in the work folder" in await play("view", path=path)
+
+
+# A link is not followed, in either direction.
+@process
+async def test_links_are_not_followed(play: Played) -> None:
+    await play("bash", command="ln -s /etc/passwd link")
+    assert (await play("view", path="link")).startswith("Error: ")
+
+
+# An edit shows its place, says why it cannot be made, and can be taken back.
+@process
+async def test_edits(play: Played) -> None:
+    stub = "    raise NotImplementedError"
+    assert "return sum(values)" in await play(
+        "str_replace", path="demo/numbers.py", old_str=stub, new_str="    return sum(values)"
+    )
+    assert "was not found" in await play("str_replace", path="demo/numbers.py", old_str=stub, new_str="")
+    assert "occurs 2 times" in await play("str_replace", path="demo/numbers.py", old_str="def ", new_str="")
+    assert "undo" not in await play("undo_edit", path="demo/numbers.py")
+    assert stub in await play("view", path="/work/demo/numbers.py")
+    assert await play("undo_edit", path="demo/numbers.py") == "Error: no edit of demo/numbers.py to undo"
+    assert await play("create", path="new/a.py", text="x = 1") == "Wrote new/a.py, 1 lines."
+    assert "     2\ty = 2" in await play("insert", path="new/a.py", after_line=1, text="y = 2")
+    assert (await play("insert", path="new/a.py", after_line=9, text="")).startswith("Error: after_line is 9")
+    await play("undo_edit", path="new/a.py")
+    assert await play("undo_edit", path="new/a.py") == "Removed new/a.py, which did not exist before."
+    assert "cannot be written as UTF-8" in await play("create", path="u.py", text="\ud800")
+
+
+# Matches come with file and line; no match is no error, a broken expression is.
+@process
+async def test_search(play: Played) -> None:
+    assert "demo/numbers.py:4:def total(values):" in await play("search", pattern="def (total|twice)")
+    assert await play("search", pattern="def none", path="demo") == "No match."
+    assert (await play("search", pattern="(")).startswith("Error: grep: ")
+
+
+# The failing assertion is where the hint templates look for it.
+@process
+async def test_run_tests_gives_hints_their_words(play: Played) -> None:
+    reply = await play("run_tests")
+    assert reply.startswith("3 failed, 2 passed") and not is_tool_error(reply)
+    assert "FAILED tests/test_numbers.py::test_total - NotImplementedError" in reply
+    assert Templates.load().detected(reply, {"test_failure"}) == "test_failure"
+    assert "1 passed" in await play("run_tests", tests=["tests/test_more.py"])
+
+
+# Undefined names and syntax errors are found in the sandbox.
+@process
+async def test_diagnostics(play: Played) -> None:
+    assert await play("diagnostics") == "No problem found in 2 files."
+    await play("create", path="demo/bad.py", text="def f(:\n")
+    assert "demo/bad.py:1" in await play("diagnostics", paths=["demo/bad.py"])
+    await play("create", path="demo/bad.py", text="x = undefined_name\n")
+    assert "undefined name 'undefined_name'" in await play("diagnostics")
+
+
+# Every tool has a schema and is offered under its name.
+def test_schemas_have_names() -> None:
+    tools = CodeTools(make_task(), None, names=TOOL_NAMES[:2], output_chars=100, timeout_s=1)  # type: ignore[arg-type]
+    assert [schema["function"]["name"] for schema in tools.schemas] == list(TOOL_NAMES[:2])
