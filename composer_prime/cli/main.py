@@ -15,6 +15,7 @@ from composer_prime.errors import ComposerError
 COMMANDS = {
     "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
     "try": ("composer_prime.cli.try_command", "play a few episodes of an environment and look at them (ENV)"),
+    "new": ("composer_prime.cli.new_command", "write an environment, a hint or a reward that runs (KIND NAME)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
     "ladder": ("composer_prime.cli.ladder_command", "several arms and seeds side by side at equal steps"),

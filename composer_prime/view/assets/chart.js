@@ -1,0 +1,287 @@
+// Charts as inline SVG: lines with a ten-step mean and intervals, stacked bars, lanes over time.
+import { h, svg, figure, clock, seconds } from "./dom.js";
+
+const WIDTH = 460;
+const HEIGHT = 190;
+const LEFT = 46;
+const RIGHT = 10;
+const TOP = 8;
+const BOTTOM = 22;
+const MEAN_STEPS = 10;
+
+// The mean of the last ten values from the tenth on: fewer steps show no trend.
+export function tenStepMean(points) {
+  const means = [];
+  let sum = 0;
+  points.forEach(([x, y], index) => {
+    sum += y;
+    if (index >= MEAN_STEPS) sum -= points[index - MEAN_STEPS][1];
+    if (index >= MEAN_STEPS - 1) means.push([x, sum / MEAN_STEPS]);
+  });
+  return means;
+}
+
+function ticks(low, high, count = 4) {
+  const rough = (high - low) / count || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const size = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
+  const found = [];
+  for (let value = Math.ceil(low / size - 1e-9) * size; value <= high + size * 1e-6; value += size) found.push(value);
+  return found.map((value) => (Math.abs(value) < size * 1e-9 ? 0 : value));
+}
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.ceil(Math.log10(low)); power <= Math.log10(high); power += 1) found.push(10 ** power);
+  const every = Math.ceil(found.length / 5) || 1;
+  return found.length ? found.filter((_, index) => index % every === 0) : [low, high];
+}
+
+function scales(spec, xs, ys) {
+  let low = Math.min(...ys);
+  let high = Math.max(...ys);
+  if (spec.zero !== false && !spec.log && low > 0 && low < high * 0.6) low = 0;
+  if (spec.unit && low >= 0 && high <= 1) [low, high] = [0, Math.max(high, 0.05)];
+  if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  let [first, last] = [Math.min(...xs), Math.max(...xs)];
+  if (first === last) [first, last] = [first - 1, last + 1];
+  const x = (value) => LEFT + ((value - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+  const transform = spec.log ? Math.log10 : (value) => value;
+  const span = transform(high) - transform(low) || 1;
+  const y = (value) => HEIGHT - BOTTOM - ((transform(value) - transform(low)) / span) * (HEIGHT - TOP - BOTTOM);
+  return { x, y, low, high, first, last };
+}
+
+function axes(scale, spec) {
+  const marks = spec.log ? logTicks(scale.low, scale.high) : ticks(scale.low, scale.high);
+  const rows = marks.map((value) => [
+    svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: scale.y(value), y2: scale.y(value) }),
+    svg("text", { class: "tick", x: LEFT - 6, y: scale.y(value) + 3.5, "text-anchor": "end" }, tickText(value)),
+  ]);
+  const whole = ticks(scale.first, scale.last, 5).filter((value) => spec.xText || Number.isInteger(value));
+  const columns = whole.map((value) =>
+    svg(
+      "text",
+      { class: "tick", x: scale.x(value), y: HEIGHT - 6, "text-anchor": "middle" },
+      spec.xText ? spec.xText(value) : value,
+    ),
+  );
+  return [rows, columns];
+}
+
+function tickText(value) {
+  return figure(value, 4).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+}
+
+function path(points, scale) {
+  return points.map(([x, y], index) => `${index ? "L" : "M"}${scale.x(x).toFixed(1)} ${scale.y(y).toFixed(1)}`).join("");
+}
+
+// spec: title, note, unit (a share), log, series [{name, color, points, mean}], intervals [{x, mean, low, high, color}]
+export function lineChart(spec) {
+  const usable = ([, y]) => y !== null && Number.isFinite(y) && (!spec.log || y > 0);
+  const series = spec.series
+    .map((each) => ({ ...each, points: each.points.filter(usable) }))
+    .filter((each) => each.points.length);
+  const intervals = (spec.intervals || []).filter((each) => each.mean !== null);
+  if (!series.length && !intervals.length) return null;
+  const xs = [...series.flatMap((each) => each.points.map((point) => point[0])), ...intervals.map((each) => each.x)];
+  const ys = series.flatMap((each) => each.points.map((point) => point[1]));
+  for (const each of intervals) ys.push(each.mean, ...(each.low === null ? [] : [each.low, each.high]));
+  const scale = scales(spec, xs, ys);
+  const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+  const drawing = svg(
+    "svg",
+    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": describe(spec, series, intervals) },
+    axes(scale, spec),
+    series.map((each) => seriesMarks(each, scale)),
+    intervals.map((each) => intervalMarks(each, scale)),
+    cursor,
+  );
+  const readout = h("output", { class: "readout" });
+  follow(drawing, cursor, readout, scale, series, intervals, spec);
+  return frame(spec, drawing, readout, series, intervals);
+}
+
+function seriesMarks(each, scale) {
+  const color = `c${each.color || 0}`;
+  const means = each.mean ? tenStepMean(each.points) : [];
+  const isSparse = each.points.length <= 60;
+  const raw = svg("path", { class: `line ${color} ${means.length ? "faint" : ""}`, d: path(each.points, scale) });
+  const dots =
+    isSparse && !each.plain
+      ? each.points.map(([x, y]) =>
+          svg("circle", { class: `dot ${color} ${means.length ? "faint" : ""}`, cx: scale.x(x), cy: scale.y(y), r: 1.8 }),
+        )
+      : [];
+  return [raw, dots, means.length > 0 && svg("path", { class: `line bold ${color}`, d: path(means, scale) })];
+}
+
+function intervalMarks(each, scale) {
+  const [x, color] = [scale.x(each.x), `c${each.color || 0}`];
+  const bar =
+    each.low !== null &&
+    svg("path", {
+      class: `bar ${color}`,
+      d: `M${x} ${scale.y(each.low)}V${scale.y(each.high)}M${x - 4} ${scale.y(each.low)}h8M${x - 4} ${scale.y(each.high)}h8`,
+    });
+  return [bar, svg("rect", { class: `mark ${color}`, x: x - 3.2, y: scale.y(each.mean) - 3.2, width: 6.4, height: 6.4 })];
+}
+
+function describe(spec, series, intervals) {
+  const parts = series.map((each) => {
+    const [first, last] = [each.points[0], each.points[each.points.length - 1]];
+    return `${each.name}: ${figure(first[1])} at ${Math.round(first[0])}, ${figure(last[1])} at ${Math.round(last[0])}`;
+  });
+  if (intervals.length) parts.push(`held-out ${intervals.map((each) => figure(each.mean)).join(", ")}`);
+  return `${spec.title}. ${parts.join(". ")}`;
+}
+
+function follow(drawing, cursor, readout, scale, series, intervals, spec) {
+  const xs = [...new Set([...series.flatMap((each) => each.points.map((p) => p[0])), ...intervals.map((each) => each.x)])];
+  drawing.addEventListener("pointermove", (event) => {
+    const box = drawing.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * WIDTH;
+    const nearest = xs.reduce((best, x) => (Math.abs(scale.x(x) - at) < Math.abs(scale.x(best) - at) ? x : best), xs[0]);
+    cursor.setAttribute("x1", scale.x(nearest));
+    cursor.setAttribute("x2", scale.x(nearest));
+    cursor.setAttribute("visibility", "visible");
+    const texts = series.flatMap((each) => {
+      const point = each.points.find((p) => p[0] === nearest);
+      return point ? [`${series.length > 1 ? `${each.name} ` : ""}${figure(point[1])}`] : [];
+    });
+    for (const each of intervals.filter((one) => one.x === nearest)) {
+      const bounds = each.low === null ? "" : ` [${figure(each.low)}, ${figure(each.high)}]`;
+      texts.push(`held-out ${figure(each.mean)}${bounds}`);
+    }
+    readout.textContent = `${spec.xText ? spec.xText(nearest) : `step ${nearest}`}: ${texts.join(", ")}`;
+  });
+  drawing.addEventListener("pointerleave", () => {
+    cursor.setAttribute("visibility", "hidden");
+    readout.textContent = "";
+  });
+}
+
+function frame(spec, drawing, readout, series, intervals) {
+  const named = series.length > 1 ? series : [];
+  const legend = named.map((each) => h("span", { class: `key c${each.color || 0}` }, each.name));
+  if (intervals.length) legend.push(h("span", { class: `key square c${intervals[0].color || 0}` }, "held-out, 95 %"));
+  const hasMean = series.some((each) => each.mean && each.points.length >= MEAN_STEPS);
+  return h(
+    "figure",
+    { class: "chart" },
+    h("figcaption", null, h("b", null, spec.title), spec.note && h("span", { class: "quiet" }, ` ${spec.note}`)),
+    drawing,
+    h(
+      "div",
+      { class: "legend" },
+      legend,
+      hasMean && h("span", { class: "quiet" }, "bold: ten-step mean"),
+      readout,
+    ),
+  );
+}
+
+// spec: title, steps, parts [{name, color, values}]: one stacked bar a step, or the mean of several.
+export function stackedBars(spec) {
+  const count = Math.min(spec.steps.length, 80);
+  if (!count) return null;
+  const edges = Array.from({ length: count + 1 }, (_, index) => Math.round((index * spec.steps.length) / count));
+  const bins = edges.slice(1).map((end, index) => {
+    const rows = Array.from({ length: end - edges[index] }, (_, offset) => edges[index] + offset);
+    return spec.parts.map((part) => rows.reduce((sum, row) => sum + (part.values[row] || 0), 0) / rows.length);
+  });
+  const high = Math.max(...bins.map((bin) => bin.reduce((sum, value) => sum + value, 0))) || 1;
+  const scale = scales({ zero: true }, [0, count], [0, high]);
+  const width = (WIDTH - LEFT - RIGHT) / count;
+  const bars = bins.map((bin, index) => {
+    let base = 0;
+    return bin.map((value, part) => {
+      const top = scale.y(base + value);
+      const rect = svg("rect", {
+        class: `area c${spec.parts[part].color}`,
+        x: LEFT + index * width + 0.5,
+        width: Math.max(width - 1, 0.5),
+        y: top,
+        height: Math.max(scale.y(base) - top, 0),
+      });
+      base += value;
+      rect.append(svg("title", null, `step ${spec.steps[edges[index]]}: ${spec.parts[part].name} ${seconds(value)}`));
+      return rect;
+    });
+  });
+  const total = spec.parts.map((part) => part.values.reduce((sum, value) => sum + (value || 0), 0));
+  const whole = total.reduce((sum, value) => sum + value, 0) || 1;
+  const legend = spec.parts.map((part, index) =>
+    h("span", { class: `key square c${part.color}` }, `${part.name} ${Math.round((100 * total[index]) / whole)} %`),
+  );
+  const stepText = (value) => spec.steps[Math.min(edges[Math.round(value)] ?? 0, spec.steps.length - 1)];
+  const drawing = svg(
+    "svg",
+    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${spec.title}: ${legend.map((k) => k.textContent).join(", ")}` },
+    axes(scale, { xText: stepText }),
+    bars,
+  );
+  const caption = h("figcaption", null, h("b", null, spec.title), h("span", { class: "quiet" }, ` ${spec.note || ""}`));
+  return h("figure", { class: "chart" }, caption, drawing, h("div", { class: "legend" }, legend));
+}
+
+// Rows over one time axis. spec: title, span [from, to], rows [{name, times, values}] and waits [{role, what, from, to}].
+export function laneChart(spec) {
+  const roles = [...new Set(spec.waits.map((wait) => wait.role))];
+  if (!spec.rows.length && !roles.length) return null;
+  const [width, left, row, gap] = [940, 150, 26, 6];
+  const height = (spec.rows.length + roles.length) * (row + gap) + 24;
+  const [from, to] = spec.span;
+  const x = (time) => left + ((time - from) / (to - from || 1)) * (width - left - 10);
+  const top = (index) => index * (row + gap) + 4;
+  const name = (index, text, value) => [
+    svg("text", { class: "lane", x: left - 8, y: top(index) + row / 2 - 1, "text-anchor": "end" }, text),
+    value && svg("text", { class: "tick", x: left - 8, y: top(index) + row / 2 + 10, "text-anchor": "end" }, value),
+  ];
+  const areas = spec.rows.map((lane, index) => laneArea(lane, index, { x, top, row, name }));
+  const waiting = roles.map((role, offset) => {
+    const index = spec.rows.length + offset;
+    return [
+      name(index, role, "waits"),
+      svg("rect", { class: "rest", x: left, y: top(index), width: width - left - 10, height: row }),
+      spec.waits
+        .filter((wait) => wait.role === role)
+        .map((wait) => {
+          const size = Math.max(x(wait.to) - x(wait.from), 1.5);
+          const rect = svg("rect", { class: "area c3", x: x(wait.from), y: top(index), width: size, height: row });
+          rect.append(svg("title", null, `${role} waited ${seconds(wait.to - wait.from)} for ${wait.what}`));
+          return rect;
+        }),
+    ];
+  });
+  const marks = ticks(0, to - from, 6).map((passed) =>
+    svg("text", { class: "tick", x: x(from + passed), y: height - 6, "text-anchor": "middle" }, seconds(passed)),
+  );
+  const label = `${spec.title}: ${[...spec.rows.map((lane) => lane.name), ...roles].join(", ")}`;
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, areas, waiting, marks);
+  const note = h("span", { class: "quiet" }, ` from ${clock(from)}; hover a wait for what it was for`);
+  return h("figure", { class: "chart wide" }, h("figcaption", null, h("b", null, spec.title), note), drawing);
+}
+
+function laneArea(lane, index, { x, top, row, name }) {
+  const high = Math.max(...lane.values.map((value) => value ?? 0)) || 1;
+  const y = (value) => top(index) + row - ((value ?? 0) / high) * row;
+  let d = "";
+  lane.values.forEach((value, place) => {
+    d += place ? `H${x(lane.times[place]).toFixed(1)}V${y(value).toFixed(1)}` : `M${x(lane.times[0]).toFixed(1)} ${top(index) + row}V${y(value).toFixed(1)}`;
+  });
+  d += `V${top(index) + row}Z`;
+  const base = svg("line", { class: "grid", x1: x(lane.times[0]), x2: x(lane.times[lane.times.length - 1]), y1: top(index) + row, y2: top(index) + row });
+  return [name(index, lane.name, `most ${figure(high)}`), base, svg("path", { class: "area soft c0", d })];
+}
+
+export function sparkline(values) {
+  if (!values.length) return h("span", { class: "quiet" }, "–");
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const x = (index) => 2 + (index / Math.max(values.length - 1, 1)) * 96;
+  const y = (value) => 20 - ((value - low) / (high - low || 1)) * 16;
+  const d = values.map((value, index) => `${index ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+  const label = `reward from ${figure(values[0])} to ${figure(values[values.length - 1])}`;
+  return svg("svg", { class: "spark", viewBox: "0 0 100 24", role: "img", "aria-label": label }, svg("path", { class: "line c0", d }));
+}

@@ -1,0 +1,99 @@
+// One run: the verdict first, then charts, events, money and settings.
+import { h, bytes, clock, dollars, figure, interval, plural, seconds, section, short, table } from "./dom.js";
+import { chartGroups, timeCharts, queueLanes, anyFigure } from "./figures.js";
+import { link } from "./source.js";
+
+export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["pairs", "Pairs"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
+
+export function runHead(run, tab) {
+  const tabs = TABS.filter(([name]) => name !== "clusters" || run.joint || run.joint_rounds.length);
+  return [
+    h("h1", null, run.id, " ", h("span", { class: "quiet small" }, run.folder)),
+    h("nav", { class: "tabs", "aria-label": "parts of the run" }, tabs.map(([name, title]) =>
+      h("a", { href: link(["run", run.id, ...(name ? [name] : [])]), "aria-current": name === tab && "page" }, title))),
+  ];
+}
+
+export function overview(run, state, redraw) {
+  return [
+    verdictBlock(run),
+    runFacts(run),
+    waitingNotes(run),
+    problemNotes(run),
+    chartGroups([run]),
+    timeCharts(run),
+    queueLanes(run),
+    anyFigure([run], state.figure, (name) => { state.figure = name; redraw(); }),
+    eventLog(run),
+  ];
+}
+
+export function verdictBlock(run) {
+  return h("p", { class: `verdict ${run.verdict.tone}` }, h("span", null, run.verdict.text));
+}
+
+export function runFacts(run) {
+  const { columns } = run.figures;
+  const last = (name) => columns[name]?.findLast((value) => value !== null);
+  const ended = run.evaluations.length ? run.evaluations[run.evaluations.length - 1] : null;
+  const facts = [
+    ["state", h("span", { class: `state ${run.state}` }, run.state)],
+    ["step", run.max_steps ? `${run.step} of ${run.max_steps}` : run.step],
+    ended && ["held-out", `${short(ended.mean)}${interval(ended.low, ended.high)} after step ${ended.step}`],
+    last("reward/mean") !== undefined && ["last step's reward", figure(last("reward/mean"))],
+    run.span && ["time", seconds(run.span[1] - run.span[0])],
+    last("tokens/total") !== undefined && ["tokens", figure(last("tokens/total"))],
+    paid(run.costs) > 0 && ["paid", dollars(paid(run.costs))],
+  ];
+  return h("dl", { class: "facts" }, facts.filter(Boolean).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+}
+
+function waitingNotes(run) {
+  if (run.state !== "running") return null;
+  return Object.entries(run.waiting).map(([role, what]) => h("p", { class: "note" }, h("b", null, role), ` waits for ${what}`));
+}
+
+function problemNotes(run) {
+  const problems = run.events.filter((event) => ["problem", "error", "warning", "failure"].includes(event.kind)).slice(-4);
+  return problems.map((event) => h("p", { class: "note bad" }, h("b", null, `${event.kind} `), event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`), event.command && h("code", null, ` ${event.command}`)));
+}
+
+export function eventLog(run) {
+  if (!run.events.length) return null;
+  const rows = run.events.toReversed().map((event) =>
+    h("li", { class: event.kind }, h("span", { class: "quiet" }, clock(event.time)), h("span", { class: "quiet" }, event.step === null || event.step === undefined ? event.role : `step ${event.step}`),
+      h("span", { class: event.kind }, event.text, event.where && h("span", { class: "quiet" }, ` (${event.where})`), event.command && h("code", null, `  ${event.command}`))));
+  return section("Events", h("ul", { class: "log scroll", id: "events" }, rows));
+}
+
+export function paid(costs) {
+  return (costs.teacher_usd || 0) + (costs.hint_usd || 0);
+}
+
+export function costsBlock(run) {
+  const costs = run.costs;
+  if (costs.problem) return h("p", { class: "note bad" }, costs.problem);
+  const rows = [
+    ...Object.entries(costs.by_teacher).map(([name, usd]) => [`teacher ${name}`, dollars(usd)]),
+    costs.teacher_calls > 0 && ["teachers in all", `${dollars(costs.teacher_usd)} in ${plural(costs.teacher_calls, "call")}, ${costs.failed_calls} failed`],
+    costs.hint_calls > 0 && ["hints", `${dollars(costs.hint_usd)} in ${plural(costs.hint_calls, "call")}`],
+    ...Object.entries(costs.seconds_by_role).map(([role, time]) => [`process ${role}`, seconds(time)]),
+    costs.gpu_s > 0 && ["GPUs", seconds(costs.gpu_s)],
+    ...Object.entries(costs.bytes_by_link).map(([name, count]) => [`link ${name}`, bytes(count)]),
+  ].filter(Boolean);
+  if (!rows.length) return h("p", { class: "quiet" }, "Costs are written when the launcher ends.");
+  return table([{ title: "What" }, { title: "Used", kind: "n" }], rows.map(([name, value]) => h("tr", null, h("td", null, name), h("td", { class: "n" }, value))), { id: "costs" });
+}
+
+export function settingsBlock(run, differences) {
+  const changed = new Map((differences || []).map((each) => [each.name, each.default]));
+  const rows = Object.entries(run.settings).map(([name, value]) =>
+    h("tr", null, h("td", { class: "w" }, name), h("td", null, JSON.stringify(value)), changed.size > 0 && h("td", { class: "quiet" }, changed.has(name) ? JSON.stringify(changed.get(name)) ?? "unset" : "")));
+  const columns = [{ title: "Setting" }, { title: "Value" }, ...(changed.size ? [{ title: "Default" }] : [])];
+  return table(columns, rows, { id: "settings" });
+}
+
+export function environmentBlock(run) {
+  const rows = Object.entries(run.environment).map(([name, value]) => h("tr", null, h("td", { class: "w" }, name), h("td", null, Array.isArray(value) ? value.join(", ") : String(value))));
+  return rows.length ? table([{ title: "Machine and packages" }, { title: "" }], rows) : h("p", { class: "quiet" }, "This run recorded no environment.json.");
+}

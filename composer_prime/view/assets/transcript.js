@@ -1,0 +1,119 @@
+// One rollout turn by turn: tools on offer, calls, errors, hints, and tokens colored by what the run recorded.
+import { h, figure, seconds, plural } from "./dom.js";
+
+export const SHADES = [["", "no color"], ["logprobs", "log-probability"], ["advantages", "advantage"], ["mismatch", "mismatch"], ["divergence", "divergence"]];
+const HIDDEN_NATS = 5;
+
+export function rolloutCard(rollout, options = {}) {
+  const cost = rollout.cost || {};
+  const facts = [
+    rollout.advantage !== null && rollout.advantage !== undefined && `advantage ${figure(rollout.advantage)}`,
+    cost.sampled_tokens && plural(cost.sampled_tokens, "token"),
+    cost.wall_s && seconds(cost.wall_s),
+    rollout.policy_versions && `version ${[...new Set(rollout.policy_versions)].join("–")}`,
+    rollout.stop_reason && rollout.stop_reason.replaceAll("_", " "),
+    rollout.truncated && "cut short",
+  ].filter(Boolean);
+  const parts = Object.entries(rollout.parts || {});
+  const named = [...(parts.length > 1 || options.detail ? parts : []), ...(options.detail ? Object.entries(rollout.metrics || {}) : [])];
+  return h(
+    "article",
+    { class: `rollout ${options.current ? "current" : ""}`, "data-rollout": rollout.rollout_id },
+    h("header", null, h("b", null, rollout.reward === null || rollout.reward === undefined ? "no reward" : `reward ${figure(rollout.reward)}`),
+      h("span", { class: "quiet" }, rollout.rollout_id), h("span", { class: "quiet small" }, facts.join(" · "))),
+    named.length > 0 && h("div", null, named.map(([name, value]) => h("span", { class: "chip" }, `${name} `, h("b", null, figure(value))))),
+    failureBlock(rollout),
+    monitorBlock(rollout),
+    options.tools !== false && toolsBlock(rollout.tools || [], options.detail),
+    tokenStrip(options.tokens || [], options.shade),
+    (rollout.turns || []).map((turn, index) => turnBlock(turn, index)),
+  );
+}
+
+function failureBlock(rollout) {
+  const failures = [...(rollout.failed_attempts || []).map((each) => ["an earlier try failed", each]), ...(rollout.error ? [["failed", rollout.error]] : [])];
+  return failures.map(([title, failure]) => {
+    const text = typeof failure === "string" ? failure : failure.message || failure.kind;
+    return h("div", { class: "note bad" }, h("b", null, `${title}: `), text, failure.where && h("div", { class: "quiet" }, failure.where),
+      failure.detail && h("details", null, h("summary", null, "traceback"), h("pre", { class: "trace" }, failure.detail)));
+  });
+}
+
+function monitorBlock(rollout) {
+  const verdict = rollout.monitor || rollout.verdict;
+  if (!verdict) return null;
+  const text = typeof verdict === "string" ? verdict : JSON.stringify(verdict, null, 1);
+  return h("div", { class: "note" }, h("b", null, "monitor: "), h("span", null, text));
+}
+
+export function signature(tool) {
+  const definition = tool.function || tool;
+  const schema = definition.parameters || {};
+  const required = schema.required || [];
+  const parameters = Object.entries(schema.properties || {}).map(([name, each]) => `${name}${required.includes(name) ? "" : "?"}: ${(each && each.type) || "any"}`);
+  return `${definition.name}(${parameters.join(", ")})`;
+}
+
+function toolsBlock(tools, open) {
+  if (!tools.length) return null;
+  return h("details", { open: Boolean(open) }, h("summary", null, `${plural(tools.length, "tool")} on offer`),
+    h("pre", { class: "plain" }, tools.map((tool) => `${signature(tool)}   ${((tool.function || tool).description || "").split("\n")[0]}`).join("\n")));
+}
+
+function turnBlock(turn, index) {
+  const failed = turn.role === "tool" && turn.error;
+  const text = turn.text || "";
+  const repeats = turn.error && text.trimStart().startsWith(turn.error);
+  const jumped = turn.parent !== null && turn.parent !== undefined && turn.parent !== index - 1;
+  return h(
+    "div",
+    { class: `turn ${turn.role} ${failed ? "failed" : ""}` },
+    h("div", { class: "who" }, turn.role, turn.token_count ? h("div", { class: "quiet" }, `${turn.token_count} tok`) : "", jumped && h("div", null, `after [${turn.parent}]`)),
+    h(
+      "div",
+      null,
+      turn.reasoning && h("details", null, h("summary", null, "reasoning"), h("pre", { class: "plain" }, turn.reasoning)),
+      text && h("pre", null, text),
+      (turn.tool_calls || []).map((call) => h("pre", { class: "call" }, `${call.name}(${call.arguments})`)),
+      turn.error && !repeats && h("div", { class: "fault" }, turn.error),
+      turn.finish_reason === "length" && h("div", { class: "fault" }, "ended at the token limit"),
+      turn.surprisal !== null && turn.surprisal !== undefined && surprisalMeter(turn.surprisal),
+      turn.hint && h("div", { class: "hint" }, h("b", null, "hint: "), turn.hint),
+    ),
+  );
+}
+
+function surprisalMeter(nats) {
+  const bar = h("span", { class: "meter" });
+  bar.style.width = `${Math.min(nats / 2, 1) * 90 + 1}px`;
+  return h("div", { class: "quiet small", title: "mean of −log p of the sampled tokens" }, bar, `${figure(nats)} nats a token`);
+}
+
+export function shadesOf(tokens) {
+  return SHADES.filter(([name]) => !name || tokens.some((sample) => Array.isArray(sample[name])));
+}
+
+function tokenStrip(samples, shade) {
+  if (!samples.length || !shade) return null;
+  return samples.map((sample) => {
+    const values = sample[shade];
+    if (!Array.isArray(values)) return null;
+    const most = shade === "logprobs" ? HIDDEN_NATS : Math.max(...values.map(Math.abs), 1e-9);
+    const strip = h("div", { class: "tokens", "data-shade": shade });
+    sample.texts.forEach((text, index) => {
+      const span = h("span", null, text);
+      if (sample.sampled[index]) {
+        span.style.background = color(values[index], most, shade);
+        span.title = `${shade} ${figure(values[index])}${sample.mask[index] ? "" : ", not trained"}`;
+      }
+      strip.append(span);
+    });
+    return strip;
+  });
+}
+
+function color(value, most, shade) {
+  const strength = Math.min(Math.abs(value) / most, 1) * 0.75;
+  const isBlue = shade === "advantages" && value > 0;
+  return isBlue ? `rgba(47, 109, 181, ${strength})` : `rgba(214, 96, 20, ${strength})`;
+}

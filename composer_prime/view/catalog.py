@@ -1,0 +1,133 @@
+"""Find the run directories below some folders, and say how each of them stands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from composer_prime.errors import ConfigError
+from composer_prime.run.run_dir import RunDir
+
+_MAX_DEPTH = 4
+"""Levels below a folder that are searched: outputs/evals/NAME and outputs/JOINT/PEER are at two."""
+_OF_ONE_RUN = ("run.name", "run.output_dir", "run.resume", "run.overwrite", "run.import_from", "monitor.")
+"""Settings that say nothing about what a run does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRun:
+    """A run directory and its name on the page."""
+
+    run_id: str
+    """Path below the folder that was given: `a2`, `two-clusters/a`."""
+    run_dir: RunDir
+    joint: str | None
+    """The folder that this cluster shares with the others of its joint run; None for a run that trains alone."""
+
+
+def find_runs(folders: list[Path]) -> dict[str, FoundRun]:
+    """Return every run directory at or below `folders`, by id. Raises ConfigError for a folder that does not exist."""
+    runs: dict[str, FoundRun] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}: name the folder that holds the runs, such as outputs")
+        for root in _run_directories(folder, 0):
+            name = root.name if root == folder else root.relative_to(folder).as_posix()
+            run_id = name if name not in runs else f"{folder.name}/{name}"
+            is_cluster = bool(read_settings(RunDir(root)).get("diloco"))
+            joint = run_id.rpartition("/")[0] or folder.name if is_cluster else None
+            runs[run_id] = FoundRun(run_id=run_id, run_dir=RunDir(root), joint=joint)
+    return runs
+
+
+def _run_directories(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "config.json").is_file() and ((folder / "run_id").is_file() or (folder / "metrics.jsonl").is_file()):
+        yield folder
+        return
+    if depth >= _MAX_DEPTH:
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=depth == 0) and not entry.name.startswith("."):
+            yield from _run_directories(Path(entry.path), depth + 1)
+
+
+def read_settings(run_dir: RunDir) -> dict[str, Any]:
+    """Return config.json; empty while it cannot be read."""
+    try:
+        settings = json.loads(run_dir.config.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def max_steps(settings: dict[str, Any]) -> int:
+    """Return run.max_steps; 0 where the configuration does not say."""
+    table = settings.get("run")
+    steps = table.get("max_steps") if isinstance(table, dict) else None
+    return steps if isinstance(steps, int) else 0
+
+
+def run_state(run_dir: RunDir, step: int, settings: dict[str, Any]) -> str:
+    """Return running, finished, evaluated, stopped or new. `step`: the last optimizer step."""
+    if _launcher_lives(run_dir):
+        return "running"
+    steps = max_steps(settings)
+    if steps and step >= steps:
+        return "finished"
+    if steps == 0 and any(run_dir.root.glob("rollouts/eval_*.jsonl")):
+        return "evaluated"
+    return "stopped" if run_dir.metrics.is_file() else "new"
+
+
+def _launcher_lives(run_dir: RunDir) -> bool:
+    """Return whether the process that holds the run's lock lives. The lock itself is never touched."""
+    lock = run_dir.root / ".launcher.lock"
+    try:
+        holder = psutil.Process(int(lock.read_text()))
+        return holder.create_time() <= lock.stat().st_mtime + 1.0
+    except (OSError, ValueError, OverflowError, psutil.Error):
+        return False
+
+
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return settings by dotted name. Lists of tables are numbered, other lists are values."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        items = ((str(index), part) for index, part in enumerate(value))
+    else:
+        return {name: value}
+    flat: dict[str, Any] = {}
+    for key, part in items:
+        flat.update(flatten(part, f"{name}.{key}" if name else str(key)))
+    return flat
+
+
+def distinguishing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return for each run the settings in which it differs from most of the runs. `settings`: flat, by run id."""
+    counts: dict[str, Counter[str]] = {}
+    for flat in settings.values():
+        for key, value in flat.items():
+            counts.setdefault(key, Counter())[json.dumps(value, default=str)] += 1
+    usual: dict[str, str] = {}
+    for key, counter in counts.items():
+        missing = len(settings) - counter.total()
+        if len(counter) + bool(missing) > 1 and not key.startswith(_OF_ONE_RUN):
+            usual[key] = "null" if missing > counter.total() else counter.most_common(1)[0][0]
+    return {
+        run_id: {
+            key: flat.get(key) for key, common in usual.items() if json.dumps(flat.get(key), default=str) != common
+        }
+        for run_id, flat in settings.items()
+    }

@@ -1,0 +1,152 @@
+"""Follow one run's metrics.jsonl: a short account for the list of runs, and everything for the run's own page.
+
+The list reads a few fields of each line, so a hundred runs open at once. A page decodes whole lines. Both remember
+how far they have read, and read on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from composer_prime.monitor.metrics_file import Line, Tail
+from composer_prime.monitor.progress import numeric_field
+
+MEAN_STEPS = 10
+"""Steps of the running mean; with fewer steps no trend is claimed."""
+_SPARK_POINTS = 48
+
+
+class _Glance(msgspec.Struct):
+    """The fields of a line that the list of runs needs; the others are skipped without being decoded."""
+
+    step: Any = None
+    time: Any = None
+    event: Any = None
+    reward: Any = msgspec.field(default=None, name="reward/mean")
+    loss: Any = msgspec.field(default=None, name="loss/total")
+    eval_s: Any = msgspec.field(default=None, name="time/eval_s")
+
+
+@dataclass(slots=True)
+class HeldOut:
+    """One evaluation as the orchestrator logged it: the mean over sources."""
+
+    step: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(slots=True)
+class RunGlance:
+    """What the list of runs shows, kept up to date by reading only what was appended."""
+
+    path: Path
+    rewards: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, HeldOut] = field(default_factory=dict)
+    step: int = 0
+    """The last optimizer step."""
+    updated: float | None = None
+    """Seconds since the epoch."""
+    _offset: int = 0
+    _identity: tuple[int, int] | None = None
+
+    def refresh(self) -> None:
+        """Read the new lines. A file that was replaced or shortened is read from its start."""
+        try:
+            with self.path.open("rb") as file:
+                stat = self.path.stat()
+                identity = (stat.st_dev, stat.st_ino)
+                if identity != self._identity or stat.st_size < self._offset:
+                    self._forget()
+                    self._identity = identity
+                if stat.st_size == self._offset:
+                    return
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        for raw in data[:end].split(b"\n"):
+            self._take(raw)
+
+    def _forget(self) -> None:
+        self.rewards, self.held_out, self.step, self.updated, self._offset = {}, {}, 0, None, 0
+
+    def _take(self, raw: bytes) -> None:
+        try:
+            line = _decode_glance(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        if not isinstance(line.step, int):
+            return
+        if isinstance(line.time, int | float):
+            self.updated = float(line.time)
+        if line.event == "resume":
+            self.rewards = {step: value for step, value in self.rewards.items() if step <= line.step}
+            self.held_out = {step: value for step, value in self.held_out.items() if step <= line.step}
+            self.step = min(self.step, line.step)
+        if line.loss is not None:
+            self.step = line.step
+            if isinstance(line.reward, int | float):
+                self.rewards[line.step] = float(line.reward)
+        if line.eval_s is not None and (held_out := _held_out(line.step, msgspec.json.decode(raw))):
+            self.held_out[line.step] = held_out
+
+    def recent_reward(self) -> float | None:
+        """Return the mean reward of the last steps; None before the first."""
+        values = list(self.rewards.values())[-MEAN_STEPS:]
+        return fmean(values) if values else None
+
+    def spark(self) -> list[float]:
+        """Return the rewards in at most _SPARK_POINTS means."""
+        values = list(self.rewards.values())
+        count = min(_SPARK_POINTS, len(values))
+        edges = [round(index * len(values) / count) for index in range(count + 1)] if count else []
+        return [round(fmean(values[a:b]), 4) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+_decode_glance = msgspec.json.Decoder(_Glance).decode
+
+
+def _held_out(step: int, line: Line) -> HeldOut | None:
+    names = [name for name in line if name.startswith("eval/") and name.endswith("/reward_mean")]
+    means = [value for name in names if (value := numeric_field(line, name)) is not None]
+    if not means:
+        return None
+    only = names[0] if len(names) == 1 else ""
+    low, high = numeric_field(line, f"{only}_low"), numeric_field(line, f"{only}_high")
+    return HeldOut(step=step, mean=fmean(means), low=low, high=high)
+
+
+class RunMetrics:
+    """All lines of a run, without those that a resume made void."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[Line] = []
+        self._tail = Tail(path)
+        self._identity: tuple[int, int] | None = None
+
+    def refresh(self) -> None:
+        """Read the new lines; all of them again when the file was replaced."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return
+        if (stat.st_dev, stat.st_ino) != self._identity:
+            self._identity, self._tail, self.lines = (stat.st_dev, stat.st_ino), Tail(self.path), []
+        for line in self._tail.read():
+            if line.get("event") == "resume":
+                self.lines = [earlier for earlier in self.lines if earlier["step"] <= line["step"]]
+            self.lines.append(line)
+
+    def trained(self) -> dict[int, Line]:
+        """Return the trainer's line of each optimizer step, ascending."""
+        return dict(sorted((line["step"], line) for line in self.lines if "loss/total" in line))

@@ -1,0 +1,231 @@
+"""The JSON of one run's page: verdict, figures by step, evaluations, events, lanes, time, money, settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from composer_prime.errors import LedgerError
+from composer_prime.monitor.metrics_file import Line
+from composer_prime.monitor.progress import RunProgress, numeric_field
+from composer_prime.monitor.rollouts import Scores
+from composer_prime.run.costs import spent
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_settings, run_state
+from composer_prime.view.metrics_reader import RunMetrics
+from composer_prime.view.verdict import verdict
+
+_MAX_POINTS = 1200
+"""Steps of a figure that reach the page; of a longer run every n-th."""
+_MAX_MOMENTS = 800
+_MAX_EVENTS = 400
+_LANES = (
+    "queue/rollouts_running", "queue/rollouts_waiting", "queue/groups_in_flight", "queue/groups_ready",
+    "queue/batches_ahead", "gateway/nodes", "gateway/in_flight", "gateway/queued", "gateway/tokens_per_s",
+)  # fmt: skip
+_TOLD = ("problem", "stage", "event", "warning")
+"""Fields of metrics.jsonl that hold words for people."""
+
+
+def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Scores]) -> dict[str, Any]:
+    """Return the page of one run. `metrics` has been refreshed."""
+    run_dir, settings, lines = found.run_dir, read_settings(found.run_dir), metrics.lines
+    progress = RunProgress()
+    progress.update(lines)
+    last = progress.last.step if progress.last else 0
+    return {
+        "id": found.run_id,
+        "folder": str(run_dir.root),
+        "joint": found.joint,
+        "state": run_state(run_dir, last, settings),
+        "step": last,
+        "max_steps": max_steps(settings),
+        "verdict": verdict(evaluations, progress.rewards()),
+        "figures": figures(metrics.trained()),
+        "evaluations": evaluation_points(evaluations),
+        "waiting": {role: wait.what for role, wait in progress.waiting.items()},
+        "events": events(run_dir, lines),
+        "lanes": lanes(lines),
+        "waits": waits(lines),
+        "span": _span(lines),
+        "costs": costs(run_dir),
+        "joint_rounds": joint_rounds(lines),
+        "settings": flatten(settings),
+        "environment": _environment(run_dir),
+        "files": {"pairs": (run_dir.root / "pairs.jsonl").is_file(), "model": run_dir.final.is_dir()},
+    }
+
+
+def figures(trained: dict[int, Line]) -> dict[str, Any]:
+    """Return the trainer's figures as columns: `steps`, and by name one value or null a step."""
+    steps = list(trained)
+    stride = -(-len(steps) // _MAX_POINTS) or 1
+    kept = steps[::stride]
+    if steps and kept[-1] != steps[-1]:
+        kept.append(steps[-1])
+    names = sorted({name for step in kept for name in trained[step]} - {"step", "time", "role"})
+    columns = {}
+    for name in names:
+        column = [_rounded(numeric_field(trained[step], name)) for step in kept]
+        if any(value is not None for value in column):
+            columns[name] = column
+    times = [_rounded(numeric_field(trained[step], "time")) for step in kept]
+    return {"steps": kept, "times": times, "columns": columns, "stride": stride}
+
+
+def evaluation_points(evaluations: dict[int, Scores]) -> list[dict[str, Any]]:
+    """Return one entry for each source of each evaluation: mean, interval, paired change from the first one."""
+    points = []
+    first: dict[str, Scores] = {}
+    for step, scores in sorted(evaluations.items()):
+        for source in sorted({task.partition("/")[0] for task in scores}):
+            part = {task: values for task, values in scores.items() if task.partition("/")[0] == source}
+            mean = mean_interval(part)
+            point: dict[str, Any] = {"step": step, "source": source, "tasks": mean.count}
+            point |= {"mean": _rounded(mean.mean), "low": _rounded(mean.low), "high": _rounded(mean.high)}
+            if source in first and first[source].keys() & part.keys():
+                change = difference_interval(first[source], part)
+                point["change"] = [_rounded(change.mean), _rounded(change.low), _rounded(change.high)]
+            first.setdefault(source, part)
+            points.append(point)
+    return points
+
+
+def events(run_dir: RunDir, lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return what was said in words, newest last: lines of metrics.jsonl, and those of events.jsonl where it is."""
+    found = []
+    for line in lines:
+        for name in _TOLD:
+            if isinstance(text := line.get(name), str) and text:
+                found.append(_event(line, name, f"resumed after step {line['step']}" if text == "resume" else text))
+    for event in _json_lines(run_dir, "events.jsonl"):
+        kind = str(event.get("kind") or event.get("level") or "event")
+        text = event.get("text") or event.get("message")
+        extra = {name: str(event[name]) for name in ("where", "command", "cause") if event.get(name)}
+        if text:
+            found.append({**_event(event, kind, str(text)), **extra})
+    found.sort(key=lambda event: event["time"] or 0)
+    return found[-_MAX_EVENTS:]
+
+
+def _event(line: dict[str, Any], kind: str, text: str) -> dict[str, Any]:
+    return {
+        "time": numeric_field(line, "time"),
+        "step": line.get("step"),
+        "role": str(line.get("role", "")),
+        "kind": kind,
+        "text": text[:2000],
+    }
+
+
+def _json_lines(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
+    found = []
+    try:
+        with (run_dir.root / name).open("rb") as file:
+            for raw in file:
+                try:
+                    line = json.loads(raw)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(line, dict):
+                    found.append(line)
+    except OSError:
+        return []
+    return found
+
+
+def lanes(lines: Iterable[Line]) -> dict[str, Any]:
+    """Return the orchestrator's queues and nodes over time: `times`, and by name one value a moment."""
+    moments = [line for line in lines if any(name in line for name in _LANES)]
+    moments = moments[:: -(-len(moments) // _MAX_MOMENTS) or 1]
+    columns = {name: [_rounded(numeric_field(line, name)) for line in moments] for name in _LANES}
+    return {
+        "times": [numeric_field(line, "time") for line in moments],
+        "columns": {name: column for name, column in columns.items() if any(value is not None for value in column)},
+    }
+
+
+def waits(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return who waited for what, from when to when. Consecutive lines about one subject are one wait."""
+    open_waits: dict[str, dict[str, Any]] = {}
+    ended: list[dict[str, Any]] = []
+    for line in lines:
+        what, now = line.get("waiting_for"), numeric_field(line, "time")
+        if not isinstance(what, str) or now is None:
+            continue
+        role, subject = str(line.get("role", "?")), what.partition(":")[0]
+        current = open_waits.get(role)
+        if current is not None:
+            current["to"] = now
+            if current["what"] != subject:
+                ended.append(open_waits.pop(role))
+        if subject and role not in open_waits:
+            open_waits[role] = {"role": role, "what": subject, "from": now, "to": now}
+    found = [wait for wait in [*ended, *open_waits.values()] if wait["to"] > wait["from"]]
+    return sorted(found, key=lambda wait: wait["from"])[-_MAX_MOMENTS:]
+
+
+def _span(lines: list[Line]) -> list[float] | None:
+    times = [value for line in (*lines[:1], *lines[-1:]) if (value := numeric_field(line, "time")) is not None]
+    return [times[0], times[-1]] if times else None
+
+
+def costs(run_dir: RunDir) -> dict[str, Any]:
+    """Return the sums of costs.jsonl, and `problem` where it cannot be added up."""
+    try:
+        paid = spent(run_dir.root / "costs.jsonl")
+    except LedgerError as error:
+        return {"problem": str(error)}
+    seconds = [line for line in _json_lines(run_dir, "costs.jsonl") if line.get("kind") == "seconds"]
+    by_role: dict[str, float] = {}
+    for line in seconds:
+        role = str(line.get("role"))
+        by_role[role] = round(by_role.get(role, 0.0) + (numeric_field(line, "seconds") or 0.0), 1)
+    return {
+        "teacher_usd": paid.usd,
+        "teacher_calls": paid.calls,
+        "failed_calls": paid.failed,
+        "by_teacher": dict(paid.by_teacher),
+        "hint_usd": paid.hint_usd,
+        "hint_calls": paid.hint_calls,
+        "process_s": paid.process_s,
+        "gpu_s": paid.gpu_s,
+        "seconds_by_role": by_role,
+        "bytes_by_link": dict(paid.link_bytes),
+    }
+
+
+def joint_rounds(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return one entry a round of a joint run, as this cluster's trainer logged it; empty for a run alone."""
+    joined = [line for line in lines if "diloco/outer_step" in line and line.get("role") == "trainer"]
+    rounds = []
+    for before, line in pairwise([{}, *joined]):
+        if line["diloco/outer_step"] == before.get("diloco/outer_step"):
+            continue
+        peers = {
+            name.split("/")[1]: line[name]
+            for name in line
+            if name.startswith("diloco/") and name.endswith("/inner_steps") and name.count("/") == 2
+        }
+        names = ("sync_s", "bytes_sent", "bytes_received", "rejected", "missed_rounds", "sweep", "cosine")
+        rounds.append(
+            {"step": line["step"], "round": line["diloco/outer_step"], "peers": peers}
+            | {name: numeric_field(line, f"diloco/{name}") for name in names}
+        )
+    return rounds
+
+
+def _environment(run_dir: RunDir) -> dict[str, Any]:
+    try:
+        recorded = json.loads((run_dir.root / "environment.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return six significant digits; a page shows four."""
+    return None if value is None or value - value != 0 else float(f"{value:.12g}" if value > 1e8 else f"{value:.6g}")

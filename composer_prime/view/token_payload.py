@@ -1,0 +1,56 @@
+"""Tokens of a rollout with their figures, where the run recorded them (monitor.tokens)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.errors import ComposerError
+from composer_prime.run.run_dir import RunDir
+
+
+def rollout_tokens(run_dir: RunDir, entry: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the recorded samples of a rollout: token texts with log-probabilities and advantages; empty without."""
+    if entry["kind"] != "step" or not isinstance(entry["step"], int):
+        return []
+    samples = _samples(run_dir.root / "rollouts" / f"tokens_{entry['step']:06d}.jsonl", str(entry["rollout_id"]))
+    model = settings.get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    for sample in samples:
+        sample["texts"] = _texts(str(path), sample.pop("token_ids"))
+    return samples
+
+
+def _samples(path: Path, rollout_id: str) -> list[dict[str, Any]]:
+    """Return the lines of a rollout. A line begins with its rollout's id, so the others are not decoded."""
+    start = b'{"rollout_id":' + msgspec.json.encode(rollout_id) + b","
+    try:
+        with path.open("rb") as file:
+            return [msgspec.json.decode(raw) for raw in file if raw.startswith(start)]
+    except (OSError, msgspec.DecodeError):
+        return []
+
+
+def _texts(model: str, ids: list[int]) -> list[str]:
+    """Return each token's text; `#id` where the model's tokenizer cannot be read."""
+    tokenizer = _tokenizer(model)
+    return [f"#{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(model: str) -> Any:
+    from tokenizers import Tokenizer
+
+    from composer_prime.model_source import resolve_model, smollm2_folder
+
+    try:
+        folder = smollm2_folder() if model == "smollm2" else resolve_model(model)
+    except (ComposerError, OSError):
+        return None
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # tokenizers raises no other class for a file that it cannot read
+        return None

@@ -1,0 +1,158 @@
+"""All runs below the folders that were given, with what has been read of each: the state behind the page."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from composer_prime.errors import ConfigError
+from composer_prime.monitor.rollouts import Scores
+from composer_prime.view.catalog import (
+    FoundRun,
+    distinguishing,
+    find_runs,
+    flatten,
+    max_steps,
+    read_settings,
+    run_state,
+)
+from composer_prime.view.metrics_reader import RunGlance, RunMetrics
+from composer_prime.view.pair_payload import pair_list
+from composer_prime.view.rollout_index import RolloutIndex
+from composer_prime.view.rollout_payload import (
+    Query,
+    evaluation_difference,
+    one_rollout,
+    read_evaluations,
+    rollout_list,
+)
+from composer_prime.view.run_payload import run_payload
+from composer_prime.view.token_payload import rollout_tokens
+
+_SEARCH_EVERY_S = 2.0
+_OPEN_RUNS = 12
+"""Runs whose lines stay in memory; of more, the one used longest ago is dropped."""
+
+
+class Workspace:
+    """Answers the page's questions. Any thread may ask; questions about figures are answered one after another."""
+
+    def __init__(self, folders: list[Path], cache: Path | None = None) -> None:
+        """Search the folders. Raises ConfigError for one that does not exist."""
+        self._folders = folders
+        self._cache = cache
+        self._lock = threading.RLock()
+        self._runs = find_runs(folders)
+        self._searched_at = time.monotonic()
+        self._glances: dict[str, RunGlance] = {}
+        self._metrics: dict[str, RunMetrics] = {}
+        self._indexes: dict[str, RolloutIndex] = {}
+        self._settings: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def runs(self) -> dict[str, FoundRun]:
+        """Return the runs by id. Searches again now and then: a run may have started since."""
+        with self._lock:
+            if time.monotonic() - self._searched_at > _SEARCH_EVERY_S:
+                self._runs = find_runs(self._folders)
+                self._searched_at = time.monotonic()
+            return self._runs
+
+    def run_list(self) -> dict[str, Any]:
+        """Return the first page."""
+        with self._lock:
+            found = self.runs()
+            settings = {run_id: self._flat_settings(run) for run_id, run in found.items()}
+            differences = distinguishing(settings)
+            rows = [self._list_row(run, differences[run_id]) for run_id, run in found.items()]
+        rows.sort(key=lambda row: (row["state"] != "running", -(row["updated"] or 0), row["id"]))
+        return {"folders": [str(folder) for folder in self._folders], "runs": rows}
+
+    def _list_row(self, run: FoundRun, differs: dict[str, Any]) -> dict[str, Any]:
+        glance = self._glances.setdefault(run.run_id, RunGlance(path=run.run_dir.metrics))
+        glance.refresh()
+        settings = read_settings(run.run_dir)
+        evaluations = [glance.held_out[step] for step in sorted(glance.held_out)]
+        ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+        return {
+            "id": run.run_id,
+            "joint": run.joint,
+            "state": run_state(run.run_dir, glance.step, settings),
+            "step": glance.step,
+            "max_steps": max_steps(settings),
+            "reward": glance.recent_reward(),
+            "spark": glance.spark(),
+            "held_out": [{"step": each.step, "mean": each.mean, "low": each.low, "high": each.high} for each in ends],
+            "updated": glance.updated,
+            "differs": differs,
+        }
+
+    def _flat_settings(self, run: FoundRun) -> dict[str, Any]:
+        """Return the flat settings, read again when config.json changed."""
+        try:
+            stamp = run.run_dir.config.stat().st_mtime_ns
+        except OSError:
+            return {}
+        if (known := self._settings.get(run.run_id)) is None or known[0] != stamp:
+            self._settings[run.run_id] = known = (stamp, flatten(read_settings(run.run_dir)))
+        return known[1]
+
+    def run(self, query: Query) -> dict[str, Any]:
+        """Return the page of one run. Raises ConfigError for an unknown run."""
+        found = self.find(query)
+        index = self._index(found)
+        index.update(2.0)
+        with self._lock:
+            metrics = self._metrics.pop(found.run_id, None) or RunMetrics(found.run_dir.metrics)
+            self._metrics[found.run_id] = metrics
+            for oldest in list(self._metrics)[:-_OPEN_RUNS]:
+                del self._metrics[oldest]
+            metrics.refresh()
+            return run_payload(found, metrics, read_evaluations(index))
+
+    def rollouts(self, query: Query) -> dict[str, Any]:
+        return rollout_list(self._index(self.find(query)), query)
+
+    def rollout(self, query: Query) -> dict[str, Any]:
+        """Return one rollout with its siblings. Raises ConfigError when there is none."""
+        found = self.find(query)
+        page = one_rollout(self._index(found), query)
+        if page is None:
+            raise ConfigError(f"{found.run_id} has no rollout {query.get('id', '')!r} of this kind and step")
+        page["tokens"] = rollout_tokens(found.run_dir, page["entry"], read_settings(found.run_dir))
+        return page
+
+    def evaluation(self, query: Query) -> dict[str, Any]:
+        """Return what training fixed and broke."""
+        found = self.find(query)
+        steps = [int(text) if (text := query.get(name, "")).isdigit() else None for name in ("before", "after")]
+        return evaluation_difference(self._evaluations(found), *steps, threshold=self._threshold(found))
+
+    def pairs(self, query: Query) -> dict[str, Any]:
+        found = self.find(query)
+        offset = int(text) if (text := query.get("offset", "")).isdigit() else 0
+        return pair_list(found.run_dir, read_settings(found.run_dir), offset)
+
+    def _evaluations(self, found: FoundRun) -> dict[int, Scores]:
+        index = self._index(found)
+        index.update(2.0)
+        return read_evaluations(index)
+
+    def _threshold(self, found: FoundRun) -> float:
+        value = self._flat_settings(found).get("orchestrator.eval.pass_threshold")
+        return float(value) if isinstance(value, int | float) else 1.0
+
+    def find(self, query: Query) -> FoundRun:
+        """Return the run that the query names. Raises ConfigError: only runs that were found can be named."""
+        run_id = query.get("run", "")
+        found = self.runs().get(run_id)
+        if found is None:
+            raise ConfigError(f"there is no run {run_id!r} below {', '.join(map(str, self._folders))}")
+        return found
+
+    def _index(self, found: FoundRun) -> RolloutIndex:
+        with self._lock:
+            if found.run_id not in self._indexes:
+                self._indexes[found.run_id] = RolloutIndex(found.run_dir, self._cache)
+            return self._indexes[found.run_id]
