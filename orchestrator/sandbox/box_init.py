@@ -1,98 +1,137 @@
 """The first process inside a bubblewrap box. It starts commands, writes files, and ends what commands leave.
 
-It needs the standard library only, and starts as `python -I -S box_init.py CONTROL_FD`. The host sends requests over
-the control socket, each with the descriptors of its standard streams, so output does not pass through here.
+It starts as `python box_init.py CONTROL_FD` and needs the standard library only. The host sends requests over the
+control socket, with the descriptors of a command's standard streams. Output does not pass through here.
 
-    request  = uint32 length, JSON, payload of `payload` bytes
-    reply    = uint32 length, JSON
+    request  = uint32 length, JSON, payload
+    reply    = uint32 length, JSON with the request's `id`
 
-It is PID 1 of its namespace: no process inside can signal it, and its end is the end of all of them. It is not
-dumpable, so no process inside can read its memory or its descriptors. Nevertheless its replies are hints: code in the
-box has the same user id.
+`python -c CODE` and `python -m MODULE` are forks of this process, so they need not start an interpreter. The fork sets
+arguments, folder, environment, sys.path and __main__ as a new interpreter would. Whatever could make a difference (an
+option, a PYTHON variable, a module in the way of one that is loaded here) gets a new interpreter instead.
+
+It is PID 1 of its namespace: no process inside can end it, and its end is the end of all of them. It is not dumpable,
+so no process inside can read its memory or descriptors. Nevertheless what it reports are hints: hostile code has the
+same user id. The host limits and reads the box without its help.
 """
 
-import contextlib
-import ctypes
-import errno
-import json
-import os
-import resource
-import select
-import signal
-import socket
-import struct
 import sys
+
+FRESH_MODULES = frozenset(sys.modules)
+
+import contextlib  # noqa: E402
+import ctypes  # noqa: E402
+import errno  # noqa: E402
+import gc  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import resource  # noqa: E402
+import runpy  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import struct  # noqa: E402
+import types  # noqa: E402
 
 PR_SET_DUMPABLE = 4
 MAX_FDS = 3
+MAX_OPEN_FILES = 1024
+SPARE_PROCESSES = 8
+KNOWN_VARIABLES = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+PRELOADED = ("pytest", "_pytest.assertion.rewrite", "_pytest.capture", "_pytest.fixtures", "_pytest.logging",
+             "_pytest.pastebin", "_pytest.python", "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest",
+             "_pytest.monkeypatch", "_pytest.tmpdir", "_pytest.terminal", "_pytest.cacheprovider")  # fmt: skip
+"""Modules that every pytest run loads."""
+
+libc = ctypes.CDLL(None)
 
 
 class Init:
     def __init__(self, control):
         self.control = control
         self.limits = {}
-        self.command = None
-        """(pid, pidfd) of the command that runs."""
-        self.keep_others = False
+        self.commands = {}
+        """pid -> (request, pidfd) of the commands that run."""
 
     def serve(self):
+        """Handle requests. Returns in a forked child only, with the function that runs its Python code."""
         while True:
-            waiting = [self.control] + ([self.command[1]] if self.command else [])
+            waiting = [self.control, *(pidfd for _, pidfd in self.commands.values())]
             ready, _, _ = select.select(waiting, [], [], 1.0)
             self.reap()
             if self.control in ready:
-                self.handle()
+                python_code = self.handle()
+                if python_code:
+                    return python_code
 
     def handle(self):
         request, fds = self.receive()
         operation = request["op"]
         if operation == "run":
-            self.start(request, fds)
-        elif operation == "write":
-            self.reply(write_files(request, self.read_exactly))
+            return self.start(request, fds)
+        if operation == "write":
+            self.reply(request, write_files(request, self.read_exactly))
         elif operation == "limits":
             self.limits = request["limits"]
             # More than commands have, so that a command that uses up its own cannot stop the next one.
-            resource.setrlimit(resource.RLIMIT_NPROC, (self.limits["processes"] + 8,) * 2)
-            self.reply({})
+            most = self.limits["processes"] + SPARE_PROCESSES
+            resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+            self.reply(request, {})
+        elif operation == "warm":
+            preload()
+            self.reply(request, {})
+        elif operation == "listen":
+            self.listen(request)
         elif operation == "kill":
             kill_others()
+        return None
 
     def start(self, request, fds):
-        self.keep_others = request["keep_others"]
+        python = forks_interpreter(request)
+        if python and request["argv"][1:3] == ["-m", "pytest"]:
+            preload()
         try:
             pid = os.fork()
         except OSError as error:
             pid = None
-            self.reply({"error": f"fork: {error.strerror}"})
+            self.reply(request, {"error": f"fork: {error.strerror}"})
         if pid == 0:
-            run_child(request, fds, self.limits)
+            become_command(request, fds, self.limits, python)
+            return python  # An interpreter goes on in main(), from where it ends as any interpreter does.
         for fd in fds:
             os.close(fd)
         if pid:
-            self.command = (pid, os.pidfd_open(pid))
+            self.commands[pid] = (request, os.pidfd_open(pid))
+        return None
 
     def reap(self):
-        """Collect ended processes; when the command is one of them, end what it left and report."""
-        status = usage = None
-        for pid, status_of_one, usage_of_one in ended_processes(os.WNOHANG):
-            if self.command and pid == self.command[0]:
-                status, usage = status_of_one, usage_of_one
-        if usage is None:
-            return
-        os.close(self.command[1])
-        self.command = None
-        if not self.keep_others:
-            kill_others()
-            for _ in ended_processes(0):
-                pass
-        self.reply({"status": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime})
+        """Collect ended processes. Report commands, and end what the last one left."""
+        for pid, status, usage in list(ended_processes(os.WNOHANG)):
+            if pid not in self.commands:
+                continue
+            request, pidfd = self.commands.pop(pid)
+            os.close(pidfd)
+            if not request["keep_others"] and not self.commands:
+                kill_others()
+                for _ in ended_processes(0):
+                    pass
+            cpu_s = usage.ru_utime + usage.ru_stime
+            self.reply(request, {"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
+
+    def listen(self, request):
+        """Listen on the box's loopback, and hand the socket to the host, which answers there."""
+        try:
+            with socket.create_server(("127.0.0.1", request["port"]), backlog=64) as server:
+                self.reply(request, {}, [server.fileno()])
+        except OSError as error:
+            self.reply(request, {"error": str(error)})
 
     def receive(self):
         data, fds, _, _ = socket.recv_fds(self.control, 4, MAX_FDS)
         if not data:
             os._exit(0)
-        data += self.read_exactly(4 - len(data)) if len(data) < 4 else b""
+        data += self.read_exactly(4 - len(data))
         return json.loads(self.read_exactly(struct.unpack(">I", data)[0])), fds
 
     def read_exactly(self, count):
@@ -104,23 +143,28 @@ class Init:
             content += piece
         return bytes(content)
 
-    def reply(self, message):
-        data = json.dumps(message).encode()
-        self.control.sendall(struct.pack(">I", len(data)) + data)
+    def reply(self, request, message, fds=()):
+        data = json.dumps({"id": request["id"], **message}).encode()
+        data = struct.pack(">I", len(data)) + data
+        sent = socket.send_fds(self.control, [data], fds) if fds else 0
+        self.control.sendall(data[sent:])
 
 
-def run_child(request, fds, limits):
-    """Become the command. Never returns."""
+def become_command(request, fds, limits, python):
+    """Make this forked process the command: streams, folder, limits; then execute its program unless it is `python`."""
     try:
         os.setsid()
         stdin = fds.pop(0) if request["stdin"] else os.open("/dev/null", os.O_RDONLY)
         for target, fd in enumerate([stdin, *fds]):
             os.dup2(fd, target)
-        os.closerange(3, 1024)
+        os.closerange(3, MAX_OPEN_FILES)
+        os.chdir(request["cwd"])
         set_limits(limits)
+        if python:
+            libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+            return
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        os.chdir(request["cwd"])
         os.execvpe(request["argv"][0], request["argv"], request["env"])
     except OSError as error:
         name = request["cwd"] if error.filename == request["cwd"] else request["argv"][0]
@@ -128,7 +172,7 @@ def run_child(request, fds, limits):
         os._exit(127 if error.errno == errno.ENOENT else 126)
     except BaseException as error:
         os.write(2, f"{error!r}\n".encode(errors="backslashreplace"))
-    os._exit(126)
+        os._exit(126)
 
 
 def set_limits(limits):
@@ -136,13 +180,76 @@ def set_limits(limits):
         (resource.RLIMIT_AS, limits["memory_bytes"]),
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NPROC, limits["processes"]),
-        (resource.RLIMIT_NOFILE, 1024),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+    # When the machine is out of memory, a command goes before its box does.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+
+
+def preload():
+    if "pytest" in sys.modules:
+        return
+    with contextlib.suppress(ImportError):
+        for name in PRELOADED:
+            importlib.import_module(name)
+        # Objects of the past are not looked at again, so that forks do not copy their pages.
+        gc.collect()
+        gc.freeze()
+
+
+def forks_interpreter(request):
+    """Return a function that runs the command in a fork of this interpreter, or None where a new one is needed."""
+    argv, env = request["argv"], request["env"]
+    if argv[0] not in ("python", "python3", sys.executable) or len(argv) < 3 or argv[1] not in ("-c", "-m"):
+        return None
+    if any(name.startswith("PYTHON") and name not in KNOWN_VARIABLES for name in env):
+        return None
+    if env.get("PYTHONDONTWRITEBYTECODE") != "1" or env.get("LANG") != "C.UTF-8" or "LC_ALL" in env:
+        return None
+    if env.get("HOME") != "/tmp" or os.path.lexists("/tmp/.local"):
+        return None  # The user's own site-packages.
+    python_path = env.get("PYTHONPATH", "").split(":") if env.get("PYTHONPATH") else []
+    preloads = PRELOADED if argv[1:3] == ["-m", "pytest"] else ()
+    loaded = {name.partition(".")[0] for name in (*sys.modules, *preloads)}
+    for folder in [request["cwd"], *python_path]:
+        folder = os.path.join(request["cwd"], folder)
+        with contextlib.suppress(OSError):
+            in_the_way = {name.partition(".")[0] for name in os.listdir(folder)}
+            if in_the_way & (loaded | {"sitecustomize", "usercustomize"}):
+                return None
+
+    def run_python():
+        prepare_interpreter(argv, env, python_path)
+        if argv[1] == "-m":
+            runpy._run_module_as_main(argv[2])
+        else:
+            exec(compile(argv[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
+
+    return run_python
+
+
+def prepare_interpreter(argv, env, python_path):
+    """Give this process the state of a new interpreter with these arguments."""
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv[:] = [argv[1], *argv[3:]]
+    sys.orig_argv[:] = argv
+    sys.path[:0] = [os.getcwd() if argv[1] == "-m" else "", *(os.path.abspath(folder) for folder in python_path)]
+    if argv[1:3] != ["-m", "pytest"]:
+        for name in set(sys.modules) - FRESH_MODULES:
+            if not name.startswith("encodings"):
+                del sys.modules[name]
+    importlib.invalidate_caches()
+    sys.path_importer_cache.clear()
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__builtins__=__builtins__, __loader__=importlib.machinery.BuiltinImporter)
+    sys.modules["__main__"] = main_module
 
 
 def write_files(request, read_exactly):
@@ -186,12 +293,27 @@ def ended_processes(options):
 
 def main():
     control = socket.socket(fileno=int(sys.argv[1]))
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     os.set_inheritable(control.fileno(), False)
-    Init(control).serve()
+    sys.path[:] = sys.path[1:]  # The folder of this script.
+    gc.freeze()
+    python_code = Init(control).serve()
+    control.detach()
+    return python_code
 
 
 if __name__ == "__main__":
     if os.getpid() != 1:
         sys.exit("box_init runs as the first process of a pid namespace only: it ends all others")
-    main()
+    run_python = main()
+    try:
+        run_python()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # The traceback begins with this module's frames, which a new interpreter would not show.
+        traceback = error.__traceback__
+        while traceback and traceback.tb_frame.f_code.co_filename == __file__:
+            traceback = traceback.tb_next
+        sys.excepthook(type(error), error, traceback)
+        sys.exit(1)

@@ -11,6 +11,7 @@ package under test. So the image is made once, in a cache folder, and bound read
 from __future__ import annotations
 
 import compileall
+import functools
 import hashlib
 import os
 import shutil
@@ -58,7 +59,8 @@ class PythonImage:
         return f"{self.prefix}/bin/python"
 
 
-def python_image(packages: Sequence[str]) -> PythonImage:
+@functools.cache
+def python_image(packages: tuple[str, ...]) -> PythonImage:
     """Return the image with pytest and `packages`, made on first use. Raises SandboxError for a missing package."""
     prefix = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
     found = _with_dependencies(["pytest", *packages])

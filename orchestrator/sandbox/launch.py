@@ -1,0 +1,185 @@
+"""Start bubblewrap: what a box sees, and how its first process begins.
+
+As root this process gives bwrap an unprivileged user id first. Inside a user namespace the host's root would still own
+the host's files, and the kernel exempts it from RLIMIT_NPROC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from orchestrator.sandbox import seccomp
+from orchestrator.sandbox.box import WORK, inside_path
+from orchestrator.sandbox.python_image import PythonImage
+
+BOX_UID = 60_999
+"""User id of boxes when this process is root: outside the ranges that Debian and systemd assign."""
+START_TIMEOUT_S = 100.0
+_END_TIMEOUT_S = 10.0
+_MIB = 1 << 20
+_SHARED_MEMORY_BYTES = 16 * _MIB
+_ISOLATION = (
+    *("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"),
+    *("--clearenv", "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "box"),
+)
+_FOLDERS_OUTSIDE_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
+_HIDDEN_FOLDERS = ("/usr/local", "/usr/lib/python3/dist-packages", "/usr/src", "/usr/share/doc", "/usr/games")
+_LIBRARY_CACHE = "/etc/ld.so.cache"
+_INIT = "/opt/box_init.py"
+INSTALL = (
+    "install it (`apt-get install bubblewrap`, `dnf install bubblewrap`), or set orchestrator.source.runtime.type to "
+    "one that `composer doctor` lists as working here; 'subprocess' works everywhere but isolates nothing"
+)
+USER_NAMESPACES = (
+    "bubblewrap needs unprivileged user namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces=10000; in a container run it with "
+    "--security-opt seccomp=unconfined), or set orchestrator.source.runtime.type to one that `composer doctor` lists "
+    "as working here"
+)
+
+
+def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
+    """Return bwrap's arguments, without those that name descriptors and without the command."""
+    disk_bytes = str(int(runtime.limits.disk_mb * _MIB))
+    arguments = [*_ISOLATION, "--ro-bind", "/usr", "/usr"]
+    for name in _FOLDERS_OUTSIDE_USR:
+        if os.path.islink(f"/{name}"):
+            arguments += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+        elif os.path.isdir(f"/{name}"):
+            arguments += ["--ro-bind", f"/{name}", f"/{name}"]
+    for path in [*_HIDDEN_FOLDERS, *runtime.hide]:
+        if os.path.isdir(path):
+            arguments += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
+        elif os.path.exists(path):
+            arguments += ["--ro-bind", "/dev/null", path]
+    arguments += ["--ro-bind", f"{image.folder}/python", image.prefix, "--ro-bind", f"{image.folder}/etc", "/etc"]
+    arguments += ["--ro-bind", f"{image.folder}/box_init.py", _INIT]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+    for folder in (WORK, "/tmp"):
+        arguments += ["--size", disk_bytes, "--tmpfs", folder]
+    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+
+
+def environment(image: PythonImage, python_path: Sequence[str]) -> dict[str, str]:
+    """Return the variables of every command: nothing of the host's."""
+    variables = {
+        "PATH": f"{image.prefix}/bin:/usr/bin:/bin",
+        "HOME": "/tmp",
+        "USER": "agent",
+        "LANG": "C.UTF-8",
+        "TMPDIR": "/tmp",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    if python_path:
+        variables["PYTHONPATH"] = ":".join(inside_path(folder) for folder in python_path)
+    return variables
+
+
+def launch(
+    runtime: RuntimeConfig, image: PythonImage, control: socket.socket, variables: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start bwrap. Return it and the descriptor on which it names the first process's pid.
+
+    bwrap ends with the thread that calls this (--die-with-parent).
+    """
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError(f"orchestrator.source.runtime.type 'bubblewrap' needs the program bwrap: {INSTALL}")
+    info_read_fd, info_write_fd = os.pipe()
+    filter_fd = _seccomp_fd()
+    passed = [control.fileno(), info_write_fd, *([filter_fd] if filter_fd is not None else [])]
+    arguments = [*_without_root(), program, *bwrap_arguments(runtime, image), "--info-fd", str(info_write_fd)]
+    if filter_fd is not None:
+        arguments += ["--seccomp", str(filter_fd)]
+    for name, value in variables.items():
+        arguments += ["--setenv", name, value]
+    arguments += [image.executable, _INIT, str(control.fileno())]
+    try:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=passed,
+            env={},
+            cwd="/",
+        )
+    except OSError as error:
+        os.close(info_read_fd)
+        raise SandboxError(f"{arguments[0]} could not be started: {error}") from error
+    finally:
+        for fd in passed[1:]:
+            os.close(fd)
+    return process, info_read_fd
+
+
+@functools.cache
+def _without_root() -> list[str]:
+    """Return the words before bwrap that take root's rights away; none when this process has none."""
+    if os.geteuid() != 0:
+        return []
+    program = shutil.which("setpriv")
+    if program is None:
+        raise SandboxError("as root, sandboxes need the program setpriv (Debian package util-linux): install it")
+    return [program, f"--reuid={BOX_UID}", f"--regid={BOX_UID}", "--clear-groups", "--inh-caps=-all"]
+
+
+def _seccomp_fd() -> int | None:
+    """Return a descriptor with the filter, at its beginning; None where there is none for this machine."""
+    content = seccomp.program()
+    if not content:
+        return None
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, content)  # Far less than a pipe holds.
+    os.close(write_fd)
+    return read_fd
+
+
+async def first_pid(process: subprocess.Popen[bytes], info_fd: int) -> int:
+    """Return the host's pid of the box's first process. The box has not its own root yet. Closes `info_fd`."""
+
+    def read_all() -> bytes:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        content = b""
+        while not content.rstrip().endswith(b"}"):
+            if not select.select([info_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(f"no pid from bwrap after {START_TIMEOUT_S:g} s")
+            piece = os.read(info_fd, 4096)
+            if not piece:
+                raise OSError(f"bwrap ended with status {process.wait(timeout=_END_TIMEOUT_S)}")
+            content += piece
+        return content
+
+    try:
+        return int(json.loads(await asyncio.to_thread(read_all))["child-pid"])
+    finally:
+        os.close(info_fd)
+
+
+def open_root(init_pid: int) -> int:
+    """Open the root folder of a box that has answered. Raises SandboxError when it is this process's own."""
+    root_fd = os.open(f"/proc/{init_pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    if os.path.samestat(os.fstat(root_fd), os.stat("/")):
+        os.close(root_fd)
+        raise SandboxError("the sandbox has the host's root folder: bubblewrap did not isolate it; nothing was run")
+    return root_fd
+
+
+def why_not_started(stderr: str) -> str:
+    """Return what bwrap's message means, with the remedy."""
+    refused = any(word in stderr.lower() for word in ("namespace", "uid map", "operation not permitted", "userns"))
+    return f"bubblewrap did not start a sandbox: {stderr or 'it gave no reason'}" + (
+        f". {USER_NAMESPACES}" if refused and Path("/proc/self/ns/user").exists() else ""
+    )
