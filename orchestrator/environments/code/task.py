@@ -69,8 +69,16 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     license: str = ""
 
 
+_DECODER = msgspec.json.Decoder(CodeTask)
+
+
 def read_tasks(folder: Path) -> Iterator[CodeTask]:
-    """Yield the tasks of a folder, line by line.
+    """Yield the tasks of a folder. Raises as `index_tasks`."""
+    return (task for _, task in index_tasks(folder))
+
+
+def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
+    """Yield the tasks of a folder, each with the place of its line in bytes.
 
     Raises ConfigError for a missing folder or a line that is no task of a known version, and EmptyTaskSetError for a
     file without tasks. The message has the line's number.
@@ -78,15 +86,22 @@ def read_tasks(folder: Path) -> Iterator[CodeTask]:
     path = folder / TASKS_FILE
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; make tasks with `composer tasks make SOURCE -o {folder}`")
-    decoder = msgspec.json.Decoder(CodeTask)
-    count = 0
+    count = place = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 count += 1
-                yield _decode(decoder, line, f"{path}:{number}")
+                yield place, _decode(line, f"{path}:{number}")
+            place += len(line)
     if not count:
         raise EmptyTaskSetError(f"{path} holds no task; its maker's report says why each candidate was refused")
+
+
+def read_task(folder: Path, place: int) -> CodeTask:
+    """Read the one task whose line begins at a place that `index_tasks` gave."""
+    with (folder / TASKS_FILE).open("rb") as file:
+        file.seek(place)
+        return _decode(file.readline(), f"{folder / TASKS_FILE} at byte {place}")
 
 
 def write_tasks(folder: Path, tasks: Iterable[CodeTask], *, append: bool = False) -> int:
@@ -131,9 +146,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(special.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _decode(decoder: msgspec.json.Decoder[CodeTask], line: bytes, place: str) -> CodeTask:
+def _decode(line: bytes, place: str) -> CodeTask:
     try:
-        task = decoder.decode(line)
+        task = _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}: this line is no task: {error}; make the tasks again") from error
     if task.version != TASK_VERSION:

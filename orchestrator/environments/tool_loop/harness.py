@@ -47,13 +47,13 @@ class ToolExecutor(Protocol):
 
 
 class RemoteEpisode(ToolExecutor, Protocol):
-    """Tools of an environment that runs elsewhere, with an episode of its own."""
+    """Tools with an episode of their own: in a sandbox, or in an environment that runs elsewhere."""
 
     is_over: bool
     """Whether the environment ended the episode; the rollout then ends too."""
 
     async def start(self) -> str:
-        """Begin the episode, fill `schemas`, and return text to append to the task's prompt."""
+        """Begin the episode, fill `schemas`, and return text to append to the task's prompt, or ""."""
         ...
 
     async def finish(self, trace: vf.Trace) -> None:
@@ -117,7 +117,8 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         if not hasattr(executor, "start"):
             return await self._play(ctx.model, trace, endpoint, secret, executor, messages)
         try:
-            messages[-1]["content"] += f"\n\n{await executor.start()}"
+            if addition := await executor.start():
+                messages[-1]["content"] += f"\n\n{addition}"
             return await self._play(ctx.model, trace, endpoint, secret, executor, messages)
         finally:
             await executor.finish(trace)
