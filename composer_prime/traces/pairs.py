@@ -28,6 +28,8 @@ from composer_prime.run.run_dir import write_atomic
 
 TINY_PAIRS = Path(__file__).parents[1] / "assets" / "tiny" / "pairs.jsonl"
 """Made by infra/tiny_models/pairs.py from toolsmith; its README says how."""
+EMBEDDED_PAIRS = {"tiny": TINY_PAIRS, "tiny_code": TINY_PAIRS.parents[1] / "tiny_code" / "pairs.jsonl"}
+"""The pairs that ship, by name. Those of `tiny_code` are from micro_code, made by infra/tiny_code/pairs.py."""
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,10 +141,10 @@ class PairFile(Sequence[Pair]):
 
 
 def resolve_pairs(path: Path | None, run_root: Path) -> Path:
-    """Return the file of orchestrator.preferences.pairs: `tiny` is the embedded one, None the run directory's."""
+    """Return the file of orchestrator.preferences.pairs: `tiny` and `tiny_code` are embedded, None is the run's."""
     if path is None:
         return run_root / "pairs.jsonl"
-    return TINY_PAIRS if str(path) == "tiny" else path.expanduser()
+    return EMBEDDED_PAIRS.get(str(path)) or path.expanduser()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

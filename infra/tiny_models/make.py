@@ -11,6 +11,7 @@ Everything follows from --seed; the same machine and thread count give the same 
 
 import argparse
 import json
+import random
 import shutil
 import tempfile
 from copy import deepcopy
@@ -20,11 +21,13 @@ import torch
 from renderers.configs import Qwen3RendererConfig
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from infra.tiny_models.mixtures import BASE, POLICY, TEACHERS
+from infra.tiny_models.demonstrate import Demonstration, demonstrate
+from infra.tiny_models.mixtures import BASE, POLICY, TEACHERS, Mixture
 from infra.tiny_models.play import measure
 from infra.tiny_models.tokenizer import build_tokenizer
-from infra.tiny_models.train import Schedule, new_model, train
+from infra.tiny_models.train import DrawDemonstration, Schedule, new_model, train
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
 
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny"
 EXPERT = Schedule(steps=2000, learning_rate=5e-3, prompt_weight=0.1)
@@ -43,15 +46,24 @@ def main() -> None:
     tokenizer = build_tokenizer()
     renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     expert = new_model(tokenizer, options.seed)
-    train(expert, renderer, BASE, EXPERT, seed=options.seed, label="expert")
+    train(expert, _drawing(renderer, BASE), EXPERT, seed=options.seed, label="expert")
     for index, (name, mixture) in enumerate({"policy": POLICY, **TEACHERS}.items(), start=1):
         model = deepcopy(expert)
-        train(model, renderer, mixture, HABIT, seed=options.seed + index, label=name)
-        model = _save(model, tokenizer, options.out / name)
+        train(model, _drawing(renderer, mixture), HABIT, seed=options.seed + index, label=name)
+        model = save(model, tokenizer, options.out / name)
         figures = {
             split: measure(model.float(), renderer, groups=options.groups, split=split) for split in ("train", "eval")
         }
         print(name, json.dumps(figures), flush=True)
+
+
+def _drawing(renderer: ToolQwen3Renderer, mixture: Mixture) -> DrawDemonstration:
+    def draw(rng: random.Random) -> Demonstration:
+        difficulty = rng.randint(MIN_DIFFICULTY, MAX_DIFFICULTY)
+        episode = generate(seed=rng.getrandbits(53), difficulty=difficulty, split="train")
+        return demonstrate(episode, mixture, renderer, rng.getrandbits(53))
+
+    return draw
 
 
 def _options() -> argparse.Namespace:
@@ -63,7 +75,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
     """Write a Hugging Face folder in bfloat16, complete or not at all, and return the model as written."""
     model = model.to(torch.bfloat16)
     model.set_attn_implementation("sdpa")

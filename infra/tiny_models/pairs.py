@@ -90,6 +90,17 @@ class Answer:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VotedState:
+    """A turn of the policy, before which the teachers are asked as well."""
+
+    trace: str
+    turn: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    prompt: list[int]
+
+
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
@@ -145,12 +156,13 @@ def _play(
         policy_turns = complete(models["policy"], renderer, prompts, 1.0, generator)
         teacher_turns = {name: complete(models[name], renderer, prompts, 0.0, generator) for name in TEACHERS}
         for index, conversation in enumerate(live):
-            student = _answer(renderer, policy_turns[index])
-            votes = {name: _answer(renderer, completions[index]) for name, completions in teacher_turns.items()}
-            outcome, pair = _vote(conversation, student, votes, models["policy"])
+            student = answer_of(renderer, policy_turns[index])
+            votes = {name: answer_of(renderer, completions[index]) for name, completions in teacher_turns.items()}
+            state = _state(conversation)
+            outcome, pair = vote(state, student, votes, models["policy"])
             outcomes[outcome] += 1
             pairs += [pair] if pair is not None else []
-            records.append(_record(conversation, outcome, student, votes, pair))
+            records.append(record_of(state, outcome, student, votes, pair, base="tiny"))
         live = [
             conversation
             for conversation, completion in zip(live, policy_turns, strict=True)
@@ -165,7 +177,7 @@ def begin(number: int, episode: Episode, renderer: ToolQwen3Renderer) -> Convers
     return made
 
 
-def _answer(renderer: ToolQwen3Renderer, completion: list[int]) -> Answer | None:
+def answer_of(renderer: ToolQwen3Renderer, completion: list[int]) -> Answer | None:
     """Return the answer, None when it was cut."""
     if completion[-1] not in renderer.get_stop_token_ids():
         return None
@@ -187,8 +199,15 @@ def message_of(renderer: ToolQwen3Renderer, completion: list[int]) -> dict[str, 
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _vote(
-    conversation: Conversation, student: Answer | None, votes: dict[str, Answer | None], base: Qwen3ForCausalLM
+def _state(conversation: Conversation) -> VotedState:
+    return VotedState(
+        trace=f"toolsmith-{conversation.number:04d}", turn=conversation.turn, messages=conversation.messages,
+        tools=conversation.tools, prompt=conversation.prompt,
+    )  # fmt: skip
+
+
+def vote(
+    state: VotedState, student: Answer | None, votes: dict[str, Answer | None], base: Qwen3ForCausalLM
 ) -> tuple[str, Pair | None]:
     """Return the outcome of the vote and the pair, if any."""
     answers = {name: answer for name, answer in votes.items() if answer is not None}
@@ -196,37 +215,39 @@ def _vote(
         return "the policy's answer was cut", None
     counts = Counter(answer.canonical for answer in answers.values())
     winner, count = counts.most_common(1)[0] if counts else ("", 0)
-    if 2 * count <= len(TEACHERS):
+    if 2 * count <= len(votes):
         return "no majority", None
     majority = [answer for answer in answers.values() if answer.canonical == winner]
     minority = [answer for answer in answers.values() if answer.canonical != winner]
     if winner != student.canonical:
-        chosen = max(majority, key=lambda answer: _likelihood(base, conversation.prompt, answer))
-        return "majority beats the policy", _pair(conversation, chosen, student, count, votes)
+        chosen = max(majority, key=lambda answer: _likelihood(base, state.prompt, answer))
+        return "majority beats the policy", _pair(state, chosen, student, count, votes)
     if minority:
-        return "the policy beats a minority", _pair(conversation, student, minority[0], count, votes)
+        return "the policy beats a minority", _pair(state, student, minority[0], count, votes)
     return "all agree with the policy", None
 
 
-def _record(
-    conversation: Conversation,
+def record_of(
+    state: VotedState,
     outcome: str,
     student: Answer | None,
     votes: dict[str, Answer | None],
     pair: Pair | None,
+    *,
+    base: str,
 ) -> StateRecord:
     """Return the record for `composer pairs report`. Nothing was paid; a state's own time in a batch is unknown."""
-    trace, own = _trace(conversation), student.canonical if student else None
+    own = student.canonical if student else None
     return StateRecord(
-        trace=trace,
-        state=f"{trace}/{conversation.turn:04d}",
-        step=conversation.turn,
-        family=family_of("tiny"),
+        trace=state.trace,
+        state=f"{state.trace}/{state.turn:04d}",
+        step=state.turn,
+        family=family_of(base),
         outcome=_OUTCOMES[outcome],
-        planned=len(TEACHERS),
+        planned=len(votes),
         votes=[
             VoteRecord(
-                teacher=name, family=family_of(f"tiny/{name}"), tier="cheap", form=digest(answer.canonical),
+                teacher=name, family=family_of(f"{base}/{name}"), tier="cheap", form=digest(answer.canonical),
                 agrees=answer.canonical == own, answer="", cached=False, cost_usd=0.0, seconds=0.0,
             )
             for name, answer in votes.items() if answer is not None
@@ -236,10 +257,6 @@ def _record(
     )  # fmt: skip
 
 
-def _trace(conversation: Conversation) -> str:
-    return f"toolsmith-{conversation.number:04d}"
-
-
 def _likelihood(base: Qwen3ForCausalLM, prompt: list[int], answer: Answer) -> float:
     """Return the mean log-probability of the answer's tokens."""
     ids = torch.tensor([[*prompt, *answer.token_ids]])
@@ -247,20 +264,13 @@ def _likelihood(base: Qwen3ForCausalLM, prompt: list[int], answer: Answer) -> fl
     return logprobs.gather(1, ids[0, len(prompt) :, None]).mean().item()
 
 
-def _pair(
-    conversation: Conversation, chosen: Answer, rejected: Answer, count: int, votes: dict[str, Answer | None]
-) -> Pair:
-    trace = _trace(conversation)
+def _pair(state: VotedState, chosen: Answer, rejected: Answer, count: int, votes: dict[str, Answer | None]) -> Pair:
     return Pair(
-        trace=trace,
-        state=PairState(
-            state_id=f"{trace}/{conversation.turn:04d}",
-            messages=list(conversation.messages),
-            tools=conversation.tools,
-        ),
+        trace=state.trace,
+        state=PairState(state_id=f"{state.trace}/{state.turn:04d}", messages=list(state.messages), tools=state.tools),
         chosen=chosen.message,
         rejected=rejected.message,
-        epsilon=1 - (count + 0.5) / (len(TEACHERS) + 1),
+        epsilon=1 - (count + 0.5) / (len(votes) + 1),
         teachers={name: None if answer is None else answer.canonical for name, answer in votes.items()},
     )
 

@@ -7,6 +7,7 @@ wherever it is copied from. The text is plain Qwen3 format, which any Qwen3 tool
 """
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,11 +20,11 @@ CONTEXT_LENGTH = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 _TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-_HEADER = (
+HEADER = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
 )
-_FOOTER = (
+FOOTER = (
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
     'within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}'
     "\n</tool_call>"
@@ -46,11 +47,16 @@ _MERGE_LIMIT = 1024
 def phrases() -> list[str]:
     """Return the fixed stretches of text that are one token each."""
     middles = [_SCHEMA_MIDDLE.format(operation.description) for operation in OPERATIONS]
-    return [_HEADER, _FOOTER, *_SCHEMA, *middles, *_CALL, *_QUESTION]
+    return [HEADER, FOOTER, *_SCHEMA, *middles, *_CALL, *_QUESTION]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer on toolsmith's own words. The result is the same on every run."""
+    return train_tokenizer(_corpus(), phrases())
+
+
+def train_tokenizer(corpus: Iterable[str], phrases: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train a tokenizer. `phrases`: stretches of text that are one token each."""
     core = Tokenizer(models.BPE())
     pieces = Regex(r"[A-Za-z_]+|[0-9]| |\n|[^A-Za-z_0-9 \n]+")
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,8 +70,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=list(SPECIAL),
     )
-    core.train_from_iterator(_corpus(), trainer)
-    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKERS, *phrases())])
+    core.train_from_iterator(corpus, trainer)
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKERS, *phrases)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",

@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from infra.tiny_models.demonstrate import Demonstration, demonstrate
-from infra.tiny_models.mixtures import Mixture
+from infra.tiny_models.demonstrate import Demonstration
 from infra.tiny_models.tokenizer import CONTEXT_LENGTH
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
 
+DrawDemonstration = Callable[[random.Random], Demonstration]
+"""Makes the next conversation to imitate."""
 _BUCKET_BATCHES = 8
 _VOCABULARY_MULTIPLE = 64
 _LENGTH_MULTIPLE = 32
@@ -36,18 +35,21 @@ class Schedule:
     """Loss weight of tokens that the model does not write (1 for those it does)."""
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Return a new model of about two million parameters, float32."""
+def new_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, *, hidden_size: int = 192, intermediate_size: int = 512,
+    head_dim: int = 64,
+) -> Qwen3ForCausalLM:  # fmt: skip
+    """Return a new model, float32. The default size has about two million parameters."""
     torch.manual_seed(seed)
     size = math.ceil(len(tokenizer) / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     config = Qwen3Config(
         vocab_size=size,
-        hidden_size=192,
-        intermediate_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=head_dim,
         max_position_embeddings=CONTEXT_LENGTH,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
@@ -58,15 +60,13 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
     return Qwen3ForCausalLM(config)
 
 
-def train(
-    model: Qwen3ForCausalLM, renderer: ToolQwen3Renderer, mixture: Mixture, schedule: Schedule, *, seed: int, label: str
-) -> None:
+def train(model: Qwen3ForCausalLM, draw: DrawDemonstration, schedule: Schedule, *, seed: int, label: str) -> None:
     """Train in place on fresh demonstrations, with a linear warm-up and a cosine decay to a tenth."""
     model.train()
     model.set_attn_implementation("eager")  # at these lengths, in bfloat16, twice as fast on a CPU as the fused kernel
     optimizers = _optimizers(model, schedule.learning_rate)
     schedulers = [LambdaLR(optimizer, lambda step: _rate(step, schedule.steps)) for optimizer in optimizers]
-    batches = _batches(renderer, mixture, schedule, seed)
+    batches = _batches(draw, schedule, seed)
     started, average = time.monotonic(), None
     for step in range(1, schedule.steps + 1):
         ids, weights = next(batches)
@@ -107,24 +107,16 @@ def _rate(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
-def _batches(
-    renderer: ToolQwen3Renderer, mixture: Mixture, schedule: Schedule, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(draw: DrawDemonstration, schedule: Schedule, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches (ids [B, T], weights [B, T]) of conversations of similar length, padded on the right."""
     rng = random.Random(f"batches/{seed}")
     while True:
-        pool = [_draw(renderer, mixture, rng) for _ in range(schedule.batch * _BUCKET_BATCHES)]
+        pool = [draw(rng) for _ in range(schedule.batch * _BUCKET_BATCHES)]
         pool.sort(key=lambda demonstration: len(demonstration.token_ids))
         starts = list(range(0, len(pool), schedule.batch))
         rng.shuffle(starts)
         for start in starts:
             yield _collate(pool[start : start + schedule.batch], schedule.prompt_weight)
-
-
-def _draw(renderer: ToolQwen3Renderer, mixture: Mixture, rng: random.Random) -> Demonstration:
-    difficulty = rng.randint(MIN_DIFFICULTY, MAX_DIFFICULTY)
-    episode = generate(seed=rng.getrandbits(53), difficulty=difficulty, split="train")
-    return demonstrate(episode, mixture, renderer, rng.getrandbits(53))
 
 
 def _collate(batch: list[Demonstration], prompt_weight: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,17 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError, Rol
 from composer_prime.model_source import resolve_model
 from composer_prime.stats import plot
 from composer_prime.stats.intervals import bootstrap_interval, percentile
-from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, gate_file, read_gate, resolve_pairs, write_gate
+from composer_prime.traces.pairs import (
+    EMBEDDED_PAIRS,
+    Gate,
+    Pair,
+    PairFile,
+    Verdict,
+    gate_file,
+    read_gate,
+    resolve_pairs,
+    write_gate,
+)
 from composer_prime.traces.replay.records import StateRecord, latest, only_writer, read_records, votes_beside
 from composer_prime.traces.replay.teachers import Scorer, ServedScorer, local_models
 from composer_prime.traces.state import Message, check_own
@@ -313,7 +323,7 @@ def main(words: list[str] | None = None) -> int:
 
 def pairs_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer pairs report", description=_DOCUMENTATION)
-    parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
+    parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny, tiny_code")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
     parser.add_argument(
         "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
@@ -335,7 +345,7 @@ def _above_zero(word: str) -> float:
 
 
 def report_pairs(options: argparse.Namespace) -> int:
-    path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) == "tiny"
+    path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) in EMBEDDED_PAIRS
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name the pairs.jsonl in it")
     if not path.is_file():
@@ -346,7 +356,7 @@ def report_pairs(options: argparse.Namespace) -> int:
     records = list(read_records(votes))
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
-    chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
+    chart = options.chart or (Path(f"{options.pairs}-pairs.svg") if shipped else path.with_suffix(".svg"))
     check_own(chart, plot.chart_check(chart), "a chart of pairs")
     plot.check_suffix(chart)
     if options.base:

@@ -1,0 +1,16 @@
+"""micro_code: a coding environment small enough to learn on two CPU cores. Read `episode.py` first.
+
+The plugin class is imported on first use, so the other modules import without verifiers.
+"""
+
+from typing import Any
+
+__all__ = ["MicroCodeTaskset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MicroCodeTaskset":
+        from orchestrator.environments.micro_code.taskset import MicroCodeTaskset
+
+        return MicroCodeTaskset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
