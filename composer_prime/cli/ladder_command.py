@@ -7,11 +7,13 @@ Intervals are 95 % Student t intervals over seeds, so they are wide when there a
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from textwrap import wrap
 
 from composer_prime.console import columns, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import open_run
+from composer_prime.run.run_dir import write_atomic
 from composer_prime.stats.ladder import (
     Arm,
     differences,
@@ -36,9 +38,13 @@ def main(words: list[str]) -> int:
         if options.steps > steps:
             raise ConfigError(f"--steps {options.steps}: the shortest of the runs has {steps}; give at most that")
         steps = options.steps
+    metrics = options.metric or list(_METRICS)
+    if options.html:
+        print(f"wrote {_write_html(all_arms, steps, metrics, options)}")
+        return 0
     width = columns() or _WIDTH
     lines = _head(all_arms, steps, width)
-    for metric in options.metric or _METRICS:
+    for metric in metrics:
         lines += _training(all_arms, metric, steps, options.bins, width)
     print("\n".join(lines + _held_out(all_arms, steps, width)))
     return 0
@@ -50,7 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(_METRICS)})")
     parser.add_argument("--steps", type=int, help="compare the first STEPS steps (default: those of the shortest run)")
     parser.add_argument("--bins", type=int, default=6, help="windows of steps")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that compares the arms instead")
     return parser
+
+
+def _write_html(all_arms: list[Arm], steps: int, metrics: list[str], options: argparse.Namespace) -> Path:
+    """Write the page that compares the arms. Raises ConfigError when the file cannot be written."""
+    from composer_prime.view.ladder_payload import ladder_payload
+    from composer_prime.view.report_html import page
+
+    data = ladder_payload(all_arms, steps, metrics, options.bins)
+    title = f"{' / '.join(arm.name for arm in all_arms)} at {pluralize(steps, 'step')}"
+    try:
+        write_atomic(options.html, page(title, data).encode())
+    except OSError as error:
+        raise ConfigError(f"the page cannot be written to {options.html} ({error.strerror}): name another") from None
+    return options.html
 
 
 def _head(all_arms: list[Arm], steps: int, width: int) -> list[str]:

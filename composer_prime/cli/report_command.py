@@ -36,8 +36,12 @@ _COLUMNS = {
 
 def main(words: list[str]) -> int:
     options = report_parser().parse_args(words)
-    if options.plot and len(options.run) > 1:
-        raise ConfigError(f"--plot draws one run, not {len(options.run)}: report them one by one")
+    for flag, value in {"--plot": options.plot, "--html": options.html}.items():
+        if value is not None and len(options.run) > 1:
+            raise ConfigError(f"{flag} shows one run, not {len(options.run)}: report them one by one")
+    if options.html is not None:
+        print(f"wrote {write_html(open_run(options.run[0]), options.html)}")
+        return 0
     for folder in options.run:
         print("\n".join([*report_run(open_run(folder), options.bins), ""]))
     if options.plot:
@@ -51,7 +55,28 @@ def report_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="+", help="run directory")
     parser.add_argument("--bins", type=int, default=10, help="lines of the reward table")
     parser.add_argument("--plot", type=Path, help="draw the reward curve into this .svg or .png (needs the extra plot)")
+    parser.add_argument(
+        "--html",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="write a page with charts and rollouts that opens in any browser (default: report.html in the run)",
+    )
     return parser
+
+
+def write_html(run_dir: RunDir, path: Path) -> Path:
+    """Write the run's page to `path`; to its report.html where `path` is empty. Raises ConfigError."""
+    from composer_prime.view.report_html import NAME, write_report  # reads the configuration, which takes a second
+
+    target = run_dir.root / NAME if path == Path() else path
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder: name a file, such as {target / NAME}")
+    try:
+        return write_report(run_dir, target)
+    except OSError as error:
+        raise ConfigError(f"the page cannot be written to {target} ({error.strerror}): name another file") from None
 
 
 def plot_rewards(run_dir: RunDir, path: Path) -> None:

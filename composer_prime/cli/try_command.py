@@ -148,9 +148,7 @@ def _module(env: str) -> tuple[str, Path]:
         if not path.exists():
             raise ConfigError(f"there is no file {path}")
         if path.is_dir() and not (path / "__init__.py").is_file():
-            raise ConfigError(
-                f"{path} is no Python package (no __init__.py), no run directory (no run_id) and no .toml"
-            )
+            raise ConfigError(f"{path} is neither a Python package (no __init__.py) nor a run directory (no run_id)")
         return path.resolve().stem, path.resolve().parent
     return env, Path.cwd()
 

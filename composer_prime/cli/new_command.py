@@ -1,0 +1,77 @@
+"""`composer new environment|hint|reward NAME`: write a module, a configuration and a test that run as they are.
+
+The files are those of composer_prime/assets/new, with __name__, __Class__ and __folder__ filled in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from importlib import resources
+from pathlib import Path
+
+from composer_prime.config.layers import read_table_file
+from composer_prime.errors import ConfigError
+from composer_prime.plan.machine import module_file
+
+KINDS = {
+    "environment": {
+        "environment.py": "__name__.py",
+        "environment.toml": "__name__.toml",
+        "test_environment.py": "test___name__.py",
+    },
+    "hint": {
+        "hint.templates.toml": "__name__.templates.toml",
+        "hint.toml": "__name__.toml",
+        "test_hint.py": "test___name__.py",
+    },
+    "reward": {"reward.py": "__name__.py", "reward.toml": "__name__.toml", "test_reward.py": "test___name__.py"},
+}
+"""By kind: the template of each file, and the file's name."""
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="composer new", description="Write a module, a TOML and a test that run.", allow_abbrev=False
+    )
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("name", metavar="NAME", help="name of the module: lower-case letters, digits, underscores")
+    parser.add_argument("-o", "--folder", type=Path, default=Path("."), help="where to write (default: here)")
+    options = parser.parse_args(words)
+    written = write_new(options.kind, options.name, options.folder)
+    print("\n".join(f"wrote {path}" for path in written))
+    module, configuration = options.folder / f"{options.name}.py", options.folder / f"{options.name}.toml"
+    tried = module if module.exists() else configuration
+    print(f"next: pytest {written[-1]}; composer try {tried}; trainer @ {configuration}")
+    return 0
+
+
+def write_new(kind: str, name: str, folder: Path) -> list[Path]:
+    """Return the files written. Raises ConfigError for a bad name, and for files that are there already."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} cannot be a module's name: use lower-case letters, digits and underscores")
+    if kind != "hint" and module_file(name) is not None and not (folder / f"{name}.py").exists():
+        raise ConfigError(f"there is a module {name!r} in this environment already, which would win: use another name")
+    texts = {folder / _filled(file, name, folder): _filled(_template(template), name, folder)
+             for template, file in KINDS[kind].items()}  # fmt: skip
+    if present := [str(path) for path in texts if path.exists()]:
+        raise ConfigError(f"{', '.join(present)} exists already: use another name, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text)
+        if path.suffix == ".toml":
+            read_table_file(str(path))
+    return list(texts)
+
+
+def _template(name: str) -> str:
+    return resources.files("composer_prime").joinpath("assets", "new", f"{name}.template").read_text()
+
+
+def _filled(text: str, name: str, folder: Path) -> str:
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    values = {"__name__": name, "__Class__": class_name, "__folder__": folder.resolve().as_posix()}
+    for field, value in values.items():
+        text = text.replace(field, value)
+    return text
