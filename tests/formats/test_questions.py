@@ -118,6 +118,7 @@ def questions(**settings: Any) -> list[Any]:
     return list(Questions(QuestionsConfig(id=ID, **settings)))
 
 
+@pytest.mark.process  # importing verifiers takes seconds
 def test_one_file_can_hold_both_splits(tmp_path: Path) -> None:
     # Every question is in exactly one split, and a split without a question is an error that says what to change.
     records = [{"q": f"What is {n} + 1?", "a": n + 1} for n in range(40)]

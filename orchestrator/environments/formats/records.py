@@ -55,8 +55,9 @@ class Record:
         for name in names:
             if self.values.get(name) is not None:
                 return self.values[name]
-        near = list(dict.fromkeys(n for name in names for n in difflib.get_close_matches(name, self.values, n=2)))
-        shown = ", ".join(list(self.values)[:_SHOWN_FIELDS]) or "none"
+        filled = [name for name, value in self.values.items() if value is not None]
+        near = list(dict.fromkeys(n for name in names for n in difflib.get_close_matches(name, filled, n=2)))
+        shown = ", ".join(filled[:_SHOWN_FIELDS]) or "none"
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         wanted = " or ".join(map(repr, names))
         raise ConfigError(f"{self.place}: no field {wanted}; {hint}The record's fields are: {shown}")

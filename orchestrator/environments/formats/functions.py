@@ -1,0 +1,171 @@
+"""HumanEval and MBPP records as tasks: one function to write in solution.py, and the tests that judge it.
+
+Tests import the asked functions by name, and nothing else of a solution. Helper functions of a HumanEval prompt that
+its test calls come from the prompt. Each assertion of MBPP is a test of its own, for partial credit.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+
+from composer_prime.errors import ConfigError
+from orchestrator.environments.code.task import CodeTask
+from orchestrator.environments.formats.records import Record
+
+SOLUTION = "solution.py"
+_TESTS = "test_solution.py"
+_TIMEOUT_S = 30.0
+_INDENT = "    "
+
+
+def is_human_eval(record: Record) -> bool:
+    return record.has("test", "entry_point", "prompt")
+
+
+def is_mbpp(record: Record) -> bool:
+    return record.has("test_list") and (record.has("text") or record.has("prompt"))
+
+
+def human_eval_task(record: Record) -> CodeTask:
+    """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
+    prompt, name = record.text("prompt"), record.text("entry_point")
+    helpers = [
+        ast.unparse(node)
+        for node in _parse(record, "prompt", prompt).body
+        if not (isinstance(node, ast.FunctionDef) and node.name == name)
+    ]
+    test = record.text("test")
+    if not any(
+        isinstance(node, ast.FunctionDef) and node.name == "check" for node in _parse(record, "test", test).body
+    ):
+        raise ConfigError(f"{record.place}: its 'test' does not define check(candidate), which HumanEval's form needs")
+    body = [
+        "import random",
+        *helpers,
+        test.strip(),
+        f"def test_{name}():\n"
+        f"{_INDENT}global {name}\n"  # Some tests call it by its own name.
+        f"{_INDENT}from solution import {name}\n\n"
+        f"{_INDENT}random.seed(0)\n"
+        f"{_INDENT}check({name})",
+    ]
+    solution = record.values.get("canonical_solution")
+    return _task(
+        record,
+        record.text("task_id", "name"),
+        f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says.\n\n"
+        f"```python\n{prompt.strip()}\n```",
+        body,
+        [f"test_{name}"],
+        start={SOLUTION: prompt},
+        solution=prompt + solution if isinstance(solution, str) else None,
+        symbols=[name],
+        repository="human-eval",
+    )
+
+
+def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
+    """Return the task of a record with text or prompt, test_list and maybe code. Raises ConfigError.
+
+    `shown_tests`: assertions that the prompt shows; with none, the policy cannot know the function's name.
+    """
+    assertions = [assertion.strip() for assertion in record.texts("test_list")]
+    if not assertions:
+        raise ConfigError(f"{record.place}: its 'test_list' is empty; an MBPP task needs one assertion or more")
+    text = record.text("text", "prompt")
+    setup = [line for line in record.values.get("test_imports") or [] if isinstance(line, str)]
+    setup.append(record.values.get("test_setup_code") or "")
+    known = _defined_names(_parse(record, "test_setup_code", "\n".join(setup)))
+    tests = []
+    for number, assertion in enumerate(assertions, start=1):
+        names = sorted(_used_names(_parse(record, "test_list", assertion)) - known)
+        lines = [f"from solution import {', '.join(names)}", *assertion.splitlines()] if names else [assertion]
+        tests.append(f"def test_{number}():\n" + "\n".join(_INDENT + line for line in lines))
+    shown = "\n".join(assertions[:shown_tests])
+    example = f"\nFor example:\n\n```python\n{shown}\n```" if shown else ""
+    solution = record.values.get("code")
+    return _task(
+        record,
+        f"mbpp/{record.text('task_id')}",
+        f"{text.strip()}\n\nWrite it in {SOLUTION}.{example}",
+        [*(part for part in setup if part), *tests],
+        [f"test_{number}" for number in range(1, len(tests) + 1)],
+        start={},
+        solution=solution.replace("\r\n", "\n") if isinstance(solution, str) else None,
+        symbols=[],
+        repository="mbpp",
+    )
+
+
+def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
+    """Return the files that a reply in words makes: its last Python block, or all of it where it has none.
+
+    A block without the asked function continues the beginning that the task gave.
+    """
+    blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL | re.IGNORECASE)
+    code = blocks[-1] if blocks else reply
+    given = task.start.get(SOLUTION, "")
+    missing = [
+        name for name in task.symbols if not re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
+    ]
+    if given and missing:
+        code = given + code
+    return {SOLUTION: code.encode("utf-8", "replace")}
+
+
+def _task(
+    record: Record,
+    task_id: str,
+    prompt: str,
+    test_parts: list[str],
+    tests: list[str],
+    *,
+    start: dict[str, str],
+    solution: str | None,
+    symbols: list[str],
+    repository: str,
+) -> CodeTask:
+    return CodeTask(
+        id=task_id,
+        kind="write",
+        repository=repository,
+        prompt=prompt,
+        start=start,
+        solution={} if solution is None else {SOLUTION: solution},
+        editable=[SOLUTION],
+        tests=[_TESTS],
+        test_files={_TESTS: "\n\n\n".join(test_parts) + "\n"},
+        fail_to_pass=[f"{_TESTS}::{test}" for test in tests],
+        pass_to_pass=[],
+        timeout_s=_TIMEOUT_S,
+        symbols=symbols,
+        source=record.place,
+    )
+
+
+def _parse(record: Record, field: str, code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{record.place}: its {field!r} is no Python: {error}") from None
+
+
+def _used_names(tree: ast.Module) -> set[str]:
+    """Return the names that a statement reads and does not bind itself, builtins left out."""
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {
+        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
+    }
+    return {node.id for node in names} - bound - set(dir(builtins))
+
+
+def _defined_names(tree: ast.Module) -> set[str]:
+    defined = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+    return defined
