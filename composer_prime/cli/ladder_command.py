@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
         if options.steps > steps:
             raise ConfigError(f"--steps {options.steps}: the shortest of the runs has {steps}; give at most that")
         steps = options.steps
-    metrics = options.metric or list(_METRICS)
+    metrics: list[str] = options.metric or list(_METRICS)
     if options.html:
         print(f"wrote {_write_html(all_arms, steps, metrics, options)}")
         return 0

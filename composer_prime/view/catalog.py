@@ -78,10 +78,15 @@ def max_steps(settings: dict[str, Any]) -> int:
     return steps if isinstance(steps, int) else 0
 
 
-def run_state(run_dir: RunDir, step: int, settings: dict[str, Any]) -> str:
-    """Return running, finished, evaluated, stopped or new. `step`: the last optimizer step."""
+def run_state(run_dir: RunDir, step: int, settings: dict[str, Any], ended: str | None) -> str:
+    """Return running, finished, evaluated, failed, interrupted, stopped or new.
+
+    `step`: the last optimizer step. `ended`: what the launcher noted at the end of metrics.jsonl, None without a note.
+    """
     if _launcher_lives(run_dir):
         return "running"
+    if ended in ("failed", "interrupted"):
+        return ended
     steps = max_steps(settings)
     if steps and step >= steps:
         return "finished"

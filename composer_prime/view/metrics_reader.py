@@ -7,6 +7,7 @@ how far they have read, and read on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,6 +28,7 @@ class _Glance(msgspec.Struct):
     step: Any = None
     time: Any = None
     event: Any = None
+    state: Any = None
     reward: Any = msgspec.field(default=None, name="reward/mean")
     loss: Any = msgspec.field(default=None, name="loss/total")
     eval_s: Any = msgspec.field(default=None, name="time/eval_s")
@@ -53,6 +55,8 @@ class RunGlance:
     """The last optimizer step."""
     updated: float | None = None
     """Seconds since the epoch."""
+    ended: str | None = None
+    """How the launcher says that the run ended; None without such a note, and after a resume."""
     _offset: int = 0
     _identity: tuple[int, int] | None = None
 
@@ -78,6 +82,7 @@ class RunGlance:
 
     def _forget(self) -> None:
         self.rewards, self.held_out, self.step, self.updated, self._offset = {}, {}, 0, None, 0
+        self.ended = None
 
     def _take(self, raw: bytes) -> None:
         try:
@@ -88,7 +93,10 @@ class RunGlance:
             return
         if isinstance(line.time, int | float):
             self.updated = float(line.time)
+        if line.event == "ended":
+            self.ended = str(line.state)
         if line.event == "resume":
+            self.ended = None
             self.rewards = {step: value for step, value in self.rewards.items() if step <= line.step}
             self.held_out = {step: value for step, value in self.held_out.items() if step <= line.step}
             self.step = min(self.step, line.step)
@@ -109,7 +117,7 @@ class RunGlance:
         values = list(self.rewards.values())
         count = min(_SPARK_POINTS, len(values))
         edges = [round(index * len(values) / count) for index in range(count + 1)] if count else []
-        return [round(fmean(values[a:b]), 4) for a, b in zip(edges, edges[1:], strict=False)]
+        return [round(fmean(values[a:b]), 4) for a, b in pairwise(edges)]
 
 
 _decode_glance = msgspec.json.Decoder(_Glance).decode
@@ -146,6 +154,11 @@ class RunMetrics:
             if line.get("event") == "resume":
                 self.lines = [earlier for earlier in self.lines if earlier["step"] <= line["step"]]
             self.lines.append(line)
+
+    def ended(self) -> str | None:
+        """Return how the run ended, by the launcher's last note since the last resume."""
+        notes = [line for line in self.lines if line.get("event") in ("ended", "resume")]
+        return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
 
     def trained(self) -> dict[int, Line]:
         """Return the trainer's line of each optimizer step, ascending."""

@@ -123,11 +123,12 @@ class RolloutIndex:
         finally:
             self._lock.release()
         if left and (self._reader is None or not self._reader.is_alive()):
-            self._reader = threading.Thread(target=self._read_the_rest, name="rollout-index", daemon=True)
+            self._reader = threading.Thread(target=self.read_all, name="rollout-index", daemon=True)
             self._reader.start()
         return self._state()
 
-    def _read_the_rest(self) -> None:
+    def read_all(self) -> None:
+        """Take in every changed file before returning."""
         left = 1
         while left:
             with self._lock:

@@ -40,7 +40,7 @@ def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Sco
         "id": found.run_id,
         "folder": str(run_dir.root),
         "joint": found.joint,
-        "state": run_state(run_dir, last, settings),
+        "state": run_state(run_dir, last, settings, metrics.ended()),
         "step": last,
         "max_steps": max_steps(settings),
         "verdict": verdict(evaluations, progress.rewards()),
@@ -100,7 +100,8 @@ def events(run_dir: RunDir, lines: Iterable[Line]) -> list[dict[str, Any]]:
     for line in lines:
         for name in _TOLD:
             if isinstance(text := line.get(name), str) and text:
-                found.append(_event(line, name, f"resumed after step {line['step']}" if text == "resume" else text))
+                known = {"resume": f"resumed after step {line['step']}", "ended": f"the run {line.get('state')}"}
+                found.append(_event(line, name, known.get(text, text)))
     for event in _json_lines(run_dir, "events.jsonl"):
         kind = str(event.get("kind") or event.get("level") or "event")
         text = event.get("text") or event.get("message")

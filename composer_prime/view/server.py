@@ -2,8 +2,8 @@
 
 What a run directory holds is text of models and environments, so it is hostile. It leaves here as JSON only, the page
 writes it as text only, and the Content-Security-Policy forbids inline scripts. A request must name a loopback host: a
-page elsewhere whose name was rebound to 127.0.0.1 names its own. A run is named by its id among the found ones, never by
-a path.
+page elsewhere whose name was rebound to 127.0.0.1 names its own. A run is named by its id among the found ones, never
+by a path.
 """
 
 from __future__ import annotations

