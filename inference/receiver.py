@@ -139,7 +139,7 @@ class Receiver:
                 pull.cancel()
             await asyncio.gather(*pulls, return_exceptions=True)
             raise
-        return await asyncio.to_thread(self._chunks.snapshot, manifest)
+        return await asyncio.to_thread(self._chunks.snapshot, manifest, self._folder)
 
     async def _pull(self, manifest: Manifest, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
         """Pull one chunk. When the source fails, what arrived stays and the next attempt continues there."""

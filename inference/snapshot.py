@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from composer_prime.errors import CorruptWeightsError, WeightError
+from composer_prime.errors import CorruptWeightsError, MisfitError, WeightError
 from composer_prime.model_source import weight_files
 from composer_prime.run.scratch import Scratch
 from composer_prime.run.weights import ChunkRef, Manifest
@@ -107,11 +107,21 @@ class ChunkFolder:
             self._pulled.pop(sha256, None)
             (self.path / sha256).unlink(missing_ok=True)
 
-    def snapshot(self, manifest: Manifest) -> Snapshot:
-        """Return the tensors of a manifest whose chunks are all here. Raises CorruptWeightsError."""
+    def snapshot(self, manifest: Manifest, base: Path) -> Snapshot:
+        """Return the tensors of a manifest whose chunks are all here; `base` is the model folder.
+
+        Raises CorruptWeightsError, MisfitError (adapters of another model), WeightError (no base).
+        """
         snapshot = Snapshot(
             f"weights v{manifest.version}", [[(self.path / ref.sha256, ref.size) for ref in manifest.chunks]]
         )
+        if manifest.kind == "adapters":
+            return AdaptedSnapshot(folder_snapshot(base), snapshot, manifest)
+        if manifest.kind != "anchor":
+            raise CorruptWeightsError(
+                f"weights v{manifest.version} are of kind {manifest.kind!r}, this release knows anchor and adapters; "
+                "use one release everywhere"
+            )
         if snapshot.keys() != manifest.tensors.keys():
             differing = sorted(snapshot.keys() ^ manifest.tensors.keys())
             raise CorruptWeightsError(
@@ -200,6 +210,56 @@ class Snapshot(Mapping[str, torch.Tensor]):
                 offset = max(0, offset - size)
         if done < len(target):
             raise ValueError(f"it ends {len(target) - done} bytes early")
+
+
+class AdaptedSnapshot(Snapshot):
+    """The tensors of a model folder with low-rank updates: W + scale * B A, in float64, then in the version's type.
+
+    A tensor's blocks are always the same ones, so that every look-up rounds the same.
+    """
+
+    def __init__(self, base: Snapshot, factors: Snapshot, manifest: Manifest) -> None:
+        """Raises MisfitError when the model folder lacks a tensor, or a factor has another shape than its tensor."""
+        super().__init__(base._name, [])
+        missing = sorted(manifest.tensors.keys() - base.keys())
+        wrong = [name for name in sorted(factors) if not _fits(name, factors.shapes[name], base, factors)]
+        if missing or wrong:
+            raise MisfitError(
+                f"weights v{manifest.version} are adapters of another model than {base._name}: it lacks {missing[:5]} "
+                f"({len(missing)} in all), and of {wrong[:5]} ({len(wrong)} in all) the shapes differ; check that node "
+                "and trainer use the same model.path"
+            )
+        self._places = {name: base._places[name] for name in manifest.tensors}
+        self.shapes = {name: base.shapes[name] for name in manifest.tensors}
+        self._factors = factors
+        self._scale = manifest.adapter_scale
+        self._dtype = getattr(torch, manifest.dtype)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.cat([values for _, values in self.blocks(name)]).reshape(self.shapes[name])
+
+    def blocks(self, name: str, elements: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a tensor's values in blocks of about 4 MiB, whatever `elements` says."""
+        if f"{name}.lora_A" not in self._factors:
+            yield from ((start, values.to(self._dtype)) for start, values in super().blocks(name))
+            return
+        a_ri, b_or = (self._factors[f"{name}.lora_{side}"].double() for side in "AB")
+        width = a_ri.shape[1]
+        rows = max(1, _BLOCK_BYTES // (8 * width))
+        for start, values in super().blocks(name, rows * width):
+            first = start // width
+            update = b_or[first : first + rows] @ a_ri * self._scale
+            yield start, (values.view(-1, width).double() + update).to(self._dtype).reshape(-1)
+
+
+def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot) -> bool:
+    """Whether a factor [rank, in] or [out, rank] has its tensor and its partner, in matching shapes."""
+    name, _, side = factor.rpartition(".lora_")
+    whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{'B' if side == 'A' else 'A'}")
+    if side not in ("A", "B") or whole is None or partner is None or not len(shape) == len(partner) == len(whole) == 2:
+        return False
+    (rank, width), (height, of_partner) = (shape, partner) if side == "A" else (partner, shape)
+    return rank == of_partner and (height, width) == whole
 
 
 def _fill(file, target: memoryview) -> None:

@@ -53,15 +53,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     """The version a delta applies to; None for an anchor."""
     kind: str
-    """anchor (a whole snapshot)."""
+    """anchor (a whole snapshot) or adapters (low-rank factors to add to the model folder)."""
     dtype: str
+    """Of the version's tensors."""
     chunks: list[ChunkRef]
+    """The file of the tensors, or that of the factors: NAME.lora_A [rank, in] and NAME.lora_B [out, rank], float32."""
     tensors: dict[str, str]
     """By parameter name of the Hugging Face model; each value is empty, as the chunks' hashes cover every byte.
 
     Older releases wrote the sha256 of each tensor's raw bytes.
     """
     canary: Canary
+    adapter_scale: float = 1.0
+    """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
 
 
 class Envelope(msgspec.Struct, frozen=True):

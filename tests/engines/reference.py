@@ -66,6 +66,14 @@ class Reference:
         logp = self.logits(token_ids, version).log_softmax(-1)
         return logp[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
+    def score_of(self, tensors: dict[str, torch.Tensor], token_ids: list[int]) -> torch.Tensor:
+        """`score` under any other weights."""
+        self.model.load_state_dict(tensors, strict=False)
+        with torch.no_grad():
+            logp = self.model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        self._loaded = -1
+        return logp[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
     @torch.no_grad()
     def rescore(
         self, prompt: list[int], completion: list[int], spans: list[VersionSpan], sampling: Sampling

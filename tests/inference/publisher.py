@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import safetensors.torch
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from composer_prime.run import weights as store
@@ -39,6 +40,28 @@ class Publisher:
             chunks=chunks,
             tensors=dict.fromkeys(tensors, ""),
             canary=Canary(token_ids=CANARY, logprobs=self.reference.score(CANARY, version).tolist()),
+        )
+
+    def adapters(self, version: int, rank: int = 2) -> Manifest:
+        """Store factors of every attention projection, and describe the version that they make of the model folder."""
+        generator = torch.Generator().manual_seed(version)
+        base, merged, factors = self.reference.weights(0), self.reference.weights(0), {}
+        for name in [name for name in base if "_proj" in name and "self_attn" in name]:
+            height, width = base[name].shape
+            a = factors[f"{name}.lora_A"] = 0.1 * torch.randn(rank, width, generator=generator)
+            b = factors[f"{name}.lora_B"] = 0.1 * torch.randn(height, rank, generator=generator)
+            merged[name] = (base[name].double() + 2.0 * (b.double() @ a.double())).float()
+        scores = self.reference.score_of(merged, CANARY)
+        return Manifest(
+            run_id=RUN_ID,
+            version=version,
+            parent=None,
+            kind="adapters",
+            dtype="float32",
+            chunks=self.store.put_chunks(safetensors.torch.save(factors)),
+            tensors=dict.fromkeys(base, ""),
+            canary=Canary(token_ids=CANARY, logprobs=scores.tolist()),
+            adapter_scale=2.0,
         )
 
     def publish(self, version: int, **changes) -> bytes:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from small_runs import make_samples, rows_of
 from step_peer import StepPeer
 from test_publish import published, train_once
 from test_ranks import difference, moved
 from transformers import AutoTokenizer
 
+from trainer.model.adapters import factors
 from trainer.model.build import build_policy
 from trainer.teacher.self_teacher import adapters_off
-from trainer.weights.publish import Publisher
+from trainer.weights.publish import Publisher, export
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8}  # fmt: skip
@@ -50,7 +52,7 @@ def test_published_logits_are_the_adapted_policy_s(make_run, folder_of, world, f
     publisher = Publisher(run.config, run.dir, "run", folder, world, None)
     publisher.publish(policy, 3)
     publisher.wait()
-    manifest, tensors = published(run, 3)
+    manifest, tensors = published(run, 3, folder)
     start = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start.save_pretrained(folder.with_name("published"), state_dict=tensors, save_original_format=False)
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder.with_name("published"), dtype=torch.float32)
@@ -91,3 +93,34 @@ def test_two_ranks_publish_the_experts_of_one(make_run, folder_of):
             codes, outputs = run.train(ranks)
         assert codes == [0] * ranks, outputs
     assert difference(runs[1], runs[2]) < 1e-5 and moved(runs[1]) > 1e-3
+
+
+# A node that adds the published factors to its base holds the very bits of the merged model that the trainer exports,
+# in bfloat16 too. The version has the factors' bytes alone.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_factors_on_a_node_give_the_exported_model(make_run, folder_of, world, dtype):
+    folder = folder_of(FAMILIES["dense"])
+    run = make_run(inference={"dtype": dtype}, trainer={"lora": {"rank": 4}, "optim": {"lr": 1e-2}})
+    policy = train_once(run, folder, world)
+    publisher = Publisher(run.config, run.dir, "run", folder, world, None)
+    size = publisher.publish(policy, 3)
+    publisher.wait()
+    _, tensors = published(run, 3, folder)
+    export(policy, run.config, folder, run.dir.final, world, publisher.dtype)
+    final = load_file(run.dir.final / "model.safetensors")
+    assert tensors.keys() == final.keys() and all(tensors[name].equal(final[name]) for name in final)
+    base = load_file(folder / "model.safetensors")
+    assert any(not tensors[name].equal(base[name].to(tensors[name].dtype)) for name in base)
+    assert (
+        size == 4 * sum(factor.numel() for factor in factors(policy.lm).values()) < sum(map(torch.numel, base.values()))
+    )
+
+
+# A version of mixed experts, whose adapters are no plain factors, is published merged.
+def test_adapted_experts_are_published_merged(make_run, folder_of, world):
+    folder = folder_of(QWEN3_MOE)
+    run = make_run(trainer={"lora": {"rank": 4}})
+    publisher = Publisher(run.config, run.dir, "run", folder, world, None)
+    publisher.publish(build_policy(run.config, folder, world), 0)
+    publisher.wait()
+    assert published(run, 0)[0].kind == "anchor"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from composer_prime.errors import CheckpointError, WeightError
 from composer_prime.packing.pack import totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore, open_signed
+from inference.snapshot import AdaptedSnapshot, Snapshot, folder_snapshot
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import train_step
@@ -42,13 +44,18 @@ def publish(run, folder, world, policy, *versions: int) -> Publisher:
     return publisher
 
 
-def published(run, version: int):
-    """(manifest, tensors) of a version, checked as a node checks it."""
+def published(run, version: int, folder: Path | None = None):
+    """(manifest, tensors) of a version, checked as a node checks it; `folder` has the base of adapters."""
     store = WeightStore(run.dir.weights)
     manifest = open_signed(store.manifest(version), RunKeys(run.dir.keys).verifier(), run_id="run")
     pieces = [store.chunk(ref.sha256, 0, ref.size) or b"" for ref in manifest.chunks]
     assert [hashlib.sha256(piece).hexdigest() for piece in pieces] == [ref.sha256 for ref in manifest.chunks]
-    return manifest, load(b"".join(pieces))
+    if manifest.kind == "anchor":
+        return manifest, load(b"".join(pieces))
+    file = run.dir.root / "factors.safetensors"
+    file.write_bytes(b"".join(pieces))
+    factors = Snapshot("factors", [[(file, file.stat().st_size)]])
+    return manifest, dict(AdaptedSnapshot(folder_snapshot(folder), factors, manifest))
 
 
 KILLED_WHILE_WRITING = """
@@ -86,7 +93,8 @@ def test_a_published_version_is_the_policy(make_run, model_folder, world, dtype,
     run = make_run(inference={"dtype": dtype}, trainer={"lora": lora, "optim": {"lr": 1e-2}})
     policy = train_once(run, model_folder, world)
     publish(run, model_folder, world, policy, 3)
-    manifest, tensors = published(run, 3)
+    manifest, tensors = published(run, 3, model_folder)
+    assert manifest.kind == ("anchor" if lora is None else "adapters")
     start = load_file(model_folder / "model.safetensors")
     assert tensors.keys() == start.keys() == manifest.tensors.keys() and manifest.dtype == dtype
     assert all(tensor.dtype == getattr(torch, dtype) for tensor in tensors.values())

@@ -57,13 +57,34 @@ def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
 def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of `lm` under their names without adapters: W + (alpha / rank) B A where adapted.
 
-    A collective where parameters are sharded.
+    The update of a linear layer is added in float64, as a node does that gets the factors: both round the same values
+    to the published type. A collective where parameters are sharded.
     """
     layers = _adapted(lm)
     for name, parameter in lm.named_parameters():
         if not _FACTOR.search(name):
             layer = layers.get(_plain(name))
             yield _plain(name), parameter if layer is None else parameter + _delta(layer, parameter)
+
+
+def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Return NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of every adapted parameter, whole.
+
+    None where an adapter is not that of a plain linear layer, such as one of fused experts. A collective where
+    parameters are sharded.
+    """
+    layers = _adapted(lm)
+    if not all(map(_is_linear, layers.values())):
+        return None
+    parts = {}
+    for name, layer in layers.items():
+        for side in ("A", "B"):
+            parts[f"{name}.lora_{side}"] = _whole(layer.get_parameter(f"lora_{side}.{_ADAPTER}.weight"))
+    return parts
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer.get_base_layer(), nn.Linear) and not hasattr(layer, "parameter_name")
 
 
 def _plain(name: str) -> str:
@@ -80,6 +101,9 @@ def _adapted(lm: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _delta(layer, parameter: Tensor) -> Tensor:
     """Return (alpha / rank) B A, sharded as `parameter`."""
+    if _is_linear(layer):
+        a_ri, b_or = (factor[_ADAPTER].weight.double() for factor in (layer.lora_A, layer.lora_B))
+        return b_or @ a_ri * layer.scaling[_ADAPTER]
     if parameter.ndim == 2:
         return layer.get_delta_weight(_ADAPTER)
     # The factors of all experts lie in one matrix each, and shards cut it between experts: gather both.

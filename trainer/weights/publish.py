@@ -7,6 +7,7 @@
     -> announce: the orchestrator learns of the version
 
 A reader that sees a manifest finds every chunk it names, and nobody hears of a version before its manifest is there.
+Of a model with adapters only their factors are written: the nodes have the base.
 One publication is under way at a time: the next one waits for it, and so do a checkpoint and the end of the run. A
 failure in the thread is raised by the next call, on the main thread. A device never holds more than one whole tensor
 besides its shards. `export` writes final/ from the same tensors in the same type: what the nodes sampled from and what
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,11 +34,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, ComposerError, WeightError
+from composer_prime.model_source import tensor_shapes
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_remedy
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from diloco.streaming import StreamingDiLoCo
-from trainer.model.adapters import merged_parameters
+from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy import Policy
 from trainer.world import World
@@ -57,9 +60,12 @@ class Publisher:
         self, config: Config, run_dir: RunDir, run_id: str, folder: Path, world: World, outer: StreamingDiLoCo | None
     ) -> None:
         self._config = config
+        self._folder = folder
         self._run_id = run_id
         self._world = world
         self._outer = outer
+        lora = config.trainer.lora
+        self._adapter_scale = lora.alpha / lora.rank if lora else 1.0
         dtype = config.inference.dtype
         self.dtype = world.compute_dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
@@ -77,7 +83,7 @@ class Publisher:
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
     def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
-        """Copy the version of `step`, and write it in the background unless it is there. Return its tensors' bytes.
+        """Copy the version of `step`, and write it in the background unless it is there. Return the bytes to write.
 
         `announce` is called in the background with the version when it is complete. A collective; ranks but the first
         return 0 and do no more. Waits for the publication before, and raises as `wait` does.
@@ -91,15 +97,33 @@ class Publisher:
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
-            tensors = whole_tensors(policy, self._world, self.dtype, copied=True)
+            adapters = factors(policy.lm) if policy.adapted else None
+            tensors = whole_tensors(policy, self._world, self.dtype, copied=adapters is None)
         if tensors is None:
             return 0
-        size = sum(tensor.nbytes for tensor in tensors.values())
         canary = self._canary.score(tensors)  # here: beside a backward pass the device may have no room for it
+        names: list[str] = []  # where only factors are written: what they are added to
+        if adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys():
+            names = [*tensors]
+            tensors = {name: part.detach().cpu().float().clone() for name, part in adapters.items()}
+        size = sum(tensor.nbytes for tensor in tensors.values())
 
         def write_and_announce() -> None:
-            self._write(tensors, version, size, canary)
+            # some architectures are stored unfused, under other names than their parameters have
+            stored = dict(tensors) if names else revert_weight_conversion(self._plain, dict(tensors))
             tensors.clear()
+            manifest = Manifest(
+                run_id=self._run_id,
+                version=version,
+                parent=None,
+                kind="adapters" if names else "anchor",
+                dtype=str(self.dtype).removeprefix("torch."),
+                chunks=[],
+                tensors=dict.fromkeys(names or stored, ""),
+                canary=canary,
+                adapter_scale=self._adapter_scale,
+            )
+            self._write(manifest, stored, size)
             announce(version)
 
         self._begin(write_and_announce)
@@ -169,22 +193,11 @@ class Publisher:
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step
 
-    def _write(self, tensors: dict[str, Tensor], version: int, size: int, canary: Canary) -> None:
-        # some architectures are stored unfused, under other names than their parameters have
-        stored = {
-            name: tensor.contiguous() for name, tensor in revert_weight_conversion(self._plain, dict(tensors)).items()
-        }
+    def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
+        version = manifest.version
         try:
-            manifest = Manifest(
-                run_id=self._run_id,
-                version=version,
-                parent=None,
-                kind="anchor",
-                dtype=str(self.dtype).removeprefix("torch."),
-                chunks=self._store.put_stream(safetensors_parts(stored)),
-                tensors=dict.fromkeys(stored, ""),
-                canary=canary,
-            )
+            parts = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            manifest = replace(manifest, chunks=self._store.put_stream(safetensors_parts(parts)))
             self._store.put_manifest(version, sign(manifest, self._signer))
             keep = self._config.trainer.weights.keep
             self._store.prune(keep, lambda raw: open_signed(raw, self._verifier, run_id=self._run_id))
