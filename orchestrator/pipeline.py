@@ -32,6 +32,7 @@ from typing import Any
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, ComposerError
+from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import left_out
@@ -279,10 +280,7 @@ class Pipeline:
         permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
         runner = RolloutRunner(self.pools, self.gateway.records, permits)
         requests = RequestFactory(config=orchestrator, gateway_url=url, seed=config.run.seed)
-        failures = FailureLog(
-            path=self.run_dir.failed_rollouts,
-            show=lambda text: self.metrics.log(self.batches.trained, {"problem": text}),
-        )
+        failures = FailureLog(path=self.run_dir.failed_rollouts)
         dispatcher = await self._build_dispatcher(stack, runner, requests, failures)
         scheduler = BatchScheduler(
             config=orchestrator,
@@ -297,6 +295,7 @@ class Pipeline:
             serving_version=self._serving_version,
             on_error=self.fail,
             pairs=await asyncio.to_thread(build_mixer, config, self.model_dir, self.run_dir.root),
+            log_tokens=config.monitor.tokens,
         )
         with_held_out = eval_sources(orchestrator)
         evaluator = Evaluator(
@@ -453,6 +452,7 @@ class Pipeline:
                 self.fail(error)
             raise
         self.completion.note_checkpoint(step)
+        logger.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
         self.changed.notify()
 
     # -- versions ------------------------------------------------------------------------------------------------

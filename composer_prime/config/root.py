@@ -78,6 +78,9 @@ class MonitorConfig(BaseConfig):
     """The launcher's view: live panel on a terminal, plain lines elsewhere."""
     refresh_s: float = Field(default=1.0, gt=0)
     """How often the live view is drawn."""
+    tokens: bool = False
+    """Record the tokens of trained rollouts with log-probabilities and advantages, so that `composer view` can color
+    them: rollouts/tokens_*.jsonl, about 20 bytes a token."""
 
 
 class Config(BaseConfig):

@@ -105,6 +105,10 @@ class RunDir:
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.jsonl"
 
+    def rollout_tokens(self, step: int) -> Path:
+        """Tokens of the samples of a batch, where monitor.tokens is on."""
+        return self.root / "rollouts" / f"tokens_{step:06d}.jsonl"
+
     def eval_rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"eval_{step:06d}.jsonl"
 

@@ -16,7 +16,7 @@ def rollout_tokens(run_dir: RunDir, entry: dict[str, Any], settings: dict[str, A
     """Return the recorded samples of a rollout: token texts with log-probabilities and advantages; empty without."""
     if entry["kind"] != "step" or not isinstance(entry["step"], int):
         return []
-    samples = _samples(run_dir.root / "rollouts" / f"tokens_{entry['step']:06d}.jsonl", str(entry["rollout_id"]))
+    samples = _samples(run_dir.rollout_tokens(entry["step"]), str(entry["rollout_id"]))
     model = settings.get("model")
     path = model.get("path") if isinstance(model, dict) else None
     for sample in samples:

@@ -22,6 +22,7 @@ import msgspec
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
+from composer_prime.monitor.events import event
 from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import StepDone
@@ -65,6 +66,8 @@ class BatchScheduler:
     """Returns the policy version that a rollout begun now is expected to be sampled with."""
     on_error: Callable[[BaseException], None]
     pairs: PairMixer | None = None
+    log_tokens: bool = False
+    """monitor.tokens: whether the rollout log gets the tokens of samples."""
     buffer: Buffer = field(default_factory=Buffer, init=False)
     counters: Counter[str] = field(default_factory=Counter, init=False)
     """Groups by outcome, and batches, over the whole run."""
@@ -115,7 +118,7 @@ class BatchScheduler:
         self._start()
         while self._unlogged:
             step, groups = self._unlogged.pop(0)
-            await asyncio.to_thread(_log_rollouts, self.run_dir, step, groups)
+            await asyncio.to_thread(_log_rollouts, self.run_dir, step, groups, with_tokens=self.log_tokens)
 
     @property
     def oldest_version(self) -> int:
@@ -154,6 +157,7 @@ class BatchScheduler:
                         "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the "
                         "tasks are too easy or too hard; change the task set or use "
                         "orchestrator.tasks.curriculum:Frontier", 100 * share, 100 * self.config.max_filtered_share,
+                        extra=event("groups"),
                     )  # fmt: skip
             preferences = []
             if self.pairs is not None:
@@ -390,8 +394,11 @@ def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[Fini
     return [group.without_stale_tokens(oldest) for group in groups]
 
 
-def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:
+def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup], *, with_tokens: bool) -> None:
     try:
+        if with_tokens:
+            tokens = (line for group in groups for line in rollout_log.token_lines(group))
+            rollout_log.write(run_dir.rollout_tokens(step), tokens)
         lines = [line for group in groups for line in rollout_log.group_lines(step, group)]
         rollout_log.write(run_dir.rollouts(step), lines)
     except OSError as error:
