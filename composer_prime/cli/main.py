@@ -24,6 +24,7 @@ COMMANDS = {
     "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.jsonl)"),
     "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
+    "tasks": ("composer_prime.cli.tasks_command", "make coding tasks from packages, check them, look at them"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
 }
 """Each command's module, which has main(words), and its line in the help."""

@@ -1,0 +1,240 @@
+"""`composer tasks make SOURCE -o tasks/`, `composer tasks check tasks/`, `composer tasks show tasks/ ID`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
+from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
+from composer_prime.errors import ConfigError
+from composer_prime.stats.intervals import bounded_interval
+from orchestrator.tasks.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
+from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory
+from orchestrator.tasks.factory.journal import MakingJournal, CandidateVerdict
+
+NOTHING = 1
+KINDS = ("delete", "mutate")
+_MAKE = """\
+Makes coding tasks from packages that have tests. SOURCE is NAME or NAME==VERSION of the package index (its source
+distribution is downloaded with pip), an archive of sources, a folder, or a git repository. Every task is proven in a
+sandbox: some tests fail before and pass after, others pass all the time, three times over. A run that was killed goes
+on when it is started again with the same words."""
+
+
+def main(words: list[str]) -> int:
+    options = _parser().parse_args(words)
+    return options.work(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and look at coding tasks.")
+    commands = parser.add_subparsers(required=True, metavar="make | check | show")
+    make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
+    make.set_defaults(work=make_tasks)
+    make.add_argument("source", nargs="+", help="NAME==VERSION, archive, folder or git repository")
+    make.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
+    make.add_argument("--kinds", default=",".join(KINDS), help="delete, mutate, or both (default)")
+    make.add_argument("--history", type=int, default=0, metavar="N", help="tasks of the N newest commits, too")
+    make.add_argument("--limit", type=int, help="tasks of each source")
+    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
+    make.add_argument("--min-lines", type=int, default=3, help="lines of statements of a deleted body (default 3)")
+    make.add_argument("--mutations", type=int, default=2, help="mutations of each function (default 2)")
+    make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
+    make.add_argument("--name-tests", action="store_true", help="prompts of deletions name those files")
+    make.add_argument("--test-timeout", type=float, default=5.0, help="seconds of one test (default 5)")
+    make.add_argument("--suite-timeout", type=float, default=180.0, help="seconds of all tests (default 180)")
+    make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
+    make.add_argument("--cache", type=Path, default=Path.home() / ".cache/composer-prime/sources", help="archives")
+    make.add_argument("--overwrite", action="store_true", help="remove what an earlier run wrote to the folder")
+    check = commands.add_parser("check", help="grade a sample of tasks again: stability, empty and tests-only patches")
+    check.set_defaults(work=check_folder)
+    check.add_argument("folder", type=Path)
+    check.add_argument("--sample", type=int, default=200, help="tasks (default 200)")
+    check.add_argument("--times", type=int, default=3, help="gradings of each solution (default 3)")
+    check.add_argument("--seed", type=int, default=0)
+    check.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    show = commands.add_parser("show", help="show tasks of a folder, or one task")
+    show.set_defaults(work=show_tasks)
+    show.add_argument("folder", type=Path)
+    show.add_argument("id", nargs="?", help="task to show whole")
+    for command in (make, check):
+        command.add_argument(
+            "--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="kind of sandbox"
+        )
+    return parser
+
+
+def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
+    """Return the runtime of proofs. A command runs many tests one after the other, so its time and output are large."""
+    limits = SandboxLimits(wall_s=7200, cpu_s=7200, memory_gb=2, output_kb=1 << 18, output_mb=512)
+    return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
+
+
+def make_tasks(options: argparse.Namespace) -> int:
+    """Make tasks. Return 0 when there are some, 1 when there are none, 130 after Ctrl-C."""
+    kinds = tuple(kind for kind in options.kinds.split(",") if kind)
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise ConfigError(f"--kinds {options.kinds}: {', '.join(unknown)} is not one of {', '.join(KINDS)}")
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: it takes at least one sandbox")
+    packages = tuple(name for name in options.packages.split(",") if name)
+    settings = FactorySettings(
+        kinds=kinds,
+        history=options.history,
+        seed=options.seed,
+        limit=options.limit,
+        min_lines=options.min_lines,
+        mutations_per_function=options.mutations,
+        hide_tests=options.hide_tests,
+        name_tests=options.name_tests,
+        test_timeout_s=options.test_timeout,
+        suite_timeout_s=options.suite_timeout,
+        packages=packages,
+    )
+    journal = MakingJournal(options.output, overwrite=options.overwrite)
+    console = Console(stderr=True)
+    with _ScreenWatcher(console) as watcher:
+        factory = TaskFactory(
+            journal, settings, factory_runtime(options.runtime, packages), options.jobs, options.cache, watcher
+        )
+        try:
+            report = asyncio.run(factory.make(options.source))
+        except KeyboardInterrupt:
+            console.print(f"interrupted: {options.output} keeps what is done; the same command goes on")
+            return INTERRUPTED
+    _print_report(report, options.output)
+    if report["sources_refused"] and not report["candidates"]:
+        raise ConfigError("\n".join(report["sources_refused"].values()))
+    return 0 if report["tasks"] else NOTHING
+
+
+class _ScreenWatcher:
+    """Draws a bar a source, or prints a line now and then where no bar can be drawn."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        columns = (
+            "{task.description}",
+            BarColumn(),
+            MofNCompleteColumn(),
+            "{task.fields[proven]} proven",
+            TimeElapsedColumn(),
+        )
+        shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
+        self._progress = Progress(*shown, console=console)
+        self._bars: dict[str, TaskID] = {}
+        self._proven: dict[str, int] = {}
+        self._looked_at = 0
+        self._lines = ProgressLines()
+
+    def __enter__(self) -> _ScreenWatcher:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def source_begun(self, source: str) -> None:
+        self._lines.tell(lambda: f"{source}: unpacking, then three runs of its tests")
+
+    def candidates_found(self, source: str, count: int, done: int) -> None:
+        self._bars[source] = self._progress.add_task(source, total=count, completed=done, proven=0)
+
+    def verdict(self, verdict: CandidateVerdict) -> None:
+        self._looked_at += 1
+        self._proven[verdict.source] = self._proven.get(verdict.source, 0) + (not verdict.reason)
+        if verdict.source in self._bars:
+            self._progress.update(self._bars[verdict.source], advance=1, proven=self._proven[verdict.source])
+        if not self._console.is_terminal:
+            self._lines.tell(lambda: f"{pluralize(sum(self._proven.values()), 'task')} of {self._looked_at} candidates")
+
+    def source_ended(self, source: str, problem: str) -> None:
+        if problem:
+            self._console.print(f"refused: {problem}", style="yellow", markup=False)
+
+
+def _print_report(report: dict[str, Any], folder: Path) -> None:
+    console = Console()
+    by_source = Table("source", "tests", "functions", "candidates", "tasks", box=None)
+    for name, figures in report["baselines"].items():
+        tasks = report["tasks_by_source"].get(name, 0)
+        cells = (figures["tests"], figures["functions"], figures["candidates"], tasks)
+        by_source.add_row(name, *map(str, cells))
+    console.print(by_source)
+    reasons = Table("refused because", "candidates", box=None)
+    for reason, count in report["refused_by_reason"].items():
+        reasons.add_row(reason, str(count))
+    if report["refused_by_reason"]:
+        console.print(reasons)
+    console.print(
+        f"{pluralize(report['tasks'], 'task')} of {pluralize(report['candidates'], 'candidate')} in {folder}; "
+        f"{report['made_in_this_run']} in this run of {clock(report['wall_s'])}: {report['tasks_per_minute']} tasks a "
+        f"minute, {report['tasks_per_cpu_minute']} a CPU minute; reasons of each candidate: {folder}/report.json",
+        soft_wrap=True,
+    )
+
+
+def check_folder(options: argparse.Namespace) -> int:
+    """Grade a sample again. Return 0 when all are good, 1 when one is not."""
+    tasks = draw_tasks(options.folder, options.sample, options.seed)
+    lines = ProgressLines()
+    done: list[TaskCheck] = []
+
+    def on_checked(result: TaskCheck) -> None:
+        done.append(result)
+        lines.tell(lambda: f"{len(done)} of {len(tasks)} checked, {sum(one.good for one in done)} good")
+
+    runtime = RuntimeConfig.model_validate({"type": options.runtime})
+    checks = asyncio.run(
+        check_tasks(tasks, options.folder, runtime, times=options.times, jobs=options.jobs, on_checked=on_checked)
+    )
+    print(f"{pluralize(len(checks), 'task')} of {options.folder}, drawn by seed {options.seed}")
+    _print_share(f"solution solves, {options.times} gradings agree", [check.stable for check in checks])
+    _print_share("empty patch solves", [check.empty_solved for check in checks])
+    _print_share("tests-only patch solves", [check.tests_only_solved for check in checks])
+    print(f"seconds a grading: {sum(check.wall_s for check in checks) / len(checks):.2f}")
+    for check in checks:
+        if not check.good:
+            print(f"  {check.task}: {'' if check.stable else 'not stable '}{check.detail}", file=sys.stderr)
+    return int(not all(check.good for check in checks))
+
+
+def _print_share(title: str, outcomes: list[bool]) -> None:
+    values = [float(outcome) for outcome in outcomes]
+    interval = bounded_interval(values, least=0.0, most=1.0)
+    spread = f"   95 % interval {100 * interval[0]:.2f} to {100 * interval[1]:.2f} %" if interval else ""
+    print(f"  {title:<40} {sum(outcomes):>4} of {len(outcomes)}{spread}")
+
+
+def show_tasks(options: argparse.Namespace) -> int:
+    """Print one task, or a line for each."""
+    console = Console()
+    if options.id:
+        task = task_named(options.folder, options.id)
+        console.print(Markdown(task.prompt))
+        table = Table(box=None, show_header=False)
+        for name in ("id", "kind", "tree", "difficulty", "symbols", "tests", "removed", "source", "license"):
+            table.add_row(name, str(getattr(task, name)))
+        table.add_row("tests that fail", "\n".join(task.fail_to_pass[:20]))
+        table.add_row("tests that pass", str(len(task.pass_to_pass)))
+        table.add_row("files that differ", "\n".join(task.start))
+        console.print(table)
+        return 0
+    for task in draw_tasks(options.folder, 1 << 62, 0):
+        print(
+            f"{task.difficulty or 0:.2f} {len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass  {task.id}"
+        )
+    return 0
