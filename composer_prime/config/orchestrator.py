@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.hints import HintsConfig
+from composer_prime.config.sandbox import RuntimeConfig
 
 TOOL_LOOP = "orchestrator.environments.tool_loop"
 TOOL_LOOP_TURNS = 6
@@ -114,6 +115,8 @@ class SourceConfig(BaseConfig):
     """Settings that differ for evaluation (held-out tasks); empty means this source is not evaluated."""
     harness: dict[str, Any] = {"id": TOOL_LOOP}
     """verifiers harness: `id` is an importable module, the rest its own settings."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Where the source's code runs, and its limits."""
     workers: int = Field(default=1, ge=1)
     """Worker processes that run this source's episodes."""
     timeout_s: float = Field(default=300.0, gt=0)

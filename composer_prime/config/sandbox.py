@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 RuntimeType = Literal["auto", "bubblewrap", "subprocess", "docker", "podman", "apptainer", "modal", "e2b", "prime"]
@@ -51,6 +51,20 @@ class RuntimeConfig(BaseConfig):
     """Sandboxes that each worker opens ahead."""
     settings: dict[str, Any] = {}
     """Settings of a verifiers runtime, such as `image` for docker. bubblewrap and subprocess have none."""
+
+    @model_validator(mode="after")
+    def _settings_of_the_type(self) -> RuntimeConfig:
+        if self.allow and self.type not in ("auto", "bubblewrap"):
+            raise ValueError(
+                f"orchestrator.source.runtime.allow is {self.allow}, but type is {self.type!r}, which has no allow-list "
+                "here: set type to 'bubblewrap', or use the network policy of that type in settings"
+            )
+        if self.settings and self.type in ("auto", "bubblewrap", "subprocess"):
+            raise ValueError(
+                f"orchestrator.source.runtime.settings has {sorted(self.settings)}, but type {self.type!r} has no "
+                "settings: remove them, or set type to the runtime that they belong to"
+            )
+        return self
 
     @field_validator("hide")
     @classmethod

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import SandboxError
 
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
@@ -119,9 +118,9 @@ async def _start(runtime: RuntimeConfig, python_path: tuple[str, ...]) -> Box:
         from orchestrator.sandbox.subprocess_box import SubprocessBox
 
         return SubprocessBox(runtime, python_path)
-    raise SandboxError(
-        f"orchestrator.source.runtime.type is {kind!r}, but boxes of it are not there yet; set it to 'bubblewrap'"
-    )
+    from orchestrator.sandbox.runtime import RuntimeBox  # It imports verifiers, which takes seconds.
+
+    return await RuntimeBox.open(runtime, python_path)
 
 
 def read_tree(tree: Path) -> dict[str, bytes]:

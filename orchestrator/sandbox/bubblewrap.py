@@ -27,6 +27,7 @@ from orchestrator.sandbox.box import NOTHING, Box, Finished, inside_path
 from orchestrator.sandbox.control import ControlChannel
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root, why_not_started
+from orchestrator.sandbox.loopback import PROXY_URL, LoopbackPorts
 from orchestrator.sandbox.output import CommandStreams
 from orchestrator.sandbox.python_image import python_image
 from orchestrator.sandbox.usage import measure
@@ -56,6 +57,7 @@ class BubblewrapBox(Box):
         self.variables = dict(variables)
         self.keeps_others = False
         """Whether processes may outlive the command that started them; background processes set it."""
+        self.ports = LoopbackPorts(control)
         self._process = process
         self._root_fd = open_root(init_pid)
         self._folder_fds = [os.open(name, _FOLDER, dir_fd=self._root_fd) for name in ("work", "tmp")]
@@ -68,6 +70,8 @@ class BubblewrapBox(Box):
         image = await asyncio.to_thread(python_image, tuple(runtime.packages))
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         variables = environment(image, python_path)
+        if runtime.allow:
+            variables |= {name: PROXY_URL for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")}
         with there:
             try:
                 process, info_fd = launch(runtime, image, there, environment(image, ()))
@@ -79,7 +83,10 @@ class BubblewrapBox(Box):
             init_pid = await first_pid(process, info_fd)
             async with asyncio.timeout(START_TIMEOUT_S):
                 await control.ask({"op": "limits", "limits": _limits(runtime)})
-            return cls(runtime, process, control, init_pid, variables)
+            box = cls(runtime, process, control, init_pid, variables)
+            if runtime.allow:
+                await box.ports.allow(runtime.allow)
+            return box
         except BaseException as error:
             control.close()
             process.kill()
@@ -230,6 +237,7 @@ class BubblewrapBox(Box):
         self._closed = True
         # The bwrap process is this process's child, so its pid cannot be another one's. The box ends with it.
         self._process.kill()
+        self.ports.close()
         self.control.close()
         for fd in (self._root_fd, *self._folder_fds):
             os.close(fd)

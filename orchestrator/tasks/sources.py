@@ -144,6 +144,7 @@ def source_spec(
         name=source.name,
         tasksets=tasksets,
         harness=source.harness,
+        runtime=source.runtime.model_dump(mode="json", exclude_defaults=True),
         model_path=model_path,
         renderer=renderer,
         max_total_tokens=max_context,

@@ -41,6 +41,8 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`id`, an importable module, and its own settings."""
     model_path: str
     """Folder with the policy's tokenizer and chat template."""
+    runtime: dict[str, Any] = {}
+    """[orchestrator.source.runtime], a RuntimeConfig; what is left out has its default."""
     renderer: str | dict[str, Any] | None = None
     """A renderer's name or configuration; None chooses by the model folder (chat_renderer.py)."""
     max_total_tokens: int | None = None
@@ -150,7 +152,7 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
-    timeout | cancelled | worker | request | internal"""
+    quarantine | timeout | cancelled | worker | request | internal"""
     message: str
     retryable: bool
     detail: str | None = None

@@ -37,7 +37,9 @@ from verifiers.v1.trace import Error
 from verifiers.v1.types import AssistantMessage, ToolMessage, content_text
 from verifiers.v1.utils import loaders
 
+from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
+from orchestrator.sandbox.runtime import runtime_settings
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (
     MessageRecord,
@@ -248,7 +250,9 @@ def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
     _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
     try:
-        return loaders.load_environment(loaders.resolve_env_config(_env_config(spec, taskset)))
+        config = loaders.resolve_env_config(_env_config(spec, taskset))
+        _set_runtime(config, spec)
+        return loaders.load_environment(config)
     except pydantic.ValidationError as error:
         raise ConfigError(f"source {spec.name!r}: {_problems(error, spec, taskset)}") from error
     except (ValueError, TypeError) as error:
@@ -278,8 +282,32 @@ def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
     if spec.max_total_tokens is not None:
         seat["max_total_tokens"] = spec.max_total_tokens
     agents = agent_config_fields(loaders.env_config_type(taskset["id"], "")()) or ["agent"]
+    taskset = {"runtime": spec.runtime, **taskset} if spec.runtime and _opens_boxes(taskset["id"]) else taskset
     # One server, so one client and one connection pool, for all rollouts of this process.
     return {**{name: dict(seat) for name in agents}, "taskset": dict(taskset), "interception": {"type": "server"}}
+
+
+def _opens_boxes(taskset_id: str) -> bool:
+    """Whether a task set opens sandboxes itself: its settings then have a `runtime` table."""
+    field = loaders.taskset_config_type(taskset_id).model_fields.get("runtime")
+    return field is not None and field.annotation is RuntimeConfig
+
+
+def _set_runtime(config: Any, spec: SourceSpec) -> None:
+    """Give the agents' programs their runtime.
+
+    They get the one that the source names. Where it names none, a harness that executes code gets a box. The tool loop
+    executes none, and a task set that opens boxes of its own has the table already.
+    """
+    executes_code = loaders.harness_class(spec.harness["id"]).EXECUTES_CODE
+    table = RuntimeConfig.model_validate(spec.runtime)
+    if not executes_code and (table.type == "auto" or _opens_boxes(config.taskset.id)):
+        return
+    if table.type == "auto":
+        table = table.model_copy(update={"type": "bubblewrap"})
+    settings = runtime_settings(table)
+    for agent in agent_config_fields(config).values():
+        agent.runtime = settings
 
 
 def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
@@ -355,6 +383,8 @@ def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) ->
             return _classify(errors[-1])
     if main is None:
         return RolloutFailure(kind="env", message="the environment ran no agent", retryable=False)
+    if reason := getattr(main.state, "quarantine", ""):
+        return RolloutFailure(kind="quarantine", message=f"kept out of training: {reason}", retryable=False)
     timed_out = next((trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"), None)
     if timed_out is not None:
         return RolloutFailure(kind="timeout", message=f"{timed_out.stop_condition} of the environment", retryable=True)
