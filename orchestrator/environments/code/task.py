@@ -135,8 +135,14 @@ def check_path(path: str) -> str:
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a path matches one of the patterns: `*` and `?` stay within a folder, `**/` crosses folders."""
-    return any(_compiled(pattern).fullmatch(path) is not None for pattern in patterns)
+    """Tell whether the last pattern that fits a path takes it: one that begins with `!` leaves the path out.
+
+    `*` and `?` stay within a folder, `**/` crosses folders.
+    """
+    for pattern in reversed(patterns):
+        if _compiled(pattern.removeprefix("!")).fullmatch(path) is not None:
+            return not pattern.startswith("!")
+    return False
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,134 @@
+"""HumanEval and MBPP played in one turn: the reply's code is graded by the record's tests in a sandbox.
+
+    taskset = { id = "orchestrator.environments.formats.programs", file = "HumanEval.jsonl.gz" }
+
+The records say which of the two forms they have. To let an agent work on them with tools instead, make a task folder of
+the file (`composer tasks import`) and play it with orchestrator.environments.code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import EmptyTaskSetError
+from orchestrator.environments.answers import Split, question_split
+from orchestrator.environments.code import monitor
+from orchestrator.environments.code.grading import grade
+from orchestrator.environments.code.harness import sandbox_failures
+from orchestrator.environments.code.task import CodeTask
+from orchestrator.environments.formats.conversion import read_functions
+from orchestrator.environments.formats.functions import with_reply
+
+__all__ = ["Programs"]
+
+INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
+_NO_TREES = Path()
+"""These tasks have no tree, so that grading looks for none."""
+
+
+class ProgramsConfig(vf.TasksetConfig):
+    """Which file, and how its tasks are scored."""
+
+    file: Path
+    """A .jsonl, .jsonl.gz, .json or .parquet file in HumanEval's or MBPP's form."""
+    shown_tests: int = Field(1, ge=0)
+    """MBPP: assertions that the prompt shows. They name the function."""
+    split: Split = "train"
+    """Training or held-out records, where `eval_share` is above 0."""
+    eval_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the records that is held out; 0 plays all of the file in both."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Play only this many tasks, the first ones; None plays all."""
+    partial_credit: bool = False
+    """Reward the share of tests that pass (MBPP has several). Otherwise only a full solution earns."""
+    instruction: str = INSTRUCTION
+    """System prompt; an empty one is left out."""
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
+    monitor: monitor.MonitorConfig = Field(default_factory=lambda: monitor.MonitorConfig(policy="none", lures=False))
+    """What counts as a hack, and what follows from one. It only records unless a policy says more: who writes a whole
+    file may import and read what no known solution does."""
+
+
+class ProgramState(vf.State):
+    """What the reward function leaves for the metrics."""
+
+    figures: dict[str, float] = Field(default_factory=dict)
+    quarantine: str = ""
+    """Why the rollout must not be trained on; empty where it may."""
+
+
+class ProgramData(vf.TaskData):
+    """The wire row of a task."""
+
+    place: str
+    """File and line of the record. Its tests and its solution are no part of a trace."""
+
+
+class ProgramTask(vf.Task[ProgramData, ProgramState]):
+    """Grades the code in the reply."""
+
+    def __init__(self, data: ProgramData, settings: ProgramsConfig, task: CodeTask) -> None:
+        super().__init__(data, settings.task)
+        self._settings = settings
+        self._task = task
+
+    @property
+    def key(self) -> str:
+        return f"programs/{self.data.name}"
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=1.0)
+    async def solved(self, trace: vf.Trace) -> float:
+        patch = with_reply(self._task, trace.last_reply)
+        with sandbox_failures():
+            result = await grade(self._task, _NO_TREES, patch, self._settings.runtime)
+        verdict = await asyncio.to_thread(self._inspect, patch)
+        earned = result.fraction if self._settings.partial_credit else float(result.solved)
+        reward = verdict.reward(earned)
+        trace.state.figures = {"tests_repaired": result.fraction, **verdict.metrics(earned)}
+        if reward is None:
+            trace.state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
+            return 0.0
+        return reward
+
+    @vf.metric
+    async def outcome(self, trace: vf.Trace) -> dict[str, float]:
+        return trace.state.figures
+
+    def _inspect(self, patch: dict[str, bytes]) -> monitor.Verdict:
+        seal = monitor.seal(self._task, None, self._settings.monitor)
+        return monitor.inspect(self._task, seal, None, {**seal.start, **patch}, (), self._settings.monitor)
+
+
+class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[reportInvalidTypeArguments]
+    """Task i of a file and split is always the same record."""
+
+    def load(self) -> Iterator[ProgramTask]:
+        """Raises ConfigError for a file or record that cannot be read, EmptyTaskSetError for an empty split."""
+        config = self.config
+        count = 0
+        for task in read_functions(config.file, shown_tests=config.shown_tests):
+            if config.eval_share and question_split(task.id, config.eval_share) != config.split:
+                continue
+            data = ProgramData(
+                name=task.id, prompt=task.prompt, system_prompt=config.instruction or None, place=task.source
+            )
+            yield ProgramTask(data, config, task)
+            count += 1
+            if count == config.num_tasks:
+                return
+        if not count:
+            raise EmptyTaskSetError(
+                f"{config.file}: no record of it is in split {config.split!r} with eval_share = "
+                f"{config.eval_share:g}; change eval_share, or give the split a file of its own"
+            )
