@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _COMMAND = ("python", "-I", "-S", "-c", Path(__file__).with_name("runner.py").read_text())
 _BATCH = 32
 """Jobs of one command at most."""
-_JOB_S = 3.5
+_JOB_S = 11.0
 """Longest time of one job, above that of runner.py."""
 _START_S = 30.0
 _OUTPUT_BYTES = 4 * 2**20
