@@ -141,6 +141,7 @@ class RunMetrics:
         self.lines: list[Line] = []
         self._tail = Tail(path)
         self._identity: tuple[int, int] | None = None
+        self._size = 0
 
     def refresh(self) -> None:
         """Read the new lines; all of them again when the file was replaced."""
@@ -148,8 +149,10 @@ class RunMetrics:
             stat = self.path.stat()
         except OSError:
             return
-        if (stat.st_dev, stat.st_ino) != self._identity:
-            self._identity, self._tail, self.lines = (stat.st_dev, stat.st_ino), Tail(self.path), []
+        identity = (stat.st_dev, stat.st_ino)
+        if identity != self._identity or stat.st_size < self._size:
+            self._identity, self._tail, self.lines = identity, Tail(self.path), []
+        self._size = stat.st_size
         for line in self._tail.read():
             if line.get("event") == "resume":
                 self.lines = [earlier for earlier in self.lines if earlier["step"] <= line["step"]]

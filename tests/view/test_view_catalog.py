@@ -1,0 +1,124 @@
+"""Which runs the page lists, how they stand, and what it reads of their metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from composer_prime.errors import ConfigError
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.view.catalog import distinguishing, find_runs, flatten, read_settings
+from composer_prime.view.metrics_reader import RunGlance, RunMetrics
+from composer_prime.view.verdict import verdict
+from composer_prime.view.workspace import Workspace
+from tests.view.run_made import log_step, make_run
+
+
+# Runs, evaluations below evals/ and the clusters of a joint run are found by their place; other folders are not.
+def test_runs_are_found_below_a_folder(tmp_path):
+    make_run(tmp_path / "a1")
+    make_run(tmp_path / "evals" / "a1-tiny")
+    make_run(tmp_path / "joint" / "a", diloco={"peer_id": "a"})
+    (tmp_path / "not-a-run").mkdir()
+    (tmp_path / "not-a-run" / "config.json").write_text("{}")
+    found = find_runs([tmp_path])
+    assert {run_id: run.joint for run_id, run in found.items()} == {
+        "a1": None,
+        "evals/a1-tiny": None,
+        "joint/a": "joint",
+    }
+    assert list(find_runs([tmp_path / "a1"])) == ["a1"]
+    with pytest.raises(ConfigError, match="there is no folder"):
+        find_runs([tmp_path / "absent"])
+
+
+# A link below the folder that leads elsewhere is no way out of it.
+def test_a_link_below_a_run_folder_is_not_followed(tmp_path):
+    outside = make_run(tmp_path / "elsewhere" / "secret").root
+    (tmp_path / "outputs" / "deep").mkdir(parents=True)
+    os.symlink(outside, tmp_path / "outputs" / "deep" / "link")
+    assert find_runs([tmp_path / "outputs"]) == {}
+
+
+# The list says how a run ended: by its steps, and by the launcher's last note.
+def test_the_list_tells_states_apart(tmp_path):
+    make_run(tmp_path / "done")
+    failed = make_run(tmp_path / "failed", steps=3)
+    MetricsFile(failed.metrics, "launcher").log(2, {"event": "ended", "state": "failed", "problem": "node died"})
+    running = make_run(tmp_path / "running", steps=3)
+    (running.root / ".launcher.lock").write_text(f"{os.getpid()}\n")
+    rows = {row["id"]: row for row in Workspace([tmp_path], tmp_path / "cache").run_list()["runs"]}
+    states = {run_id: row["state"] for run_id, row in rows.items()}
+    assert states == {"done": "finished", "failed": "failed", "running": "running"}
+    assert rows["done"]["held_out"][-1]["mean"] == 7 / 8
+    assert rows["done"]["reward"] == pytest.approx(0.35)
+    assert rows["failed"]["differs"] == {} and rows["done"]["differs"] == {"run.max_steps": 12}
+
+
+# Only settings that not all runs share are listed, for those runs that are unlike the most.
+def test_differences_name_what_is_unlike_most_runs():
+    base = {"trainer": {"lr": 1}, "source": [{"name": "s"}], "run": {"name": "x"}}
+    other = {"trainer": {"lr": 2}, "source": [{"name": "s"}], "run": {"name": "y"}, "lora": {"rank": 8}}
+    settings = {name: flatten(each) for name, each in (("a", base), ("b", base), ("c", other))}
+    assert distinguishing(settings) == {"a": {}, "b": {}, "c": {"trainer.lr": 2, "lora.rank": 8}}
+
+
+# Reading on gives what reading all gives: new steps, a resume that takes steps back, and a replaced file.
+def test_metrics_are_followed_through_resume_and_replacement(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    trainer = MetricsFile(path, "trainer")
+    glance, metrics = RunGlance(path=path), RunMetrics(path)
+
+    def check(steps: list[int]) -> None:
+        glance.refresh()
+        metrics.refresh()
+        assert list(glance.rewards) == steps == list(metrics.trained())
+        assert glance.step == max(steps)
+
+    for step in (1, 2, 3):
+        log_step(trainer, step)
+    check([1, 2, 3])
+    MetricsFile(path, "launcher").log(2, {"event": "resume"})
+    log_step(trainer, 3)
+    log_step(trainer, 4)
+    check([1, 2, 3, 4])
+    path.unlink()
+    log_step(trainer, 1)
+    check([1])
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "loss/total": 1')  # torn
+    check([1])
+
+
+# The verdict claims what the paired interval says, and no trend of few steps.
+@pytest.mark.parametrize(
+    ("before", "after", "tone", "words"),
+    [
+        (2, 30, "good", "over 32 tasks: it learned (.06 after step 0, .94 after step 9)"),
+        (30, 2, "bad", "it got worse"),
+        (15, 16, "open", "undecided, the interval holds 0"),
+    ],
+)
+def test_the_verdict_is_what_the_interval_says(before, after, tone, words):
+    evaluations = {
+        step: {f"s/{task}": [float(task < solved)] for task in range(32)} for step, solved in ((0, before), (9, after))
+    }
+    said = verdict(evaluations, [0.1] * 9)
+    assert said["tone"] == tone and words in said["text"] and said["text"].startswith("held-out ")
+
+
+def test_without_evaluation_few_steps_show_no_trend():
+    assert "too few for a trend" in verdict({}, [0.1] * 9)["text"]
+    assert "no verdict" in verdict({}, [0.1] * 30)["text"]
+    assert verdict({}, [])["text"] == "nothing trained or evaluated yet"
+    assert "no second evaluation" in verdict({3: {"s/a": [1.0], "s/b": [0.0]}}, [])["text"]
+
+
+# A configuration that is being written is an empty one, not an error.
+def test_a_half_written_configuration_is_empty(tmp_path):
+    run_dir = make_run(tmp_path / "a")
+    run_dir.config.write_text(json.dumps({"run": {}})[:-3])
+    assert read_settings(run_dir) == {}
+    assert Workspace([tmp_path], tmp_path / "cache").run_list()["runs"][0]["max_steps"] == 0

@@ -1,0 +1,135 @@
+"""The web server: loopback hosts only, GET only, no path out of the found runs, no cached surprise, live."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.run_dir import RunDir
+from composer_prime.view.server import ASSETS, ViewServer
+from composer_prime.view.workspace import Workspace
+from tests.view.run_made import HOSTILE, batch, log_step, make_run, write_lines
+
+
+@contextmanager
+def serving(folder) -> Iterator[ViewServer]:
+    server = ViewServer(Workspace([folder], folder.parent / "cache"), 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    make_run(tmp_path / "outputs" / "a1", steps=3)
+    with serving(tmp_path / "outputs") as server:
+        yield server
+
+
+def request(server: ViewServer, path: str, *, method: str = "GET", **headers: str):
+    """Return (status, headers, body) of one request."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, headers=headers)
+    response = connection.getresponse()
+    body = response.read()
+    connection.close()
+    return response.status, response.headers, body
+
+
+def ask(server: ViewServer, path: str):
+    status, _, body = request(server, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+# It listens on loopback, and a request by another name (DNS rebinding) is refused.
+def test_only_loopback_names_are_served(server):
+    assert server.server_address[0] == "127.0.0.1"
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]", "localhost.evil.example"):
+        assert request(server, "/api/runs", Host=host)[0] == 403
+    for host in ("127.0.0.1", "localhost:9999", "[::1]:8410", "LOCALHOST"):
+        assert request(server, "/api/runs", Host=host)[0] == 200
+
+
+# Nothing can be written: every method but GET and HEAD is refused.
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_get(server, method):
+    assert request(server, "/api/runs", method=method)[0] == 501
+
+
+# No path and no name leads to a file that is no part of the page: keys and logs of the run stay where they are.
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../config.json", "/%2e%2e/%2e%2e/etc/passwd", "/a1/keys/node.token", "/assets/../server.py", "/server.py",
+        "/api/run?run=../outputs/a1", "/api/run?run=/etc", "/api/run?run=", "/api/rollout?run=a1&id=..%2f..%2fconfig",
+        "/api/rollouts?run=a1&step=1e3", "/api/evaluation?run=nope", "/api/keys", "//etc/passwd",
+    ],
+)  # fmt: skip
+def test_no_way_out_of_the_runs(server, path):
+    status, _, body = request(server, path)
+    assert status == 404 and b"root:" not in body and b"def " not in body
+
+
+# Every answer forbids inline scripts, framing and other origins; text of a run leaves as JSON only.
+def test_headers(server):
+    for path in ("/", "/main.js", "/api/run?run=a1", "/api/rollout?run=a1&kind=step&step=1&id=g000002-0", "/nope"):
+        _, headers, body = request(server, path)
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy and headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert headers["Access-Control-Allow-Origin"] is None
+        if HOSTILE.encode()[:20] in body:
+            assert headers["Content-Type"] == "application/json; charset=utf-8"
+
+
+# The page needs nothing from the network: no file of it names another host.
+def test_the_page_is_whole():
+    for path in ASSETS.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in text and "https:" not in text and "innerHTML" not in text and "eval(" not in text
+
+
+# An answer that did not change is sent once; a large one is compressed when the browser takes it.
+def test_answers_are_tagged_and_compressed(server):
+    _, headers, body = request(server, "/api/run?run=a1")
+    again, _, nothing = request(server, "/api/run?run=a1", **{"If-None-Match": headers["ETag"]})
+    assert (again, nothing) == (304, b"")
+    _, packed_headers, packed = request(server, "/style.css", **{"Accept-Encoding": "gzip"})
+    assert packed_headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(packed) == (ASSETS / "style.css").read_bytes() and body
+    status, headers, nothing = request(server, "/", method="HEAD")
+    assert (status, nothing) == (200, b"") and int(headers["Content-Length"]) > 100
+
+
+# The page is live: what a run appends is in the next answer.
+def test_a_running_run_is_followed(server, tmp_path):
+    run_dir = RunDir(tmp_path / "outputs" / "a1")
+    assert ask(server, "/api/run?run=a1")["step"] == 3
+    write_lines(run_dir.rollouts(4), batch(4))
+    log_step(MetricsFile(run_dir.metrics, "trainer"), 4)
+    run = ask(server, "/api/run?run=a1")
+    assert run["step"] == 4 and run["figures"]["columns"]["reward/mean"][-1] == pytest.approx(0.28)
+    assert ask(server, "/api/rollouts?run=a1")["rows"][0]["step"] == 4
+
+
+# A run that cannot be read is one answer with its error; the others go on.
+def test_a_broken_run_breaks_nothing_else(server, tmp_path):
+    broken = make_run(tmp_path / "outputs" / "broken", steps=2)
+    (broken.root / "costs.jsonl").write_text('{"kind": "settled"}\n')
+    broken.metrics.write_text('{"step": 1, "waiting_for": 3, "loss/total": "nan"}\n{"step": "no"}\n')
+    with serving(tmp_path / "outputs") as other:
+        assert "costs.jsonl:1 is not a ledger line" in ask(other, "/api/run?run=broken")["costs"]["problem"]
+        assert {row["id"] for row in ask(other, "/api/runs")["runs"]} == {"a1", "broken"}
