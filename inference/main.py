@@ -27,6 +27,7 @@ from composer_prime.config.layers import merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, exit_on_version_flag, fail, pluralize
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.monitor.events import record_events
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.process import PARENT_POLL, end_with_parent
 from composer_prime.run.run_dir import RunDir
@@ -56,8 +57,8 @@ class Assignment:
     """Read when needed: a launcher may still be writing them."""
     address: Callable[[], str | None]
     """Where the gateway listens, None before it is known; called again for each connection."""
-    weights: Path | None
-    """The run's weight store, where it is on this machine."""
+    run_dir: RunDir | None
+    """The run's directory, where it is on this machine."""
 
 
 def main() -> int:
@@ -87,6 +88,8 @@ def _main() -> int:
 
 def _run(assignment: Assignment) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if assignment.run_dir is not None:
+        record_events(assignment.run_dir, assignment.node_name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger.info("node %s: loading %s", assignment.node_name, assignment.model)
     folder = resolve_model(assignment.model)
@@ -138,7 +141,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             if not stopped:
                 raise
         if not stopped:
-            source = link if assignment.weights is None else FolderSource(WeightStore(assignment.weights))
+            run_dir = assignment.run_dir
+            source = link if run_dir is None else FolderSource(WeightStore(run_dir.weights))
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
             receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
             node = InferenceNode(assignment.node_name, engine, link, receiver, inference, max_context=max_context)
@@ -189,7 +193,7 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
         max_context=config.model.max_context,
         keys=lambda: RunKeys(run_dir.keys).client("node"),
         address=lambda: _bound_address(run_dir),
-        weights=run_dir.weights,
+        run_dir=run_dir,
     )
     return assignment, dry_run
 
@@ -213,7 +217,7 @@ def _from_join(words: list[str]) -> tuple[Assignment, bool]:
         max_context=options.max_context,
         keys=lambda: keys,
         address=lambda: address,
-        weights=None,
+        run_dir=None,
     )
     return assignment, options.dry_run
 
@@ -279,7 +283,7 @@ def _describe(assignment: Assignment) -> str:
             f"node      {assignment.node_name}: {inference.engine} engine on {inference.device}, "
             f"{pluralize(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
-            f"weights   {assignment.weights or 'pulled over the link'}",
+            f"weights   {assignment.run_dir.weights if assignment.run_dir else 'pulled over the link'}",
         ]
     )
 

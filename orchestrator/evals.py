@@ -22,6 +22,7 @@ from statistics import fmean, median_high
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
+from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
@@ -156,7 +157,10 @@ class Evaluator:
         for source, tasks in results.items():
             figures |= eval_summary(source, tasks, self.config.eval)
         await asyncio.to_thread(self.metrics.log, step, figures)
-        logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
+        means = [f"{name} {value:.3f}" for name, value in figures.items() if name.endswith("/reward_mean")]
+        about = event("evaluation", text=f"evaluation after step {step}: {', '.join(means) or 'no score'}")
+        shown = {name: round(value, 4) for name, value in figures.items()}
+        logger.info("evaluation of step %d: %s", step, shown, extra=about)
 
     async def _await_version(self, step: int, version: int) -> None:
         """Wait until half of the serving nodes have `version` or newer weights, after version_timeout_s for any.

@@ -22,6 +22,7 @@ from typing import Any
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.monitor.events import record_events
 from composer_prime.run.check_run_dir import check_run_folder, earlier_output, with_length_divisor
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
@@ -82,6 +83,7 @@ def _run(config: Config, run_dir: RunDir) -> int:
     from orchestrator.pipeline import Pipeline
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    record_events(run_dir, "orchestrator")
     # Only this run's own workers may generate for its rollouts.
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_id = read_run_id(run_dir)

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -34,6 +35,7 @@ from composer_prime.errors import (
     RoleFailedError,
 )
 from composer_prime.model_source import resolve_model
+from composer_prime.monitor.events import record_events
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
@@ -282,8 +284,6 @@ class Trainer:
         blamed = "; ".join(descriptions[:NAMED]) + more
         text = f"step {step}: {error}: the step is skipped ({self._skipped} in a row), and a resume leaves out {blamed}"
         logger.warning(text)
-        if self.world.first:
-            self.metrics.log(step, {"problem": text})
         return {"loss/total": math.nan, "tokens/trained": 0.0}
 
     def _publish(self, client: StepClient, step: int, sample_ids: list[str]) -> int:
@@ -366,6 +366,8 @@ def main(argv: list[str] | None = None) -> int:
     stop = StopSignal()
     end_with_parent()  # after StopSignal: its threads must not receive the signals
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
+    rank = os.environ.get("RANK", "0")
+    record_events(run_dir, f"trainer-{rank}", level=logging.INFO if rank == "0" else logging.ERROR)
     try:
         config = load.read_config(run_dir.config)
         load.make_importable(config)

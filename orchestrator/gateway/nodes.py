@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.errors import WireError
+from composer_prime.monitor.events import event
 from composer_prime.wire.node import Generated, NodeHello, Sampling, Status
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 from orchestrator.gateway.adaptive import KV_FULL
@@ -242,6 +243,7 @@ class Nodes:
             node.engine,
             node.max_concurrent,
             node.version,
+            extra=event("node", text=f"node {node.node_id} connected (engine {node.engine})"),
         )
         return node
 
@@ -267,7 +269,8 @@ class Nodes:
             return
         del self._by_identity[node.identity]
         node.attached = False
-        logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, len(node.leases))
+        held = len(node.leases)
+        logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, held, extra=event("node"))
         self._on_gone(node, reason)
 
     def largest_context(self, away_s: float) -> float:

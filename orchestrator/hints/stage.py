@@ -31,6 +31,7 @@ import msgspec
 from composer_prime.config import Config
 from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
+from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
 from composer_prime.wire.types import HintedTurn, Sample
 from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, Detector, RuleDetector, judged_turns
@@ -249,8 +250,9 @@ class HintStage:
         work.counts["over_budget" if isinstance(error, BudgetError) else name] += 1
         self._num_failures += 1
         if self._num_failures <= _LOGGED_FIRST:
-            ours = isinstance(error, ComposerError)
-            logger.warning("hints, %s: %s", name, error if ours else repr(error), exc_info=None if ours else error)
+            ours, about = isinstance(error, ComposerError), event("budget") if isinstance(error, BudgetError) else None
+            text = error if ours else repr(error)
+            logger.warning("hints, %s: %s", name, text, exc_info=None if ours else error, extra=about)
 
 
 def build_hints(

@@ -16,6 +16,7 @@ at most as many. It takes none of their places, opens none for dispatch, and cou
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ import numpy as np
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
 from composer_prime.errors import NonFiniteError, RolloutError
+from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behavior import BehaviorRewards
@@ -44,7 +46,11 @@ from orchestrator.rollouts.rollout import (
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns, sdpo_only, with_advantage
 from orchestrator.workers.protocol import RolloutFailure
 
+logger = logging.getLogger(__name__)
+
 _STD_FLOOR = 1e-4
+_HACK = "hacks/rollouts"
+"""Metric of a rollout that is 1 where an environment's monitor calls it a hack."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -159,6 +165,9 @@ class Dispatcher:
             self.retries += 1
             await asyncio.sleep(retry_pause_s(attempt))
         source = group.plan.source
+        if rollout.metrics.get(_HACK):
+            hack = event("hack", same_as=f"{source}/hack", command=f"composer rollouts {{run}} {rollout.rollout_id}")
+            logger.warning("the monitor judged rollout %s of %s a hack", rollout.rollout_id, source, extra=hack)
         if rollout.failure is None:
             self.failures.note_reward(source)
         else:

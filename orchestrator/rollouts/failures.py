@@ -1,6 +1,6 @@
 """Failed rollouts: named on the screen and written to disk at once; they end a run that cannot work.
 
-dispatch, evaluation --note_try--> log, counts, a line of metrics.jsonl that the launcher shows
+dispatch, evaluation --note_try--> log, counts, an event that the launcher shows
                      --note_end--> rollouts/failed.jsonl
 dispatch             --note_group--> RolloutError when the first training groups of a source all fail alike
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from composer_prime.errors import RolloutError
+from composer_prime.monitor.events import event
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.workers.protocol import RolloutFailure
@@ -22,13 +23,11 @@ logger = logging.getLogger(__name__)
 
 _LOGGED_FIRST = 3
 _LOGGED_EVERY = 100
-_SHOWN = 5
-"""Causes that the screen names; `composer rollouts RUN --failed` has all."""
 _COUNTED = 100
 """Causes that are told apart. Any further ones of a kind count as one."""
 _TASKS_ALIKE = 2
 """Tasks that must fail by one cause before it may lie in the whole environment."""
-_MAY_PASS = ("provider", "interception", "sandbox", "timeout", "worker", "cancelled", "context_overflow")
+_MAY_PASS = ("provider", "interception", "sandbox", "timeout", "worker", "cancelled", "context_overflow", "quarantine")
 """Kinds that may be gone at the next try, or that depend on what the model wrote."""
 
 
@@ -47,8 +46,6 @@ class _Suspicion:
 class FailureLog:
     path: Path
     """rollouts/failed.jsonl of the run."""
-    show: Callable[[str], None]
-    """Gets a line for the user when a new cause appears."""
     counts: dict[str, int] = field(default_factory=dict, init=False)
     """Failed tries by kind."""
     _tries: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
@@ -65,9 +62,17 @@ class FailureLog:
         cause = failure.cause if failure.cause in self._tries or len(self._tries) < _COUNTED else (failure.kind, "")
         self._tries[cause] = count = self._tries.get(cause, 0) + 1
         if count <= _LOGGED_FIRST or count % _LOGGED_EVERY == 0:
-            logger.warning("rollout %s failed (number %d of its cause): %s", rollout_id, count, failure.text())
-        if count == 1 and len(self._tries) <= _SHOWN:
-            self.show(f"a rollout of {source!r} failed: {failure.text()}")
+            about = event(
+                "failure",
+                where=failure.where,
+                cause=failure.message,
+                same_as=f"{source}/{'/'.join(cause)}",
+                text=f"a rollout of {source!r} failed: {failure.text()}",
+                count=count,
+            )
+            logger.warning(
+                "rollout %s failed (number %d of its cause): %s", rollout_id, count, failure.text(), extra=about
+            )
 
     def note_reward(self, source: str) -> None:
         """Record that the environment of `source` can give a reward."""

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.errors import ComposerError
+from composer_prime.monitor.events import join_events
 from composer_prime.run.process import end_with_parent
 from orchestrator.workers.protocol import (
     CancelRollout,
@@ -186,6 +187,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     end_with_parent(signal.SIGKILL)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    join_events("environment")
     asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.boxes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 
 import msgspec
@@ -12,6 +13,7 @@ from orch_groups import plan, rollout
 from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
+from composer_prime.monitor.events import EventFile, EventHandler, read_events
 from composer_prime.wire.types import RunFinished
 from orchestrator.durability.journal import Dropped, Journal
 from orchestrator.gateway.generation import RolloutRecords
@@ -127,13 +129,17 @@ RAISED = RolloutFailure(
 async def test_a_reward_that_always_raises_stops_the_run_after_its_first_groups(open_run, run_dir, tmp_path):
     """The first cause is shown at once, every failed rollout is on disk, and the error ends with file and line."""
     pool = ScriptedPool(lambda request: RAISED)
+    handler = EventHandler(EventFile(run_dir, "orchestrator"), logging.INFO)
+    logging.getLogger().addHandler(handler)
     async with open_run(make_config(tmp_path, max_retries=1), pool) as run:
         [error] = await asyncio.gather(run.task, return_exceptions=True)
+        logging.getLogger().removeHandler(handler)
         assert isinstance(error, RolloutError)
         assert re.search(r"every try of its last \d+ groups \(\d+ tasks\) failed alike", str(error))
         assert str(error).endswith("task: reward 'right': KeyError: 'answer' (my_env.py:12, in right)")
-        [problem] = [line["problem"] for line in run.lines() if "problem" in line]
-        assert problem == "a rollout of 's' failed: task: reward 'right': KeyError: 'answer' (my_env.py:12, in right)"
+    [failure] = [each for each in read_events(run_dir.root / "events.jsonl") if each.kind == "failure"]
+    assert failure.text == "a rollout of 's' failed: task: reward 'right': KeyError: 'answer' (my_env.py:12, in right)"
+    assert failure.where == "my_env.py:12, in right" and failure.command.endswith("--failed")
     failed = [json.loads(line) for line in run_dir.failed_rollouts.read_text().splitlines()]
     assert len(failed) >= 8 and not run_dir.rollouts(1).exists()
     assert failed[0]["status"] == "failed" and failed[0]["step"] == 1
@@ -206,7 +212,7 @@ def test_which_groups_end_a_run(run_dir):
     """Two tasks and all that was open must fail alike; one task, another end, other causes or a reward clear it."""
 
     def failed_groups(*groups: tuple[int, RolloutFailure], open_groups=frozenset(), log=None) -> FailureLog:
-        log = log or FailureLog(path=run_dir.failed_rollouts, show=lambda text: None)
+        log = log or FailureLog(path=run_dir.failed_rollouts)
         for task, failure in groups:
             ended = [rollout_failed(failure, f"g{task}-{at}") for at in range(2)]
             log.note_group(plan(task, task_index=task), ended, open_groups)
@@ -225,7 +231,7 @@ def test_which_groups_end_a_run(run_dir):
     failed_groups(*[(task, BROKEN) for task in range(9)])  # may pass
     other = msgspec.structs.replace(RAISED, where="my_env.py:99, in right")
     failed_groups(*[(task, other if task % 2 else RAISED) for task in range(9)])
-    log = FailureLog(path=run_dir.failed_rollouts, show=lambda text: None)
+    log = FailureLog(path=run_dir.failed_rollouts)
     log.note_reward("s")
     failed_groups(*[(task, RAISED) for task in range(9)], log=log)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ConfigError, LedgerError, UnwritableError
+from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.run_dir import RunDir
@@ -86,7 +87,7 @@ class OnlineReplay:
                     report.cancel()
                     self._log(replay)
                 if _stopped(replay):
-                    logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
+                    logger.error("replay stopped, training goes on: %s", replay.progress.stopped, extra=event("budget"))
         except Exception as error:
             own_files = isinstance(error, (UnwritableError, LedgerError))
             if not begun and isinstance(error, ConfigError) and not own_files:

@@ -1,0 +1,237 @@
+"""outputs/<run>/events.jsonl: what a user must know about a run and is no figure.
+
+    logger.warning("node %s is gone", name)                    any warning or error of our loggers
+    logger.info("checkpoint 20 is saved", extra=event("checkpoint"))   what matters and is no warning
+        --EventHandler--> one line for each event at once; repetitions are counted: 10, 100, 200, ...
+        --read_events--> live view, `composer report`, the page
+
+A line: {"time", "role", "level", "kind", "text", "count", "where", "cause", "command"}; the last three may be null.
+`where` is file:line of the code that raised, else of ours that noticed. `command` shows more. Two lines of one event
+have the same `id`, and the later one has the higher `count`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_prime.run.run_dir import RunDir
+
+OURS = ("composer_prime", "orchestrator", "trainer", "inference", "diloco")
+VARIABLE = "COMPOSER_EVENTS"
+"""Environment variable by which a role's own processes find the run directory."""
+_TEXT_CHARS = 1000
+_ID_CHARS = 120
+_MAX_IDS = 300
+"""Events that a process tells apart; further ones of a kind count as one."""
+_NUMBER = re.compile(r"\d+")
+
+
+def event(
+    kind: str,
+    *,
+    where: str | None = None,
+    cause: str | None = None,
+    command: str | None = None,
+    same_as: str | None = None,
+    text: str | None = None,
+    count: int | None = None,
+) -> dict[str, Any]:
+    """Return the `extra` of a logging call that is an event at any level.
+
+    `kind`: failure, node, checkpoint, evaluation, budget, groups, hack, process. `same_as`: equal for repetitions of
+    one event; by default texts decide that differ in numbers only. `text`: for people, where the log's own is another.
+    `count`: where the caller counts repetitions itself and logs some of them.
+    """
+    return {
+        "event_kind": kind,
+        "event_where": where,
+        "event_cause": cause,
+        "event_command": command,
+        "event_id": same_as,
+        "event_text": text,
+        "event_count": count,
+    }
+
+
+class EventFile:
+    """Appends events. Each line is one O_APPEND write. A disk that refuses it does not stop the run."""
+
+    def __init__(self, run_dir: RunDir, role: str) -> None:
+        self._path = run_dir.root / "events.jsonl"
+        self._run = _shown_path(run_dir.root)
+        self._role = role
+        self._counts: dict[str, int] = {}
+
+    def write(
+        self,
+        kind: str,
+        text: str,
+        *,
+        level: str = "info",
+        same_as: str | None = None,
+        where: str | None = None,
+        cause: str | None = None,
+        command: str | None = None,
+        count: int | None = None,
+    ) -> None:
+        """Write the event, unless it repeats one of this process; of repetitions the tenth and each hundredth."""
+        name = same_as or (text if level == "info" else _NUMBER.sub("#", text))[:_ID_CHARS]
+        if name not in self._counts and len(self._counts) >= _MAX_IDS:
+            name = kind
+        count = self._counts[name] = count or self._counts.get(name, 0) + 1
+        if count not in (1, 10) and count % 100:
+            return
+        line = {
+            "time": round(time.time(), 3),
+            "role": self._role,
+            "level": level,
+            "kind": kind,
+            "text": text[:_TEXT_CHARS],
+            "count": count,
+            "id": f"{self._role}/{kind}/{name}",
+            "where": where,
+            "cause": cause,
+            "command": (command or _COMMANDS.get(kind, _COMMANDS["warning"])).format(run=self._run, role=self._role),
+        }
+        with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
+            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+
+_COMMANDS = {
+    "failure": "composer rollouts {run} --failed",
+    "hack": "composer rollouts {run} --all",
+    "groups": "composer rollouts {run} --all --status filtered",
+    "evaluation": "composer rollouts {run} --eval",
+    "checkpoint": "composer report {run}",
+    "budget": "composer report {run}",
+    "process": "less {run}/logs/{role}.log",
+    "warning": "less {run}/logs/{role}.log",
+}
+"""By kind: what shows more."""
+
+
+class EventHandler(logging.Handler):
+    """Writes warnings, errors and calls with `extra=event(...)` of our loggers to an EventFile."""
+
+    def __init__(self, file: EventFile, level: int) -> None:
+        super().__init__(level)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = getattr(record, "event_kind", None)
+        is_ours = record.name.partition(".")[0] in OURS
+        if kind is None and not (is_ours and record.levelno >= logging.WARNING):
+            return
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        level = level if record.levelno >= logging.WARNING else "info"
+        error = record.exc_info[1] if record.exc_info else None
+        try:
+            self._file.write(
+                kind or level,
+                getattr(record, "event_text", None) or record.getMessage(),
+                level=level,
+                same_as=getattr(record, "event_id", None),
+                where=getattr(record, "event_where", None) or _raised_at(error) or _called_at(record),
+                cause=getattr(record, "event_cause", None) or (error and f"{type(error).__name__}: {error}"),
+                command=getattr(record, "event_command", None),
+                count=getattr(record, "event_count", None),
+            )
+        except Exception:
+            self.handleError(record)
+
+
+def record_events(run_dir: RunDir, role: str, *, level: int = logging.INFO) -> None:
+    """Write what this process logs and users must know to the run's events; processes that it starts can join.
+
+    `level`: the least level of a call that counts. Ranks log most warnings alike, so one of them writes those.
+    """
+    os.environ[VARIABLE] = str(run_dir.root)
+    logging.getLogger().addHandler(EventHandler(EventFile(run_dir, role), level))
+
+
+def join_events(role: str) -> None:
+    """Do so in a process that a role started, if that role records events."""
+    if root := os.environ.get(VARIABLE):
+        record_events(RunDir(Path(root)), role)
+
+
+def _raised_at(error: BaseException | None) -> str | None:
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return f"{_shown_path(Path(frames[-1].filename))}:{frames[-1].lineno}" if frames else None
+
+
+def _called_at(record: logging.LogRecord) -> str:
+    return f"{_shown_path(Path(record.pathname))}:{record.lineno}"
+
+
+def _shown_path(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    time: float
+    """Seconds since the epoch, of the last line about it."""
+    role: str
+    level: str
+    """info, warning or error."""
+    kind: str
+    text: str
+    count: int
+    """How often it happened at least: 1, 10, or hundreds."""
+    id: str
+    where: str | None
+    cause: str | None
+    command: str | None
+
+    @property
+    def line(self) -> str:
+        """The event in one line, as the live view shows it."""
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        place = f" ({self.where})" if self.where and self.level != "info" and self.where not in self.text else ""
+        return f"{self.role}: {self.text}{times}{place}"
+
+
+_OPTIONAL = ("where", "cause", "command")
+
+
+def parse_event(line: dict[str, Any]) -> RunEvent | None:
+    """Return an event from one object of the file; None when it is none."""
+    texts = {name: line.get(name) for name in ("role", "level", "kind", "text", "id")}
+    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(line.get("count"), int):
+        return None
+    optional = {name: text if isinstance(text := line.get(name), str) else None for name in _OPTIONAL}
+    return RunEvent(time=float(line.get("time") or 0.0), count=line["count"], **texts, **optional)  # pyright: ignore
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """Return every event once, by its last line, in the order of the first lines; none without the file."""
+    try:
+        raw_lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    by_id: dict[str, RunEvent] = {}
+    for raw in raw_lines:
+        if (each := _decoded(raw)) is not None and (each.id not in by_id or each.count >= by_id[each.id].count):
+            by_id[each.id] = each
+    return list(by_id.values())
+
+
+def _decoded(raw: bytes) -> RunEvent | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return parse_event(line) if isinstance(line, dict) else None

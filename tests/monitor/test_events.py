@@ -1,0 +1,88 @@
+"""Events: which logging calls become one, how repetitions are counted, what readers get."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from composer_prime.monitor.events import EventFile, EventHandler, event, read_events
+from composer_prime.run.run_dir import RunDir
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A logger of ours that nothing else hears."""
+    logger = logging.getLogger("orchestrator.event_test")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    handler = EventHandler(EventFile(RunDir(tmp_path), "orchestrator"), logging.INFO)
+    logger.addHandler(handler)
+    yield logger
+    logger.removeHandler(handler)
+
+
+def events(tmp_path):
+    return read_events(tmp_path / "events.jsonl")
+
+
+# A warning is an event without any further call; an information is one only where the call says so.
+def test_which_calls_are_events(log, tmp_path):
+    log.info("a detail")
+    log.warning("node %s is silent", "n1")
+    log.info("checkpoint of step %d is saved", 20, extra=event("checkpoint"))
+    assert [(each.kind, each.level, each.text) for each in events(tmp_path)] == [
+        ("warning", "warning", "node n1 is silent"),
+        ("checkpoint", "info", "checkpoint of step 20 is saved"),
+    ]
+
+
+# Texts that differ in numbers only are one event with a count; those of another cause are another.
+def test_repetitions_are_counted(log, tmp_path):
+    for number in range(250):
+        log.warning("dropped %d bytes", number)
+    log.warning("cannot read the disk")
+    first, second = events(tmp_path)
+    assert (first.text, first.count, second.count) == ("dropped 199 bytes", 200, 1)
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 5
+
+
+# Information about each step is an event of its own, however many there are.
+def test_informations_differ_by_their_numbers(log, tmp_path):
+    for step in (10, 20, 30):
+        log.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
+    assert len(events(tmp_path)) == 3
+
+
+# An exception gives cause, file and line; without one the place is that of the call.
+def test_cause_and_place(log, tmp_path):
+    try:
+        json.loads("{")
+    except ValueError:
+        log.exception("the state is broken")
+    log.warning("odd")
+    broken, odd = events(tmp_path)
+    assert broken.level == "error" and broken.cause.startswith("JSONDecodeError: Expecting property name")
+    assert "json/decoder.py:" in broken.where
+    assert "tests/monitor/test_events.py:" in odd.where
+    assert odd.command == f"less {tmp_path}/logs/orchestrator.log"
+
+
+# A caller that counts by itself gives the count, and what repeats is its decision.
+def test_own_count(log, tmp_path):
+    for count in (1, 2, 3, 100):
+        about = event("failure", where="env.py:3", cause="KeyError", same_as="env/KeyError", text="failed", count=count)
+        log.warning("rollout %d failed", count, extra=about)
+    (failure,) = events(tmp_path)
+    assert (failure.text, failure.count, failure.where) == ("failed", 100, "env.py:3")
+    assert failure.command == f"composer rollouts {tmp_path} --failed"
+
+
+# Torn and foreign lines are skipped, and no file means no events.
+def test_broken_lines(log, tmp_path):
+    assert events(tmp_path / "nothing") == []
+    log.warning("one")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"kind": 3}\n[1]\n{"time": 1, "ro')
+    assert [each.text for each in events(tmp_path)] == ["one"]
