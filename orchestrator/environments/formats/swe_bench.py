@@ -11,6 +11,7 @@ are refused; sympy's name functions only, which are looked up in the test patch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -154,7 +155,10 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
             _archive(folder, commit, made)
         else:
             shutil.copytree(folder, made, ignore=_COPY_LEAVES_OUT, symlinks=True)
-        made.rename(trees / tree)
+        with contextlib.suppress(OSError):  # Another instance made it in the meantime.
+            made.rename(trees / tree)
+    if not (trees / tree).is_dir():
+        raise ConfigError(f"{trees / tree} could not be made; look at the free space and the rights of {trees}")
     return tree
 
 

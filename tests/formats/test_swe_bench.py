@@ -1,0 +1,192 @@
+"""SWE-bench's family: instances become tasks on trees of a clone, proven by grading; what cannot be is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instance, make_clone, smith_instance
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import ConfigError
+from orchestrator.environments.code.grading import Grade, grade
+from orchestrator.environments.code.task import CodeTask, matches, read_tasks
+from orchestrator.environments.formats.conversion import ImportSettings, Refusal, import_tasks
+from orchestrator.environments.formats.patches import apply_patch
+
+pytestmark = pytest.mark.process  # git and graded tests
+
+RUNTIME = RuntimeConfig(type="subprocess")
+
+
+def imported(tmp_path: Path, records: list[dict[str, Any]], **settings: Any) -> tuple[list[CodeTask], list[Refusal]]:
+    file = tmp_path / "instances.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    folder = tmp_path / "tasks"
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = {"repositories": tmp_path / "clones", "runtime": RUNTIME, "jobs": 2, **settings}
+    kept, refusals = asyncio.run(import_tasks(file, folder, ImportSettings(**settings)))
+    tasks = list(read_tasks(folder))
+    assert len(tasks) == kept
+    return tasks, refusals
+
+
+def grades(tmp_path: Path, task: CodeTask, *patches: dict[str, str]) -> list[Grade]:
+    async def all_of_them() -> list[Grade]:
+        trees = tmp_path / "tasks" / "trees"
+        return [await grade(task, trees, {p: t.encode() for p, t in patch.items()}, RUNTIME) for patch in patches]
+
+    return asyncio.run(all_of_them())
+
+
+def test_an_instance_of_swe_bench_becomes_a_proven_task(tmp_path: Path) -> None:
+    # Its patch solves it, an empty one does not; the agent's tree has neither the new tests nor git objects.
+    made = make_clone(tmp_path / "clones")
+    (task,), refusals = imported(tmp_path, [instance(*made, difficulty="15 min - 1 hour")])
+    assert refusals == []
+    assert (task.id, task.repository, task.kind, task.difficulty) == ("acme__measures-7", "acme/measures", "issue", 0.5)
+    assert task.solution == {"src/measures/lengths.py": REPAIRED}
+    assert (task.start, task.removed, task.python_path) == ({}, [], ["src", "."])
+    tree = tmp_path / "tasks" / "trees" / task.tree
+    assert (tree / TEST_FILE).is_file() and "centimetres" not in (tree / TEST_FILE).read_text()
+    assert not (tree / ".git").exists()
+    edited_test = {**task.solution, TEST_FILE: "def test_centimetres():\n    pass\n"}
+    right, empty, both = grades(tmp_path, task, task.solution, {}, edited_test)
+    assert (right.solved, empty.solved, both.solved) == (True, False, True)
+    assert empty.passed == set(task.pass_to_pass)
+
+
+def test_an_instance_of_swe_smith_begins_with_its_bug(tmp_path: Path) -> None:
+    # There `patch` breaks the tree, which has no clone here but is a plain folder; the failing tests are hidden.
+    commit, *_ = make_clone(tmp_path / "clones")
+    bug = breaking_patch(tmp_path / "clones")
+    clone = tmp_path / "clones" / "acme__measures"
+    shutil.rmtree(clone / ".git")
+    clone.rename(tmp_path / "clones" / "swesmith__acme__measures.1a2b3c4d")
+    (task,), _ = imported(tmp_path, [smith_instance(bug)])
+    assert "/ factors" in task.start["src/measures/lengths.py"]
+    assert task.solution == {"src/measures/lengths.py": LENGTHS}
+    assert task.removed == [TEST_FILE] and "src/measures/lengths.py" in task.prompt
+    right, empty = grades(tmp_path, task, task.solution, {})
+    assert (right.solved, empty.solved) == (True, False)
+    assert commit
+
+
+def test_only_source_files_can_be_edited(tmp_path: Path) -> None:
+    # Tests and files beside them never come from the agent, but whatever the patch itself changes may.
+    made = make_clone(tmp_path / "clones")
+    (task,), _ = imported(tmp_path, [instance(*made)], runtime=None)
+    assert matches("src/measures/other.py", task.editable) and matches("setup.py", task.editable)
+    for path in ("tests/data.py", "src/measures/tests/data.py", "src/measures/test_more.py", "README.md"):
+        assert not matches(path, task.editable), path
+    in_tests = made[1].replace("src/measures/lengths.py", "tests/lengths.py")
+    clone = tmp_path / "clones" / "acme__measures"
+    (clone / "tests" / "lengths.py").write_text(LENGTHS)
+    assert apply_patch(clone, in_tests, field="patch") == {"tests/lengths.py": REPAIRED}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"FAIL_TO_PASS": "[]"}, "its FAIL_TO_PASS is empty"),
+        ({"FAIL_TO_PASS": ["test_x (basic.tests.Lengths)"]}, "named as Django's test runner or unittest prints it"),
+        ({"FAIL_TO_PASS": ["test_unknown"]}, "no pytest node id .*no file of its test_patch defines it"),
+        ({"base_commit": "0" * 40}, "has no commit 0000.*git fetch origin"),
+        ({"base_commit": ""}, "has no base_commit, but .* is a clone"),
+        (
+            {"repo": "acme/weights"},
+            r"no clone or tree of acme/weights in .*looked for acme__weights, acme__weights\.git",
+        ),
+        ({"patch": ""}, "its 'patch' is empty"),
+        ({"patch": "just words"}, "its 'patch' is no unified diff"),
+        ({"patch": "--- a/../x\n+++ b/../x\n"}, "its 'patch' is refused: the path '../x'"),
+        ({"problem": "x", "patch": None, "patches": "y"}, "no field 'patch'; did you mean 'patches'"),
+        ({"FAIL_TO_PASS": [f"{TEST_FILE}::test_gone"]}, "its own solution fails 1 of 3 tests, first .*test_gone"),
+        ({"FAIL_TO_PASS": [f"{TEST_FILE}::test_total"]}, "its tests pass without any change"),
+    ],
+)
+def test_an_instance_that_is_no_task_here_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    # The message names the instance, what is wrong and the remedy; a file of such instances only is an error.
+    made = make_clone(tmp_path / "clones")
+    with pytest.raises(ConfigError, match=f"none of its 1 records became a task:\n.*acme__measures-7: .*{says}"):
+        imported(tmp_path, [instance(*made) | changes])
+
+
+def test_a_patch_that_does_not_apply_names_instance_file_and_hunk(tmp_path: Path) -> None:
+    # The second of two hunks was made for another version; a good instance beside it is imported all the same.
+    commit, patch, test_patch = make_clone(tmp_path / "clones")
+    second = "@@ -30,3 +30,4 @@ def gone():\n a\n b\n+c\n d\n"
+    bad = instance(commit, patch + second, test_patch, instance_id="acme__measures-8")
+    tasks, (refusal,) = imported(tmp_path, [instance(commit, patch, test_patch), bad], runtime=None)
+    assert [task.id for task in tasks] == ["acme__measures-7"]
+    assert refusal.place.endswith("instances.jsonl:2")
+    expected = (
+        "instance acme__measures-8: its 'patch' does not apply: src/measures/lengths.py, hunk 2 of 2 "
+        "(@@ -30,3 +30,4 @@) does not match the file"
+    )
+    assert refusal.reason == expected
+    assert "acme__measures-8" in (tmp_path / "tasks" / "refused.jsonl").read_text()
+
+
+def test_functions_named_as_sympy_names_them_are_looked_up(tmp_path: Path) -> None:
+    # A bare name is found in the test patch.
+    made = make_clone(tmp_path / "clones")
+    changes = {"FAIL_TO_PASS": ["test_centimetres"], "PASS_TO_PASS": ["test_total"]}
+    (task,), _ = imported(tmp_path, [instance(*made, **changes)])
+    assert task.fail_to_pass == [f"{TEST_FILE}::test_centimetres"]
+
+
+def test_a_patch_of_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\nx = 1\n")
+    patch = "--- a/latin.py\n+++ b/latin.py\n@@ -2,1 +2,1 @@\n-x = 1\n+x = 2\n"
+    with pytest.raises(ConfigError, match=r"changes latin\.py, which is not UTF-8 text"):
+        apply_patch(tmp_path, patch, field="patch")
+    with pytest.raises(ConfigError, match="changes a binary file"):
+        apply_patch(tmp_path, "diff --git a/x.png b/x.png\nGIT binary patch\nliteral 3\n", field="patch")
+
+
+def test_patches_make_delete_and_rename_files(tmp_path: Path) -> None:
+    # As git writes them, also without a newline at the end of the patch.
+    (tmp_path / "old.py").write_text("a = 1\nb = 2\nc = 3\n")
+    (tmp_path / "gone.py").write_text("x = 1\n")
+    patch = (
+        "diff --git a/gone.py b/gone.py\ndeleted file mode 100644\n--- a/gone.py\n+++ /dev/null\n"
+        "@@ -1 +0,0 @@\n-x = 1\n"
+        "diff --git a/made.py b/made.py\nnew file mode 100644\n--- /dev/null\n+++ b/made.py\n@@ -0,0 +1 @@\n+y = 1\n"
+        "diff --git a/old.py b/new.py\nsimilarity index 60%\nrename from old.py\nrename to new.py\n"
+        "--- a/old.py\n+++ b/new.py\n@@ -1,3 +1,3 @@\n a = 1\n-b = 2\n+b = 3\n c = 3"
+    )
+    changed = apply_patch(tmp_path, patch, field="patch")
+    assert changed == {"gone.py": None, "made.py": "y = 1\n", "old.py": None, "new.py": "a = 1\nb = 3\nc = 3\n"}
+
+
+def test_records_of_several_forms_and_of_none(tmp_path: Path) -> None:
+    # The fields decide, record by record; an id that comes twice is taken once.
+    squares = {
+        "task_id": 1,
+        "text": "Square.",
+        "test_list": ["assert f(2) == 4"],
+        "code": "def f(n):\n    return n * n",
+    }
+    tasks, refusals = imported(tmp_path, [squares, {"question": "?"}, squares], repositories=None)
+    assert [task.id for task in tasks] == ["mbpp/1"]
+    assert [refusal.reason.partition(":")[0] for refusal in refusals] == [
+        "its fields (question) are of no known form",
+        "its id mbpp/1 is another record's, too",
+    ]
+
+
+def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
+    # A clone folder that is not given, and a folder that already holds tasks.
+    made = make_clone(tmp_path / "clones")
+    with pytest.raises(ConfigError, match="give --repositories FOLDER"):
+        imported(tmp_path, [instance(*made)], repositories=None)
+    file = tmp_path / "instances.jsonl"
+    (tmp_path / "tasks").mkdir(exist_ok=True)
+    (tmp_path / "tasks" / "tasks.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl exists: name another folder"):
+        asyncio.run(import_tasks(file, tmp_path / "tasks", ImportSettings()))
