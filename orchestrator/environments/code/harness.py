@@ -4,7 +4,7 @@
     call    tool -> reply, recorded by the watch
     finish  read the box's files -> trace.state, close the box
 
-`upload` and `collect` do the same for harnesses that run a program of their own in a verifiers runtime.
+A harness that runs a program of its own has a verifiers runtime instead, which the task set prepares and reads.
 
 A box that cannot be opened, or ends in mid-rollout, raises verifiers' SandboxError. The rollout then has failed with
 the kind `sandbox`; it never counts as an unsolved task.
@@ -13,9 +13,7 @@ the kind `sandbox`; it never counts as an unsolved task.
 from __future__ import annotations
 
 import contextlib
-import io
-import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +23,7 @@ from verifiers.v1 import errors as vf_errors
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.environments.code import monitor
+from orchestrator.environments.code import monitor as code_monitor
 from orchestrator.environments.code.grading import Grade
 from orchestrator.environments.code.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.environments.code.tool_schemas import TOOL_NAMES
@@ -35,11 +33,6 @@ from orchestrator.sandbox.box import Box, open_box
 MAX_READ_BYTES = 2**22
 """A larger file of the agent's tree is not looked at."""
 MAX_TREE_BYTES = 2**26
-_ARCHIVE = "/tmp/agent-files.tar"
-_PACK = (
-    'cd "$1" && find . -type f ! -path "*/.git/*" -size -4097k -print0 2>/dev/null | '
-    'head -c 4000000 | tar -cf "$2" --null -T - 2>/dev/null; true'
-)
 
 
 class CodeSettings(BaseModel):
@@ -51,7 +44,7 @@ class CodeSettings(BaseModel):
     tools: tuple[str, ...] = TOOL_NAMES
     output_chars: int
     command_timeout_s: float
-    monitor: monitor.MonitorConfig = Field(default_factory=monitor.MonitorConfig)
+    monitor: code_monitor.MonitorConfig = Field(default_factory=code_monitor.MonitorConfig)
     partial_credit: bool = False
 
     @property
@@ -89,7 +82,7 @@ class CodeRollout:
         self._box: Box | None = None
         self._tools: CodeTools | None = None
         self._seal = seal_of(task, settings)
-        self._watch = monitor.Watch(self._seal)
+        self._watch = code_monitor.Watch(self._seal)
         self.schemas: list[dict[str, Any]] = []
 
     async def start(self) -> str:
@@ -141,8 +134,8 @@ def sandbox_failures() -> Iterator[None]:
         raise vf_errors.SandboxError(str(error)) from error
 
 
-def seal_of(task: CodeTask, settings: CodeSettings) -> monitor.Seal:
-    return monitor.seal(task, tree_of(task, settings.trees), settings.monitor)
+def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
+    return code_monitor.seal(task, tree_of(task, settings.trees), settings.monitor)
 
 
 async def read_files(box: Box) -> dict[str, bytes]:
@@ -155,37 +148,4 @@ async def read_files(box: Box) -> dict[str, bytes]:
         with contextlib.suppress(OSError, ValueError):
             content[path] = await box.read_file(path, MAX_READ_BYTES)
             total += size
-    return content
-
-
-async def upload(runtime: vf.Runtime, files: Mapping[str, bytes], folder: str) -> None:
-    """Write the agent's tree into a verifiers runtime. Raises SandboxError of verifiers."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, content in files.items():
-            member = tarfile.TarInfo(path)
-            member.size, member.mode = len(content), 0o644
-            archive.addfile(member, io.BytesIO(content))
-    await runtime.write(_ARCHIVE, buffer.getvalue())
-    unpack = 'mkdir -p "$1" && tar -xf "$2" -C "$1" && rm -f "$2"'
-    done = await runtime.run(["sh", "-c", unpack, "sh", folder, _ARCHIVE], {})
-    if done.exit_code != 0:
-        raise vf_errors.SandboxError(f"the task's files could not be unpacked in {folder}: {done.stderr[-500:]}")
-
-
-async def collect(runtime: vf.Runtime, folder: str) -> dict[str, bytes]:
-    """Return the regular files below a folder of a verifiers runtime. Links and large files are left out."""
-    done = await runtime.run(["sh", "-c", _PACK, "sh", folder, _ARCHIVE], {})
-    if done.exit_code != 0:
-        raise vf_errors.SandboxError(f"the agent's files could not be packed in {folder}: {done.stderr[-500:]}")
-    packed = await runtime.read(_ARCHIVE, max_bytes=MAX_TREE_BYTES)
-    content: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            for member in archive:
-                file = archive.extractfile(member) if member.isreg() and member.size <= MAX_READ_BYTES else None
-                if file is not None:
-                    content[member.name.removeprefix("./")] = file.read()
-    except tarfile.TarError as error:
-        raise vf_errors.SandboxError(f"the agent's files could not be read: {error}") from error
     return content

@@ -14,24 +14,23 @@ from typing import Literal, cast
 import verifiers.v1 as vf
 from pydantic import Field, field_validator, model_validator
 
-from composer_prime.config.orchestrator import TOOL_LOOP
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import EmptyTaskSetError
-from orchestrator.environments.code import monitor
+from orchestrator.environments.code import monitor as code_monitor
 from orchestrator.environments.code.grading import allowed_files, grade
 from orchestrator.environments.code.harness import (
     CodeRollout,
     CodeSettings,
     CodeState,
-    collect,
+    read_files,
     sandbox_failures,
     seal_of,
-    upload,
 )
 from orchestrator.environments.code.task import CodeTask, index_tasks, read_task, tree_of
 from orchestrator.environments.code.tool_schemas import TOOL_NAMES
 from orchestrator.environments.code.tools import is_tool_error
 from orchestrator.sandbox.box import WORK
+from orchestrator.sandbox.runtime import box_of
 
 Split = Literal["train", "eval", "all"]
 INSTRUCTION = (
@@ -79,7 +78,7 @@ class CodeTasksetConfig(vf.TasksetConfig):
     """Longest run of one command or of the tests that the agent starts."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
-    monitor: monitor.MonitorConfig = Field(default_factory=monitor.MonitorConfig)
+    monitor: code_monitor.MonitorConfig = Field(default_factory=code_monitor.MonitorConfig)
     """What counts as a hack, and what follows from one."""
 
     @field_validator("tools")
@@ -146,23 +145,32 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         return f"code/{self.data.name}"
 
     async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        """Prepare the runtime of a harness that runs a program there. The tool loop opens a box of its own."""
-        if trace.agent.config.harness is None or trace.agent.config.harness.id == TOOL_LOOP:
+        """Put the agent's tree into the runtime of a harness that runs a program there.
+
+        verifiers' subprocess runtime is this machine. Only harnesses that run no program have it, such as the tool
+        loop, which opens a box of its own.
+        """
+        if runtime.type == "subprocess":
             return
         seal = seal_of(self.data.code_task(), self.data.settings)
+        with sandbox_failures():
+            await box_of(runtime, self.data.settings.runtime).write_files(seal.agent_files())
         trace.state.seal = seal
-        await upload(runtime, seal.agent_files(), WORK)
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         """Grade what the agent left, and ask the monitor."""
         task, state = self.data.code_task(), trace.state
+        if state.seal is None:  # The harness asked for no tools.
+            state.seal = seal_of(task, self.data.settings)
+            state.files = state.seal.agent_files()
         if state.files is None:
-            state.files = await collect(runtime, WORK)
+            with sandbox_failures():
+                state.files = await read_files(box_of(runtime, self.data.settings.runtime))
         changed = changed_files(state)
         with sandbox_failures():
             state.grade = await grade(task, self.data.settings.trees, changed, self.data.settings.runtime)
         state.verdict = await asyncio.to_thread(
-            monitor.inspect,
+            code_monitor.inspect,
             task,
             state.seal,
             state.watch,
@@ -211,14 +219,13 @@ def changed_files(state: CodeState) -> dict[str, bytes]:
     return {path: content for path, content in files.items() if path not in lures and start.get(path) != content}
 
 
-def _tool_uses(trace: vf.Trace) -> list[monitor.ToolUse]:
+def _tool_uses(trace: vf.Trace) -> list[code_monitor.ToolUse]:
     """Return the tool calls that a trace recorded, for harnesses whose tools are their own."""
     messages = [node.message for node in trace.nodes]
     replies = {message.tool_call_id: str(message.content) for message in messages if message.role == "tool"}
     calls = [call for message in messages if message.role == "assistant" for call in message.tool_calls or []]
-    return [
-        monitor.tool_use(turn, call.name, call.arguments, replies.get(call.id, "")) for turn, call in enumerate(calls)
-    ]
+    uses = enumerate((call, replies.get(call.id, "")) for call in calls)
+    return [code_monitor.tool_use(turn, call.name, call.arguments, reply) for turn, (call, reply) in uses]
 
 
 class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignore[reportInvalidTypeArguments]
@@ -241,6 +248,7 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
                 system_prompt=config.instruction or None,
                 kind=task.kind,
                 repository=task.repository,
+                workdir=WORK,
                 place=place,
                 settings=settings,
             )

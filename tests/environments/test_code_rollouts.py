@@ -1,0 +1,152 @@
+"""Rollouts of a feature-deletion task: played in a sandbox, graded in another, scored or failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from code_rollouts_made import call, load, play, source
+from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task
+
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+from orchestrator.hints.generate import Templates
+
+pytestmark = pytest.mark.process  # sandboxes
+
+FIX = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str=BODY.rstrip("\n"))
+DONE = "The function is written."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tasks"))
+
+
+# A policy that reads, edits and tests earns 1, and the reply counts what it did.
+def test_a_solution_earns_one(folder: Path) -> None:
+    texts = [call("view", path="demo/numbers.py"), FIX, call("run_tests"), call("bash", command="ls"), DONE]
+    reply, node = play(source(folder), texts)
+    assert reply.error is None and reply.reward == 1.0, reply
+    assert reply.task_id == "code/demo-1.0/delete/demo.numbers.total"
+    assert reply.metrics["tests_passed"] == 1.0 and reply.metrics["calls/run_tests"] == 1.0
+    assert reply.metrics["patch_files"] == 1.0 and reply.metrics["tool_errors"] == 0.0
+    assert reply.metrics["hacks/rollouts"] == 0.0
+    assert "5 passed" in reply.turns[-4].text and "raise NotImplementedError" in node.seen()
+
+
+# One that gives up earns 0, which is a score and no failure.
+def test_giving_up_earns_nothing(folder: Path) -> None:
+    reply, _ = play(source(folder), ["I do not know how."])
+    assert reply.error is None and reply.reward == 0.0
+    assert reply.metrics["tests_passed"] == pytest.approx(2 / 5) and reply.metrics["patch_files"] == 0.0
+
+
+# A broken edit is a tool error on its turn, its test failure is what a hint quotes, and it earns 0.
+def test_a_broken_edit_is_an_error_turn(folder: Path) -> None:
+    wrong = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    return 7")
+    missing = call("str_replace", path="demo/numbers.py", old_str="no such text", new_str="")
+    reply, _ = play(source(folder), [missing, wrong, call("run_tests"), DONE])
+    assert reply.error is None and reply.reward == 0.0 and reply.metrics["tool_errors"] == 1.0
+    errors = [turn.error for turn in reply.turns if turn.role == "tool"]
+    assert errors[0] is not None and errors[0].startswith("Error: old_str was not found") and errors[1:] == [None, None]
+    tests = next(turn.text for turn in reply.turns if "failed" in turn.text and turn.role == "tool")
+    assert Templates.load().detected(tests, {"test_failure"}) == "test_failure"
+
+
+# Partial credit is the share of repaired tests.
+def test_partial_credit(folder: Path) -> None:
+    half = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    return len(values)")
+    reply, _ = play(source(folder, partial_credit=True), [half, DONE])
+    assert reply.reward == pytest.approx(2 / 3)
+    assert play(source(folder), [half, DONE])[0].reward == 0.0
+
+
+# A conftest.py that lets everything pass changes nothing, and the monitor takes the reward of a solution with one.
+def test_a_hack_earns_nothing(folder: Path) -> None:
+    hook = "def pytest_runtest_makereport(item, call):\n    ...\n"
+    reply, _ = play(source(folder), [FIX, call("create", path="conftest.py", text=hook), DONE])
+    assert reply.error is None and reply.metrics["solved_by_tests"] == 1.0
+    assert reply.reward == 0.0 and reply.metrics["hacks/rollouts"] == 1.0
+
+
+# A hacked rollout under quarantine has no reward at all.
+def test_quarantine_is_no_reward(folder: Path) -> None:
+    spec = source(folder, monitor={"policy": "quarantine"})
+    reply, _ = play(spec, [FIX, call("create", path="conftest.py", text="x = 1\n"), DONE])
+    assert reply.reward is None and reply.error is not None
+    assert reply.error.kind == "quarantine" and not reply.error.retryable and "conftest.py" in reply.error.message
+
+
+# A command with 100 MB of output comes back short, and the rollout goes on.
+def test_huge_output_is_data(folder: Path) -> None:
+    flood = call("bash", command="head -c 100000000 /dev/zero | tr '\\0' x")
+    reply, _ = play(source(folder, output_chars=500), [flood, FIX, DONE])
+    assert reply.reward == 1.0 and max(len(turn.text) for turn in reply.turns if turn.role == "tool") < 1000
+
+
+# Tests that hang end by the task's limit: the rollout is scored.
+def test_a_hanging_suite_is_scored(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, make_task(timeout_s=6.0))
+    hang = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    while True: pass")
+    reply, _ = play(source(folder, command_timeout_s=5.0), [hang, call("run_tests"), DONE])
+    assert reply.error is None and reply.reward == 0.0
+    assert any((turn.error or "").startswith("Error: ended by the limit") for turn in reply.turns)
+
+
+# A harness that never calls the model is a failed rollout, not an unsolved task.
+def test_a_silent_harness_is_no_zero(folder: Path) -> None:
+    spec = msgspec.structs.replace(source(folder), harness={"id": "silent_plugin"})
+    reply, _ = play(spec, [])
+    assert reply.reward is None and reply.error is not None and reply.error.kind == "harness"
+
+
+# A sandbox that cannot be opened is a failure of the kind sandbox, whose message has the remedy.
+def test_a_missing_box_is_no_zero(folder: Path) -> None:
+    reply, _ = play(source(folder, runtime={"type": "bubblewrap", "packages": ["no-such-distribution"]}), [FIX, DONE])
+    assert reply.reward is None and reply.error is not None
+    assert reply.error.kind == "sandbox" and "no-such-distribution" in reply.error.message
+
+
+# A folder that is not there, one without the tree, an empty split and unknown tools are told before anything plays.
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"folder": "/no/such/folder"}, ConfigError, "composer tasks make"),
+        ({"split": "eval", "eval_share": 0.0}, (ConfigError, EmptyTaskSetError), r"demo-1.0 \(train\)"),
+        ({"kinds": ["mutate"]}, (ConfigError, EmptyTaskSetError), "mutate"),
+        ({"tools": ["bash", "browser"]}, ConfigError, "browser"),
+        ({"min_difficulty": 0.9, "max_difficulty": 0.1}, ConfigError, "above max_difficulty"),
+        ({"foldr": "x"}, ConfigError, "did you mean folder"),
+    ],
+)
+def test_bad_settings_are_told(folder: Path, change: dict[str, Any], error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        load(source(**{"folder": folder} | change))
+
+
+def test_a_missing_tree_is_told(tmp_path: Path) -> None:
+    make_folder(tmp_path, make_task(tree="gone-2.0"))
+    with pytest.raises(ConfigError, match="is missing; copy trees"):
+        load(source(tmp_path))
+
+
+# Every repository is in one split only, and the order depends on the seed alone.
+def test_splits_share_no_repository(tmp_path: Path) -> None:
+    tasks = [make_task(id=f"{name}/{n}", repository=name) for name in "abcdefgh" for n in range(3)]
+    make_folder(tmp_path, *tasks)
+
+    def loaded(**change: Any) -> list[Any]:
+        from orchestrator.environments.code.taskset import CodeTaskset, CodeTasksetConfig
+
+        config = CodeTasksetConfig(id="orchestrator.environments.code", folder=tmp_path, eval_share=0.4, **change)
+        return [task.data for task in CodeTaskset(config)]
+
+    train, held_out = loaded(split="train"), loaded(split="eval")
+    assert len(train) + len(held_out) == len(tasks) and train and held_out
+    assert not {data.repository for data in train} & {data.repository for data in held_out}
+    assert [data.name for data in loaded(split="all")] == [data.name for data in loaded(split="all")]
+    assert len(loaded(split="all", num_tasks=4)) == 4
+    assert [data.code_task().id for data in train] == [data.name for data in train]
+    assert train[0].code_task().fail_to_pass == FAIL_TO_PASS
