@@ -1,4 +1,4 @@
-"""`composer tasks make SOURCE -o tasks/`, `composer tasks check tasks/`, `composer tasks show tasks/ ID`."""
+"""`composer tasks make SOURCE -o tasks/`, and import, check and show: what one does with folders of coding tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import bounded_interval
 from orchestrator.tasks.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
 from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory
-from orchestrator.tasks.factory.journal import MakingJournal, CandidateVerdict
+from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
@@ -30,6 +30,11 @@ distribution is downloaded with pip), an archive of sources, a folder, or a git 
 sandbox: some tests fail before and pass after, others pass all the time, three times over. A run that was killed goes
 on when it is started again with the same words."""
 
+_IMPORT = """\
+Makes coding tasks of records in the form of SWE-bench (also Lite, Verified, SWE-Gym, SWE-smith), HumanEval or MBPP. The
+fields of a record decide its form. A record becomes a task when its own solution passes its tests in a sandbox and an
+empty patch does not. The others are in refused.jsonl, with the reason."""
+
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
@@ -38,7 +43,7 @@ def main(words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and look at coding tasks.")
-    commands = parser.add_subparsers(required=True, metavar="make | check | show")
+    commands = parser.add_subparsers(required=True, metavar="make | import | check | show")
     make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
     make.set_defaults(work=make_tasks)
     make.add_argument("source", nargs="+", help="NAME==VERSION, archive, folder or git repository")
@@ -57,6 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
     make.add_argument("--cache", type=Path, default=Path.home() / ".cache/composer-prime/sources", help="archives")
     make.add_argument("--overwrite", action="store_true", help="remove what an earlier run wrote to the folder")
+    published = commands.add_parser("import", description=_IMPORT, help="make tasks of a published task file")
+    published.set_defaults(work=import_file)
+    published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
+    published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
+    published.add_argument("--repositories", type=Path, metavar="FOLDER", help="a clone or tree of each: owner__name")
+    published.add_argument("--shown-tests", type=int, default=1, help="MBPP: assertions in the prompt (default 1)")
+    published.add_argument("--timeout", type=float, default=300.0, help="SWE-bench: seconds of a task's tests")
+    published.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
+    published.add_argument("--unproven", action="store_true", help="take tasks without a run of their tests")
+    published.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
     check = commands.add_parser("check", help="grade a sample of tasks again: stability, empty and tests-only patches")
     check.set_defaults(work=check_folder)
     check.add_argument("folder", type=Path)
@@ -68,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(work=show_tasks)
     show.add_argument("folder", type=Path)
     show.add_argument("id", nargs="?", help="task to show whole")
-    for command in (make, check):
+    for command in (make, published, check):
         command.add_argument(
             "--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="kind of sandbox"
         )
@@ -185,6 +200,34 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
         f"minute, {report['tasks_per_cpu_minute']} a CPU minute; reasons of each candidate: {folder}/report.json",
         soft_wrap=True,
     )
+
+
+def import_file(options: argparse.Namespace) -> int:
+    """Make tasks of a published file. Return 0; a file without any task is an error."""
+    from orchestrator.environments.formats.conversion import ImportSettings, import_tasks
+
+    packages = tuple(name for name in options.packages.split(",") if name)
+    settings = ImportSettings(
+        repositories=options.repositories,
+        shown_tests=options.shown_tests,
+        timeout_s=options.timeout,
+        runtime=None if options.unproven else factory_runtime(options.runtime, packages),
+        jobs=max(1, options.jobs),
+    )
+    lines = ProgressLines()
+    kept, refusals = asyncio.run(
+        import_tasks(
+            options.file,
+            options.output,
+            settings,
+            lambda done, kept: lines.tell(lambda: f"{pluralize(kept, 'task')} of {pluralize(done, 'record')}"),
+        )
+    )
+    for refusal in refusals[:20]:
+        print(f"refused: {refusal.place}: {refusal.reason}", file=sys.stderr)
+    refused = f"; {len(refusals)} refused: {options.output}/refused.jsonl" if refusals else ""
+    print(f"{pluralize(kept, 'task')} of {pluralize(kept + len(refusals), 'record')} in {options.output}{refused}")
+    return 0
 
 
 def check_folder(options: argparse.Namespace) -> int:

@@ -73,8 +73,8 @@ def read_records(path: Path) -> Iterator[Record]:
     Raises ConfigError for a file that is missing or does not decode, EmptyTaskSetError for one without records.
     """
     if not path.is_file():
-        beside = path.parent if path.parent.is_dir() else None
-        near = difflib.get_close_matches(path.name, (entry.name for entry in beside.iterdir()), n=2) if beside else []
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=2, cutoff=0.75)
         hint = f"did you mean {' or '.join(near)}?" if near else "give the path of a .jsonl, .json or .parquet file"
         raise ConfigError(f"{path}: no such file; {hint}")
     count = 0
