@@ -70,13 +70,15 @@ def _tasks(pool: WorkerPool) -> str:
 
 
 async def show_stages(stages: Callable[[], dict[str, str | None]], show: Callable[[str], None]) -> None:
-    """Call `show` with a line at the beginning and at each stage, until all `stages()` are done."""
+    """Call `show` with a line at the beginning and at each stage, with its time, until all `stages()` are done."""
     shown: set[str] | None = None
+    began = time.monotonic()
     while shown is None or len(shown) < len(stages()):
         now = stages()
         done = {awaited for awaited, came in now.items() if came is not None}
         if done != shown:
-            news = [came for awaited, came in now.items() if came is not None and awaited not in (shown or ())]
+            passed = f" after {time.monotonic() - began:.0f} s"
+            news = [came + passed for awaited, came in now.items() if came is not None and awaited not in (shown or ())]
             rest = [awaited for awaited in now if awaited not in done]
             waits = f"waiting for {', '.join(rest)}" if rest else "the first rollouts begin"
             show("; ".join([*news, waits]))

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from time import localtime, strftime
 
 from composer_prime.console import gib, pluralize
 from composer_prime.errors import ComposerError, ConfigError, LedgerError
+from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
 from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
 from composer_prime.monitor.rollouts import eval_scores, open_run
@@ -23,6 +25,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
 _INDENT = " " * 15
+_EVENTS_SHOWN = 8
 _COLUMNS = {
     "reward/mean": "8.3f",
     "loss/total": "+9.4f",
@@ -112,7 +115,20 @@ def report_run(run_dir: RunDir, bins: int) -> list[str]:
         text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
     if total := _values(lines, "memory/total_bytes"):
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
-    return text + _ledger(run_dir) + _costs(run_dir) + _evaluations(run_dir)
+    return text + _ledger(run_dir) + _costs(run_dir) + event_lines(run_dir) + _evaluations(run_dir)
+
+
+def event_lines(run_dir: RunDir) -> list[str]:
+    """Return the warnings and errors of the run, the newest last, with the command that shows more."""
+    events = [each for each in read_events(run_dir.root / "events.jsonl") if each.level != "info"]
+    if not events:
+        return []
+    text = [f"  events       {pluralize(len(events), 'warning or error', 'warnings and errors')}"]
+    text += [f"{_INDENT}{len(events) - _EVENTS_SHOWN} earlier ones"] if len(events) > _EVENTS_SHOWN else []
+    for each in events[-_EVENTS_SHOWN:]:
+        text.append(f"{_INDENT}{strftime('%H:%M:%S', localtime(each.time))} {each.line}")
+        text += [f"{_INDENT}         more: {each.command}"] if each.command else []
+    return text
 
 
 def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,12 @@ class MetricsFile:
 class Tail:
     """Reads what was appended since the last call. A torn last line waits for its end; broken ones are skipped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, valid: Callable[[Line], bool] = lambda line: isinstance(line.get("step"), int)
+    ) -> None:
+        """`valid`: whether an object is a line of this file; by default one of metrics.jsonl."""
         self.path = path
+        self._valid = valid
         self._offset = 0
         self._partial = b""
 
@@ -58,7 +62,7 @@ class Tail:
         except FileNotFoundError:
             return []
         *complete, self._partial = (self._partial + data).split(b"\n")
-        return [line for raw in complete if (line := _decode(raw)) is not None]
+        return [line for raw in complete if (line := _decode(raw)) is not None and self._valid(line)]
 
 
 def _decode(raw: bytes) -> Line | None:
@@ -66,7 +70,7 @@ def _decode(raw: bytes) -> Line | None:
         line = json.loads(raw)
     except ValueError:
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+    return line if isinstance(line, dict) else None
 
 
 def read_history(path: Path) -> list[Line]:

@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from composer_prime.monitor.metrics_file import Line
+
+TREND_STEPS = 10
+"""With fewer steps the rewards of the first and last ones differ by their tasks more than by what was learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,12 @@ class RunProgress:
     """By role."""
     peak_bytes: dict[str, float] = field(default_factory=dict)
     """Largest memory/peak_bytes by role."""
+    stage: str = ""
+    """What a start has come to, until the first step."""
+    nodes: float | None = None
+    """Nodes attached to the gateway; None before its first report."""
+    failed_tries: float = 0.0
+    """Tries of rollouts that failed, of any kind."""
     ended: Ending | None = None
     """End of a joint run; None when steps follow it, or when a resume undid its steps."""
 
@@ -115,6 +124,10 @@ class RunProgress:
     def _take(self, line: Line) -> StepProgress | None:
         role = str(line.get("role", "?"))
         self._update_waiting(role, line)
+        self.stage = line["stage"] if isinstance(line.get("stage"), str) else self.stage
+        self.nodes = self.nodes if (nodes := numeric_field(line, "gateway/nodes")) is None else nodes
+        failed = [line[name] for name in line if name.startswith("rollouts/failed/") and numeric_field(line, name)]
+        self.failed_tries = sum(failed) if failed else self.failed_tries
         self.ended = _ending(line) or self.ended
         peak = numeric_field(line, "memory/peak_bytes")
         if peak is not None:
@@ -146,6 +159,16 @@ class RunProgress:
         """Return the mean reward of every step that has one, by step."""
         ordered = (self.steps[step].reward for step in sorted(self.steps))
         return [reward for reward in ordered if reward is not None]
+
+    def recent_reward(self, window: int = TREND_STEPS) -> float | None:
+        """Return the mean reward of the last `window` steps; None before there are so many."""
+        rewards = self.rewards()
+        return fmean(rewards[-window:]) if len(rewards) >= window else None
+
+    def left_s(self, max_steps: int) -> float | None:
+        """Return about how many seconds the remaining steps take; None before two steps and after the last."""
+        pace, last = self.seconds_a_step(), self.last
+        return None if pace is None or last is None or last.step >= max_steps else pace * (max_steps - last.step)
 
     def seconds_a_step(self, window: int | None = 10) -> float | None:
         """Return the median seconds from step to step over the last `window` steps, or all; None before two steps.

@@ -45,6 +45,26 @@ def failure_text(rollout: Rollout) -> str | None:
     return str(failure) if failure else None
 
 
+def rollout_text(rollout: Rollout) -> str:
+    """Return a rollout in one line: task, reward, question, calls and last reply, each cut short."""
+    reward = rollout.get("reward")
+    result = f"reward {reward:g}" if isinstance(reward, int | float) else f"failed: {failure_text(rollout)}"
+    turns = rollout.get("turns") or []
+    calls = [f"{call.get('name')}({call.get('arguments')})" for turn in turns for call in turn.get("tool_calls") or []]
+    asked = next((str(turn.get("text")) for turn in turns if turn.get("role") == "user"), "")
+    replies = [str(turn.get("text")) for turn in turns if turn.get("role") == "assistant" and turn.get("text")]
+    parts = [asked, *calls[:_CALLS_SHOWN], *(["..."] if len(calls) > _CALLS_SHOWN else []), *replies[-1:]]
+    return f"{rollout.get('task_id')}, {result}: {' -> '.join(_cut(part) for part in parts if part)}"
+
+
+_CALLS_SHOWN, _PART_CHARS = 3, 80
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _PART_CHARS else line[: _PART_CHARS - 3] + "..."
+
+
 def scores(path: Path) -> Scores:
     """Return rewards by task. Leaves out failed rollouts, which have none."""
     by_task: Scores = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer_prime.cli.report_command import RoundTotals, hint_lines, joint_lines, pair_lines, report_run
+from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.run_dir import RunDir
@@ -16,6 +17,21 @@ def round_line(step: int, outer_step: int, peers: str, sent: float, **more) -> d
     own = {f"diloco/{peer}/inner_steps": 1 for peer in peers}
     figures = {"diloco/outer_step": outer_step, "diloco/sweep": outer_step // 2, "diloco/sync_s": 0.5}
     return trainer_line(step, **figures, **own, **{"diloco/bytes_sent": sent, "diloco/bytes_received": sent}, **more)
+
+
+def test_warnings_stand_in_the_report_with_the_command_that_shows_more(tmp_path):
+    # Information is left out; a repeated event has its count; no event, no section.
+    (tmp_path / "config.json").write_text("{}")
+    MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1})
+    assert "events" not in "\n".join(report_run(RunDir(tmp_path), 1))
+    file = EventFile(RunDir(tmp_path), "orchestrator")
+    file.write("checkpoint", "checkpoint of step 1 is saved")
+    for _ in range(10):
+        file.write("failure", "a rollout of 's' failed: KeyError", level="warning", where="env.py:3")
+    text = "\n".join(report_run(RunDir(tmp_path), 1))
+    assert "events       1 warning or error\n" in text and "checkpoint of step" not in text
+    assert "orchestrator: a rollout of 's' failed: KeyError (10 times) (env.py:3)" in text
+    assert f"more: composer rollouts {tmp_path} --failed" in text
 
 
 def test_a_steps_parts_add_up(tmp_path):

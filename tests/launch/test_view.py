@@ -92,7 +92,7 @@ def test_panel_shows_progress_pace_and_who_waits():
     progress.update([line(1, **{"reward/mean": 0.1}), line(2, **{"reward/mean": 0.3}), {**waits, **evaluated}])
     rows = dict(panel_rows(Config.model_validate(CONFIG), progress, time.time() - 65, 2 << 30))
     assert "step 2/4" in rows["progress"] and "1m 05s" in rows["progress"] and "0m 02s left" in rows["progress"]
-    assert "0.300  first 0.100" in rows["reward"]
+    assert rows["reward"] == "0.300"
     assert rows["eval"] == "after step 2: a/reward_mean 0.500 [0.400, 0.600]"
     assert rows["memory"].startswith("2.00 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
     assert rows["step"].startswith("2/4  ") and list(rows).index("eval") < list(rows).index("reward")
@@ -186,3 +186,28 @@ def test_live_panel_on_a_terminal(tmp_path: Path):
     assert process.wait(200) == 0
     text = shown.decode(errors="replace")
     assert text.count("Ctrl-C stops") > 1 and "step 3/3" in text and "stand finished" in text
+
+
+def test_ten_steps_have_a_mean_and_fewer_claim_no_trend(capsys):
+    # Each step's line has the time left; the mean of ten steps stands beside every tenth.
+    config = Config.model_validate({**CONFIG, "run": {"name": "one", "max_steps": 20}})
+    progress, view = RunProgress(), PlainView(config)
+    for step in range(1, 11):
+        view.refresh(progress, progress.update([line(step, **{"reward/mean": step / 10})]), None)
+    shown = capsys.readouterr().out.splitlines()
+    assert "left" not in shown[0] and shown[1].endswith("0m 18s left")
+    assert shown[-1].endswith("0m 10s left  (mean reward of 10 steps 0.550)")
+    assert sum("mean reward" in text for text in shown) == 1
+    rows = dict(panel_rows(config, progress, time.time(), None))
+    assert rows["reward"].startswith("1.000  mean of 10 steps 0.550")
+
+
+def test_the_panel_shows_the_start_the_nodes_and_failures():
+    # Before the first step it says what has come; later how many nodes serve and how many tries failed.
+    config, progress = Config.model_validate(CONFIG), RunProgress()
+    progress.update([{"step": 0, "role": "orchestrator", "stage": "environment 'a' has loaded (4 tasks) after 9 s"}])
+    assert dict(panel_rows(config, progress, time.time(), None))["start"].endswith("after 9 s")
+    figures = {"gateway/nodes": 2, "rollouts/failed/task": 3, "rollouts/failed/timeout": 1}
+    progress.update([line(1), {"step": 1, "role": "orchestrator", **figures}])
+    rows = dict(panel_rows(config, progress, time.time(), None))
+    assert "start" not in rows and rows["nodes"] == "2 connected, 4 failed tries of rollouts"

@@ -20,8 +20,10 @@ import psutil
 
 from composer_prime.config import Config
 from composer_prime.errors import RoleFailedError
+from composer_prime.monitor.events import EventFile, parse_event
 from composer_prime.monitor.metrics_file import MetricsFile, Tail
 from composer_prime.monitor.progress import RunProgress
+from composer_prime.monitor.rollouts import read_rollouts, rollout_text
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 from composer_prime.plan.machine import visible_gpus
 from composer_prime.run.costs import CostLedger
@@ -40,8 +42,10 @@ SAME_PRESS_S = 0.3
 """One Ctrl-C can arrive twice: from the terminal and from `uv run`, which passes it on."""
 LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
 """Metrics that count the bytes on a link. weights/bytes counts one publication, the others all since the start."""
-TOLD = ("stage", "problem")
-"""Fields of metrics.jsonl that hold a sentence for the screen."""
+SAMPLE_EVERY_STEPS = 5
+"""How often the screen shows one rollout of a step."""
+_SHOWN_OTHERWISE = ("evaluation",)
+"""Kinds of events that the view draws from metrics.jsonl."""
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
 
@@ -65,7 +69,9 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     roles = commands(config, run_dir) if commands else role_commands(config, run_dir, gpus=len(visible_gpus()))
     monitor = _RunMonitor(prepared, build_view(config))
     with _Signals() as signals, OrphanGuard(config.run.stop_grace_s) as guard:
-        supervisor = Supervisor(run_dir=run_dir, roles=roles, guard=guard, config=config, on_event=monitor.view.event)
+        supervisor = Supervisor(
+            run_dir=run_dir, roles=roles, guard=guard, config=config, on_event=monitor.process_event
+        )
         failure = _run(monitor, supervisor, signals)
     status = signals.status if failure is None else FAILED
     _write_costs(monitor, supervisor)
@@ -157,6 +163,7 @@ class _RunMonitor:
         self.link_bytes: Counter[str] = Counter()
         """Bytes since this start, by link."""
         self._config = prepared.config
+        self._run_dir = prepared.run_dir
         self._root = prepared.run_dir.root
         self._metrics = MetricsFile(prepared.run_dir.metrics, "launcher")
         self._feeders: list[Feeder] = []
@@ -166,6 +173,10 @@ class _RunMonitor:
         if prepared.start_step:
             self._metrics.log(prepared.start_step, {"event": "resume"})
         self._tail = Tail(prepared.run_dir.metrics)
+        self._events = EventFile(prepared.run_dir, "launcher")
+        self._event_tail = Tail(self._root / "events.jsonl", lambda line: parse_event(line) is not None)
+        self._event_tail.read()
+        self._samples_due: list[int] = []
         self.progress.update(self._tail.read())
         self.progress.waiting.clear()
         view.begin(self.progress)
@@ -191,9 +202,8 @@ class _RunMonitor:
         new_steps = self.progress.update(lines)
         for line in lines:
             self._count_links(line)
-            for name in TOLD:
-                if isinstance(text := line.get(name), str):
-                    self.view.event(text)
+            if isinstance(text := line.get("stage"), str):
+                self.view.event(text)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
         if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
@@ -202,9 +212,30 @@ class _RunMonitor:
             self.peak_bytes = max(self.peak_bytes, self._memory_bytes)
         if new_steps and self._memory_bytes:
             self._metrics.log(new_steps[-1].step, {"memory/total_bytes": self._memory_bytes})
+        self._show_events()
         if ended:
             self.progress.waiting.clear()
+        self._samples_due += [new.step for new in new_steps if new.step == 1 or new.step % SAMPLE_EVERY_STEPS == 0]
         self.view.refresh(self.progress, new_steps, self._memory_bytes)
+
+    def process_event(self, text: str) -> None:
+        """Show what happened to a process, and keep it."""
+        self.view.event(text)
+        self._events.write("process", text, level="warning")
+
+    def _show_events(self) -> None:
+        """Show what other roles' events tell, and a rollout of the steps that are due for one."""
+        for line in self._event_tail.read():
+            event = parse_event(line)
+            if event is not None and event.role != "launcher" and event.kind not in _SHOWN_OTHERWISE:
+                self.view.event(event.line)
+        for step in self._samples_due:
+            path = self._run_dir.rollouts(step)
+            with suppress(OSError):
+                played = [rollout for rollout in read_rollouts(path) if rollout.get("reward") is not None]
+                if played:
+                    self.view.event(f"  a rollout of step {step}: {rollout_text(played[step % len(played)])}")
+        self._samples_due.clear()
 
     def _count_links(self, line: Mapping[str, Any]) -> None:
         for name in LINKS:

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from composer_prime.config import Config
 from composer_prime.console import clock, gib, pluralize, silence
-from composer_prime.monitor.progress import RoundProgress, RunProgress, StepProgress, ends, sparkline
+from composer_prime.monitor.progress import TREND_STEPS, RoundProgress, RunProgress, StepProgress, ends, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
@@ -92,7 +92,7 @@ class PlainView:
     def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
         """Show progress. Called each tick; `fresh` holds the steps since the last call."""
         for step in fresh:
-            self.event(step_line(step, self._max_steps))
+            self.event(f"{step_line(step, self._max_steps)}{self._outlook(progress, step)}")
             if text := channels_text(step):
                 self.event(f"  {text}")
             if step.joint is not None and step.joint.number != self._round_shown:
@@ -112,6 +112,13 @@ class PlainView:
                 self._show_waits_at = now + NEXT_WAIT_S
                 self._waits_shown[role] = waiting.subject
                 self.event(f"{role} has waited {now - waiting.since:.0f} s for {waiting.what}")
+
+    def _outlook(self, progress: RunProgress, step: StepProgress) -> str:
+        """Return the time left, and each TREND_STEPS steps the mean reward of the last ones."""
+        left_s, recent = progress.left_s(self._max_steps), progress.recent_reward()
+        left = f"  {clock(left_s)} left" if left_s is not None else ""
+        is_due = recent is not None and step.step % TREND_STEPS == 0
+        return f"{left}  (mean reward of {TREND_STEPS} steps {recent:.3f})" if is_due else left
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -176,13 +183,21 @@ def panel_rows(
     if progress.evals:
         newest = max(progress.evals)
         rows.append(("eval", f"after step {newest}: {eval_text(progress.evals[newest])}"))
+    elif last is None and progress.stage:
+        rows.append(("start", progress.stage))
     rewards = progress.rewards()
     if rewards:
-        rows.append(("reward", f"{rewards[-1]:.3f}  first {rewards[0]:.3f}  {sparkline(rewards)}"))
+        recent = progress.recent_reward()
+        trend = "" if recent is None else f"  mean of {TREND_STEPS} steps {recent:.3f}  {sparkline(rewards)}"
+        rows.append(("reward", f"{rewards[-1]:.3f}{trend}"))
     if last is not None:
         rows.append(("step", step_line(last, config.run.max_steps).removeprefix("step ")))
         rows += [("channels", text)] if (text := channels_text(last)) else []
         rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
+    if progress.nodes is not None:
+        failed = int(progress.failed_tries)
+        tries = f", {pluralize(failed, 'failed try', 'failed tries')} of rollouts" if failed else ""
+        rows.append(("nodes", f"{progress.nodes:g} connected{tries}"))
     if memory_bytes:
         peaks = "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
         rows.append(("memory", f"{gib(memory_bytes)} in all processes{peaks}"))
@@ -199,8 +214,8 @@ def _progress_text(config: Config, progress: RunProgress, started: float) -> str
     if total == 0:
         return f"evaluation only, {elapsed}"
     filled = round(30 * done / total)
-    pace = progress.seconds_a_step()
-    left = f", about {clock(pace * (total - done))} left" if pace is not None and done < total else ""
+    left_s = progress.left_s(total)
+    left = f", about {clock(left_s)} left" if left_s is not None else ""
     return f"step {done}/{total} {'━' * filled}{'─' * (30 - filled)} {elapsed}{left}"
 
 
@@ -240,15 +255,11 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
     return "\n".join([*lines, f"  uv run composer view {where}{page}", f"  uv run composer report {where}"])
 
 
-_TREND_STEPS = 10
-"""With fewer steps the rewards of the first and last ones differ by their tasks more than by what was learned."""
-
-
 def _rewards(progress: RunProgress) -> list[str]:
     rewards = progress.rewards()
     if not rewards:
         return []
-    if len(rewards) < _TREND_STEPS:
+    if len(rewards) < TREND_STEPS:
         count = pluralize(len(rewards), "step")
         return [f"  training    mean reward {fmean(rewards):.3f} of {count}, each on other tasks: too few for a trend"]
     first, last = ends(rewards)
