@@ -61,11 +61,13 @@ async def measure_baseline(
         modules = results[0].modules if results else []
         result = (await play([run], preload=modules, hash_seed=len(results)))["all"]
         if result.ended:
+            if not result.ended.startswith("timeout") and result.running is None:
+                raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {_last_line(result.ended)}")
             if result.running is None or len(hanging) == MAX_HANGING:
                 place = result.running or "the import of its tests"
                 raise ConfigError(
-                    f"{tree.origin}: its tests do not come to an end ({result.ended}); they stop in {place}. Take such "
-                    f"tests out, or raise --suite-timeout ({suite_timeout_s:g} s)"
+                    f"{tree.origin}: its tests do not come to an end ({_last_line(result.ended)}); they stop in "
+                    f"{place}. Take such tests out, or raise --suite-timeout ({suite_timeout_s:g} s)"
                 )
             hanging.append(result.running)
         else:
@@ -135,6 +137,10 @@ def _combine(results: list[SuiteResult], hanging: list[str], slow_file_s: float)
         preload=results[-1].modules or first.modules,
         collect_errors=errors,
     )
+
+
+def _last_line(text: str) -> str:
+    return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
 
 
 def _why(tree: SourceTree, baseline: Baseline) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.environments.code.task import CodeTask
+from orchestrator.environments.code.task import CodeTask, matches
 from orchestrator.tasks.factory.baseline import Baseline
 from orchestrator.tasks.factory.candidates import shuffled
 from orchestrator.tasks.factory.functions import FunctionIndex, SourceFunction
@@ -57,7 +58,7 @@ def build_task(
             for path in (*proof.start, *candidate.added)
             if (tree.folder / path).is_file()
         },
-        editable=sorted({*editable_patterns(tree), *proof.start, *candidate.added}),
+        editable=_editable(tree, (*proof.start, *candidate.added)),
         tests=proof.tests,
         fail_to_pass=_draw(proof.fail_to_pass, seed),
         pass_to_pass=_draw(proof.pass_to_pass, seed),
@@ -69,6 +70,12 @@ def build_task(
         source=tree.origin,
         license=tree.license,
     )
+
+
+def _editable(tree: SourceTree, changed: Iterable[str]) -> list[str]:
+    """Return the patterns of the sources, which do not tell where the change is, and what they do not match."""
+    patterns = editable_patterns(tree)
+    return sorted([*patterns, *(path for path in changed if not matches(path, patterns))])
 
 
 def _text(path: Path) -> str:

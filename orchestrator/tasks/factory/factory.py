@@ -22,12 +22,13 @@ from typing import Any, Protocol
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.environments.code.task import CodeTask
+from orchestrator.sandbox.box import open_box
 from orchestrator.tasks.factory.baseline import Baseline, PlaySuite, measure_baseline
 from orchestrator.tasks.factory.building import build_task
 from orchestrator.tasks.factory.candidates import TaskCandidate, find_candidates, shuffled
 from orchestrator.tasks.factory.functions import FunctionIndex, index_functions
 from orchestrator.tasks.factory.history import SourceCommit, source_commits
-from orchestrator.tasks.factory.journal import MakingJournal, CandidateVerdict
+from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
 from orchestrator.tasks.factory.proof import Proof, prove
 from orchestrator.tasks.factory.source import (
     ARCHIVES,
@@ -120,6 +121,8 @@ class TaskFactory:
         """Make the tasks of all sources. Return the report, which is also written."""
         started, cpu_before = time.monotonic(), cpu_seconds()
         before = len(self.journal.verdicts)
+        async with await open_box(self.runtime):
+            pass  # without sandboxes every candidate would be refused for it
         places = asyncio.Semaphore(max(self.jobs, 1))
         async with asyncio.TaskGroup() as group:
             for source in dict.fromkeys(sources):
@@ -139,7 +142,7 @@ class TaskFactory:
                 await self._make_tree(tree)
                 if self.settings.history:
                     await self._make_history(Path(source))
-            except ConfigError as error:
+            except (ConfigError, SandboxError) as error:
                 problem = self.problems[source] = str(error)
             self.watcher.source_ended(source, problem)
 

@@ -129,7 +129,7 @@ def _runs(cases: Mapping[str, Proof], baseline: Baseline) -> list[SuiteRun]:
 
 def _refusal(before: SuiteResult, after: SuiteResult) -> tuple[str, str]:
     slow = [node for node, record in before.tests.items() if record.outcome == "slow"]
-    if before.ended == "timeout" or slow:
+    if before.ended.startswith("timeout") or slow:
         return "the changed code hangs", slow[0] if slow else before.running or ""
     if before.ended or after.ended:
         return "the test run ended early", before.ended or after.ended

@@ -20,6 +20,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +28,8 @@ import pytest
 from _pytest.config import get_config
 
 MESSAGE_CHARACTERS = 1500
+COMPLETE = (0, 1, 5)
+"""Exit statuses of pytest after it ran all that it found: all passed, some failed, nothing found."""
 LINE_TRACED_CALLS = 100
 """Calls of a function whose lines are traced; after them only the call itself is noted."""
 
@@ -191,20 +194,27 @@ def _foreign(module, root: str) -> bool:
 def play(run: dict, job: dict, root: str) -> dict:
     """Fork a child that runs the tests of one run, and return its records."""
     receiving, sending = os.pipe()
+    said = tempfile.TemporaryFile() if run["trace"] else open(os.devnull, "r+b")  # noqa: SIM115
     started = time.monotonic()
     child = os.fork()
     if child == 0:
         os.close(receiving)
-        _child(run, job, root, sending)
+        _child(run, job, root, sending, said.fileno())
     os.close(sending)
     data, ended, usage = _listen(child, receiving, started + run["timeout_s"])
     os.close(receiving)
     records = [json.loads(line) for line in data.decode("utf-8", "replace").splitlines() if line.endswith("}")]
-    finished = any("finished" in record for record in records)
+    finished = [record["finished"] for record in records if "finished" in record]
+    if ended != "timeout" and finished and finished[-1] in COMPLETE:
+        ended = ""
+    elif run["trace"]:
+        said.seek(max(said.seek(0, os.SEEK_END) - MESSAGE_CHARACTERS, 0))
+        ended += ": " + said.read().decode("utf-8", "replace")
+    said.close()
     return {
         "key": run["key"],
         "records": records,
-        "ended": ended if ended == "timeout" or not finished else "",
+        "ended": ended,
         "wall_s": round(time.monotonic() - started, 4),
         "cpu_s": round(usage, 4),
     }
@@ -238,11 +248,10 @@ def _kill_group(child: int) -> None:
         os.killpg(child, signal.SIGKILL)
 
 
-def _child(run: dict, job: dict, root: str, sending: int) -> None:
+def _child(run: dict, job: dict, root: str, sending: int, said: int) -> None:
     os.setsid()
-    nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)
+        os.dup2(said, standard)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.path[:0] = [os.path.join(root, folder) for folder in job["python_path"]]
     status = 70

@@ -1,0 +1,87 @@
+"""Measure how fast tasks are made, and what shared interpreters save over one interpreter a test run.
+
+    python benchmarks/task_factory.py toolz==1.2.0 cachetools --limit 40 --jobs 2
+
+First the tasks of each source are made, with all refusals, into a folder that is removed afterwards. Then the test runs
+of a sample of them are played twice: all in one box with one interpreter that forks, as the factory does, and each in a
+box and an interpreter of its own. Wall time means something on a quiet machine only; CPU time hardly changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_prime.cli.tasks_command import factory_runtime
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.environments.code.task import CodeTask
+from orchestrator.tasks.factory.check import draw_tasks
+from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory
+from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.tasks.factory.suite import SuiteRun, run_suite
+
+
+class _Quiet:
+    def source_begun(self, source: str) -> None: ...
+    def candidates_found(self, source: str, count: int, done: int) -> None: ...
+    def verdict(self, verdict: CandidateVerdict) -> None: ...
+    def source_ended(self, source: str, problem: str) -> None:
+        print(f"{source}: {problem or 'done'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="+")
+    parser.add_argument("--limit", type=int, default=40, help="tasks of each source")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--sample", type=int, default=12, help="tasks whose test runs are played both ways")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/composer-prime/sources")
+    options = parser.parse_args()
+    runtime = factory_runtime("auto")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "tasks"
+        print(f"load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+        factory = TaskFactory(
+            MakingJournal(out), FactorySettings(limit=options.limit), runtime, options.jobs, options.cache, _Quiet()
+        )
+        report = asyncio.run(factory.make(options.source))
+        print(f"load average after: {os.getloadavg()[0]:.1f}")
+        print(
+            f"{report['made_in_this_run']} proven of {report['candidates']} candidates in {report['wall_s']} s wall, "
+            f"{report['cpu_s']} s CPU: {report['tasks_per_minute']} a minute with {options.jobs} jobs, "
+            f"{report['tasks_per_cpu_minute']} a CPU minute"
+        )
+        asyncio.run(compare(draw_tasks(out, options.sample, 0), out, runtime))
+
+
+async def compare(tasks: Sequence[CodeTask], out: Path, runtime: RuntimeConfig) -> None:
+    """Print CPU and wall seconds a test run, both ways."""
+    trees: dict[str, list[CodeTask]] = {}
+    for task in tasks:
+        trees.setdefault(task.tree, []).append(task)
+    shared, single = [0.0, 0.0], [0.0, 0.0]
+    for tree, of_tree in trees.items():
+        runs = [SuiteRun(key=task.id, tests=task.tests, files=dict(task.start), timeout_s=120) for task in of_tree]
+        python_path = of_tree[0].python_path
+        for sums, groups in ((shared, [runs]), (single, [[run] for run in runs])):
+            for group in groups:
+                started = time.monotonic()
+                results = await run_suite(
+                    runtime, out / "trees" / tree, group, python_path=python_path, test_timeout_s=5, hash_seed=0
+                )
+                sums[0] += sum(result.cpu_s for result in results.values())
+                sums[1] += time.monotonic() - started
+    count = len(tasks)
+    print(f"a test run, mean of {count}:  CPU s   wall s")
+    print(f"  forks of one interpreter     {shared[0] / count:6.3f}   {shared[1] / count:6.3f}")
+    print(f"  an interpreter and a box each {single[0] / count:5.3f}   {single[1] / count:6.3f}")
+    print(f"  ratio                        {single[0] / shared[0]:6.1f}   {single[1] / shared[1]:6.1f}")
+
+
+if __name__ == "__main__":
+    main()
