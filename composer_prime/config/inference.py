@@ -43,6 +43,16 @@ class VllmEngineConfig(BaseConfig):
     extra_args: list[str] = []
     """Further command-line arguments of vLLM's engine; they win over the settings here."""
 
+    @field_validator("extra_args")
+    @classmethod
+    def _keeps_context(cls, words: list[str]) -> list[str]:
+        if any(word.replace("_", "-").startswith("--max-model-len") for word in words):
+            raise ValueError(
+                f"inference.vllm.extra_args is {words}: a node whose context differs from model.max_context cuts "
+                "answers short; set model.max_context instead"
+            )
+        return words
+
 
 class InferenceConfig(BaseConfig):
     engine: Literal["local", "vllm"] = "local"

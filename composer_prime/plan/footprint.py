@@ -185,6 +185,16 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     }
 
 
+def node_disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
+    """Return what a node keeps in its folder for temporary files at its peak.
+
+    It is the version in use and the next one; with vLLM also the file that the engine reads.
+    """
+    if config.run.max_steps == 0:
+        return 0
+    return (3 if config.inference.engine == "vllm" else 2) * shape.parameters * (2 if cuda else 4)
+
+
 def trained_parameters(config: Config, shape: ModelShape) -> int:
     """Return the number of trained parameters: all of the model's, or those of its adapters."""
     lora = config.trainer.lora

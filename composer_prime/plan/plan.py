@@ -5,14 +5,24 @@ Read `build_plan` first. The rows come from here, the problems and most notes fr
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
 
 from composer_prime.config import Config
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.llm.prices import cost_with_cap, forecast_cost
-from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
+from composer_prime.plan.footprint import (
+    ModelShape,
+    Need,
+    disk_bytes,
+    node_disk_bytes,
+    node_need,
+    orchestrator_need,
+    rank_need,
+)
 from composer_prime.plan.machine import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, setting_notes
 from composer_prime.run.check_run_dir import Starter, folder_state
@@ -251,7 +261,17 @@ def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Finding
             f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
         )
     listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
-    return [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
+    rows = [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
+    per_node = node_disk_bytes(config, shape, cuda=bool(machine.gpus))
+    here, folder = config.inference.nodes * per_node, Path(tempfile.gettempdir())
+    if per_node:
+        rows.append(("", f"about {gib(per_node)} for versions of the weights in TMPDIR, each node"))
+    if here > free_bytes(folder) and not machine.imagined:
+        findings.problems.append(
+            f"the nodes here keep about {gib(here)} of weights in {folder}, which has {gib(free_bytes(folder))} free: "
+            f"set TMPDIR to a larger disk, or lower inference.nodes ({config.inference.nodes})"
+        )
+    return rows
 
 
 def _note_cores(config: Config, machine: Machine, findings: Findings) -> None:

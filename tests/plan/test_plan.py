@@ -12,6 +12,7 @@ import pytest
 
 from composer_prime.cli import plan_command
 from composer_prime.config import Config
+from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB
 from composer_prime.model_source import resolve_model
@@ -216,6 +217,19 @@ def test_full_disk_is_a_problem(tmp_path):
     # Checkpoints that cannot fit are refused with the keys that shrink them.
     config = quickstart(tmp_path, "--trainer.checkpoint.keep", "100000000")
     assert "trainer.checkpoint.keep" in "\n".join(build_plan(config, LAPTOP).problems)
+
+
+def test_nodes_need_room_for_their_weights(tmp_path):
+    # The plan names what each node keeps beside the run directory, and refuses more nodes than the disk has room for.
+    assert "versions of the weights in TMPDIR, each node" in str(build_plan(quickstart(tmp_path), LAPTOP).rows)
+    config = quickstart(tmp_path, "--inference.nodes", "300000")
+    assert "set TMPDIR to a larger disk" in "\n".join(build_plan(config, LAPTOP).problems)
+
+
+def test_a_node_has_the_context_of_the_run(tmp_path):
+    # Another context than model.max_context would cut answers that count as whole; it is refused by name.
+    with pytest.raises(ValueError, match=r"set model\.max_context instead"):
+        VllmEngineConfig(extra_args=["--max_model_len=256"])
 
 
 def test_gpus_go_to_nodes_first_and_then_to_ranks(tmp_path):
