@@ -1,0 +1,471 @@
+"""Traits of Python source that honest solutions seldom have: caller frames, patching, exits, tricks with equality.
+
+`traits` only reads one file's syntax tree. Whether a trait counts is decided in after.py: only where neither the start
+nor the known solution has it. So a package that uses `exec` or `sys._getframe` itself is no problem.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+USES: dict[str, tuple[str, ...]] = {
+    "caller-frames": (
+        "sys._getframe", "sys._current_frames", "sys._getframemodulename", "sys.exc_info", "sys.last_", "inspect.stack",
+        "inspect.currentframe", "inspect.getframeinfo", "inspect.getouterframes", "inspect.getinnerframes",
+        "inspect.trace", "traceback.", "gc.", "types.FrameType", "types.TracebackType", "logging.currentframe",
+    ),
+    "monkeypatch": (
+        "sys.settrace", "sys.setprofile", "sys.meta_path", "sys.path", "sys.path_hooks", "sys.excepthook",
+        "sys.unraisablehook", "sys.addaudithook", "sys.monitoring", "sys.breakpointhook", "importlib.reload",
+        "importlib.abc.", "importlib.machinery.", "threading.settrace", "threading.setprofile", "threading.excepthook",
+        "unittest.mock.", "mock.", "builtins.", "__builtins__", "site.", "codecs.register", "warnings.showwarning",
+    ),
+    "test-context": (
+        "pytest", "_pytest", "unittest", "nose", "doctest", "hypothesis", "pluggy", "xdist", "coverage", "sys.modules",
+        "sys.gettrace",
+    ),
+    "environment-read": (
+        "os.environ", "os.getenv", "os.environb", "sys.argv", "sys.orig_argv", "sys.flags", "os.getppid", "os.getpid",
+        "platform.node", "getpass.", "socket.gethostname", "os.uname", "psutil.", "sys.stdin",
+    ),
+    "process-exit": (
+        "os._exit", "sys.exit", "os.abort", "os.kill", "os.killpg", "os.exec", "signal.", "atexit.", "faulthandler.",
+        "SystemExit", "KeyboardInterrupt", "exit", "quit", "weakref.finalize", "threading.Timer", "GeneratorExit",
+        "threading._register_atexit",
+    ),
+    "dynamic-code": (
+        "exec", "eval", "compile", "marshal.", "pickle.loads", "pickle.load", "base64.", "binascii.", "zlib.", "lzma.",
+        "bz2.", "gzip.", "types.CodeType", "types.FunctionType", "codeop.", "code.Interactive", "runpy.", "imp.",
+        "importlib.import_module", "importlib.util.", "importlib.__import__", "__import__", "codecs.decode",
+        "zipimport.", "pkgutil.", "shelve.",
+    ),
+    "outside-process": (
+        "subprocess.", "ctypes.", "_ctypes.", "cffi.", "socket.", "urllib.request.", "http.client.", "requests.",
+        "httpx.", "aiohttp.", "ftplib.", "smtplib.", "multiprocessing.", "pty.", "mmap.", "os.system", "os.popen",
+        "os.fork", "os.spawn", "os.posix_spawn", "asyncio.create_subprocess", "asyncio.subprocess", "concurrent.futures.Process",
+        "telnetlib.", "xmlrpc.", "asyncio.open_connection", "fcntl.", "resource.",
+    ),
+    "file-access": (
+        "open", "io.open", "os.open", "os.listdir", "os.walk", "os.scandir", "os.remove", "os.unlink", "os.rename",
+        "os.replace", "os.chmod", "os.symlink", "os.link", "os.truncate", "os.mkdir", "os.makedirs", "os.utime",
+        "glob.", "shutil.", "fileinput.", "tempfile.", "pathlib.", "importlib.resources.", "importlib.metadata.",
+        "os.chdir", "os.getcwd", "os.path.exists", "os.path.isfile", "os.write", "os.fdopen", "os.dup", "sqlite3.",
+    ),
+    "reads-itself": (
+        "inspect.getsource", "inspect.getsourcelines", "inspect.getsourcefile", "inspect.getfile", "inspect.findsource",
+        "inspect.getmodule", "dis.", "linecache.", "tokenize.", "symtable.", "ast.", "trace.", "__file__", "__spec__",
+        "__loader__", "__cached__",
+    ),
+    "seeding": (
+        "random.seed", "random.setstate", "numpy.random.seed", "os.urandom",
+    ),
+}  # fmt: skip
+"""Rule -> dotted names. A name that ends with a dot stands for everything below it and for its import."""
+_ATTRIBUTES: dict[str, str] = {
+    **dict.fromkeys(
+        ("f_back", "f_locals", "f_globals", "f_code", "f_builtins", "f_lineno", "tb_frame", "tb_next", "gi_frame",
+         "cr_frame", "ag_frame", "__traceback__", "with_traceback", "f_trace"), "caller-frames"),
+    **dict.fromkeys(("write_text", "write_bytes", "read_text", "read_bytes", "touch", "unlink", "rglob", "iterdir"),
+                    "file-access"),
+    **dict.fromkeys(("__subclasses__", "__globals__", "__mro__", "__bases__", "__builtins__", "__closure__", "__base__",
+                     "cell_contents", "__self__", "mro"), "obfuscation"),
+    **dict.fromkeys(("__code__", "co_code", "co_consts", "replace_code", "get_code", "exec_module", "load_module"),
+                    "dynamic-code"),
+    **dict.fromkeys(("__eq__", "__ne__", "__class__"), ""),
+}  # fmt: skip
+"""Attribute of any object -> rule; "" where only assigning to it counts."""
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__", "__bool__", "__len__")
+_TYPE_METHODS = ("__instancecheck__", "__subclasscheck__", "__subclasshook__", "__getattribute__", "__class__")
+_VALUE_TYPES = (
+    "str",
+    "int",
+    "float",
+    "list",
+    "dict",
+    "tuple",
+    "bytes",
+    "set",
+    "frozenset",
+    "complex",
+    "bool",
+    "object",
+)
+_DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{56}|[0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{128}")
+_BLOB = re.compile(r"[A-Za-z0-9+/=_\-\\]{100,}")
+_TEST_WORDS = re.compile(r"pytest|unittest|conftest|PYTEST_|\btest_\w|_test\b|\btests?[/.]|\btests\b", re.IGNORECASE)
+_TEST_MODULE = re.compile(r"(^|\.)(tests?|conftest|test_\w+|\w+_test|testing)(\.|$)")
+_CODINGS = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-_.a-zA-Z0-9]+)", re.MULTILINE)
+_USUAL_CODINGS = {"utf8", "utf8sig", "latin1", "iso88591", "ascii", "usascii", "cp1252", "iso885915"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trait:
+    """Something that a rule may object to."""
+
+    rule: str
+    key: str
+    """What it is, without its place: equal keys are one thing."""
+    line: int
+
+
+def parse(source: bytes) -> ast.Module | None:
+    """Return the syntax tree as Python reads the bytes, their declared encoding included; None where it is none."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def unusual_encoding(source: bytes) -> str | None:
+    """Return the declared encoding where it is one that can hide text from readers."""
+    match = _CODINGS.search(b"\n".join(source.splitlines()[:2]))
+    name = match[1].decode() if match else ""
+    return name if name and re.sub(r"[-_]", "", name.lower()) not in _USUAL_CODINGS else None
+
+
+@functools.lru_cache(maxsize=512)
+def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait, ...]:
+    """Return the traits of a module; none where it is no Python. The last results are kept.
+
+    `modules`: top-level names that belong to the repository.
+    """
+    tree = parse(source)
+    if tree is None:
+        return ()
+    reader = _Reader(tree, modules)
+    reader.visit(tree)
+    return tuple(reader.traits)
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, tree: ast.Module, modules: frozenset[str]) -> None:
+        self.traits: list[Trait] = []
+        self._modules = modules
+        self._imported = dict(_imports(tree))
+        self._bound: set[str] = set()
+        self._documentation: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and _stores(node):
+                self._bound.add(node.id)
+            elif isinstance(node, ast.arg):
+                self._bound.add(node.arg)
+            elif isinstance(node, _DEFINITIONS):
+                self._bound.add(node.name)
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                self._documentation.add(id(node.value))  # A text that stands alone does nothing.
+        self._functions: list[ast.AST] = []
+        self._classes: list[str] = []
+
+    def _add(self, rule: str, key: str, node: ast.AST) -> None:
+        self.traits.append(Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)))
+
+    def _dotted(self, node: ast.AST) -> str | None:
+        """Return the full name of an expression: an imported thing, a built-in one, or a part of it."""
+        if isinstance(node, ast.Name):
+            if node.id in self._imported:
+                return self._imported[node.id]
+            is_builtin = hasattr(builtins, node.id) or node.id in _MODULE_NAMES
+            return node.id if is_builtin and node.id not in self._bound else None
+        if isinstance(node, ast.Attribute):
+            owner = self._dotted(node.value)
+            return f"{owner}.{node.attr}" if owner else None
+        if isinstance(node, ast.Call):
+            function = self._dotted(node.func)
+            if function == "getattr" and len(node.args) >= 2 and (name := fold(node.args[1])) is not None:
+                owner = self._dotted(node.args[0])
+                return f"{owner}.{name}" if owner else None
+            if function in ("__import__", "importlib.import_module") and node.args:
+                return fold(node.args[0])
+        return None
+
+    def _note_use(self, dotted: str, node: ast.AST) -> None:
+        for rule, names in USES.items():
+            for name in names:
+                if dotted == name.rstrip(".") or (dotted + ".").startswith(name if name[-1:] == "." else name + "."):
+                    self._add(rule, name, node)
+                    return
+
+    # Names and attributes.
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._note_import(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = "." * node.level + (node.module or "")
+        if not node.level:
+            self._note_import(module, node)
+            for alias in node.names:
+                self._note_use(f"{module}.{alias.name}", node)
+        for alias in node.names:
+            if _TEST_MODULE.search(f"{module.lstrip('.')}.{alias.name}".strip(".")):
+                self._add("test-import", f"{module}.{alias.name}", node)
+
+    def _note_import(self, module: str, node: ast.AST) -> None:
+        root = module.partition(".")[0]
+        self._note_use(module, node)
+        if _TEST_MODULE.search(module) and root not in sys.stdlib_module_names:
+            self._add("test-import", module, node)
+        if root not in self._modules and root not in sys.stdlib_module_names and root != "__future__":
+            self._add("foreign-import", root, node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not _stores(node) and (dotted := self._dotted(node)) is not None:
+            self._note_use(dotted, node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        dotted = self._dotted(node)
+        if dotted is not None:
+            self._note_use(dotted, node)
+        if rule := _ATTRIBUTES.get(node.attr):
+            self._add(rule, "." + node.attr, node)
+        if dotted is None or not isinstance(node.value, ast.Name):
+            self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if _composed(node.slice):
+            self._add("obfuscation", "composed name", node)
+        self.generic_visit(node)
+
+    # Stores.
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._note_store(target)
+            if isinstance(target, ast.Name) and self._classes and isinstance(node.value, ast.Lambda):
+                self._note_method(target.id, [node.value.body], node.value, node)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._note_store(node.target)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._note_store(node.target)
+        self.generic_visit(node)
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            self._note_store(target)
+        self.generic_visit(node)
+
+    def _note_store(self, target: ast.AST) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for each in target.elts:
+                self._note_store(each)
+        if isinstance(target, ast.Subscript):
+            owner = self._dotted(target.value)
+            call = target.value
+            if isinstance(call, ast.Call) and self._dotted(call.func) in ("globals", "vars", "locals"):
+                owner = "namespace"
+            if owner and not self._own(owner):
+                self._add("monkeypatch", f"{owner}[]", target)
+        if not isinstance(target, ast.Attribute):
+            return
+        owner = self._dotted(target.value)
+        if owner is not None and not self._own(owner):
+            self._add("monkeypatch", f"{owner}.{target.attr} =", target)
+        elif target.attr == "__class__":
+            self._add("value-disguise", "__class__ =", target)
+        elif target.attr in _COMPARISONS:
+            self._add("always-equal", f"{target.attr} =", target)
+        elif target.attr == "__code__":
+            self._add("dynamic-code", "__code__ =", target)
+
+    def _own(self, dotted: str) -> bool:
+        """Tell whether a name belongs to the repository itself (relative imports begin with a dot)."""
+        return dotted.startswith(".") or dotted.partition(".")[0] in self._modules
+
+    # Calls, constants, comparisons.
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function = self._dotted(node.func)
+        if (dotted := self._dotted(node)) is not None:
+            self._note_use(dotted, node)
+        if function in ("setattr", "delattr") and node.args:
+            owner = self._dotted(node.args[0])
+            if owner is not None and not self._own(owner):
+                self._add("monkeypatch", f"{function}({owner})", node)
+            elif len(node.args) > 1 and fold(node.args[1]) in (*_COMPARISONS, "__class__"):
+                self._add("always-equal", f"{function}({fold(node.args[1])})", node)
+        if function in ("getattr", "setattr", "hasattr") and len(node.args) > 1 and _composed(node.args[1]):
+            self._add("obfuscation", "composed name", node)
+        if function == "type" and len(node.args) == 3 and isinstance(node.args[2], ast.Dict):
+            names = {fold(key) for key in node.args[2].keys if key is not None}
+            if names & {*_COMPARISONS, *_TYPE_METHODS}:
+                self._add("always-equal", "type(...)", node)
+        if function in ("contextlib.suppress",):
+            for argument in node.args:
+                self._note_caught(argument, node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("skip", "xfail", "skipTest"):
+            self._add("swallowed-failure", node.func.attr, node)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if id(node) in self._documentation or not isinstance(value, str | bytes):
+            return
+        text = value if isinstance(value, str) else value.decode("latin-1")
+        if _DIGEST.fullmatch(text) and not text.isdigit() and not text.isalpha():
+            self._add("input-digest", text[:16], node)
+        if _BLOB.search(text) and len(set(text)) > 16:
+            self._add("dynamic-code", "blob", node)
+        if self._functions and len(text) < 200 and _TEST_WORDS.search(text):
+            self._add("test-context", f"text {text[:40]!r}", node)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        if not any(isinstance(each, ast.Raise) for each in ast.walk(node)):
+            for each in caught:
+                self._note_caught(each, node)
+        self.generic_visit(node)
+
+    def _note_caught(self, kind: ast.AST | None, node: ast.AST) -> None:
+        name = "everything" if kind is None else self._dotted(kind)
+        if name in ("AssertionError", "BaseException", "everything"):
+            self._add("swallowed-failure", name, node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self.generic_visit(node)
+        raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        name = raised.attr if isinstance(raised, ast.Attribute) else getattr(raised, "id", "")
+        if re.search(r"skip|xfail|Exit$", name or "", re.IGNORECASE):
+            self._add("swallowed-failure", f"raise {name}", node)
+
+    # Functions and classes.
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if self._classes and not self._functions:
+            returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
+            self._note_method(node.name, returned, node, node)
+        if (counter := _call_counter(node)) is not None:
+            self._add("call-counter", "counter", counter)
+        self._functions.append(node)
+        self.generic_visit(node)
+        self._functions.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def _note_method(self, name: str, returned: list[ast.expr], function: ast.AST, node: ast.AST) -> None:
+        if name in _TYPE_METHODS or (
+            name == "__getattr__" and returned and all(_is_self_or_constant(each) for each in returned)
+        ):
+            self._add("value-disguise", name, node)
+        elif name in _COMPARISONS and name != "__len__" and returned and all(map(_tells_nothing, returned)):
+            self._add("always-equal", name, node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        bases = {self._dotted(base) for base in node.bases}
+        methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        methods |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and _stores(each)}
+        if bases & (set(_VALUE_TYPES) - {"object"}) and methods & {"__eq__", "__ne__", "__hash__", "__contains__"}:
+            self._add("value-disguise", "built-in subclass with __eq__", node)
+        outer, self._functions = self._functions, []
+        self._classes.append(node.name)
+        self.generic_visit(node)
+        self._classes.pop()
+        self._functions = outer
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_MODULE_NAMES = ("__builtins__", "__file__", "__spec__", "__loader__", "__cached__")
+
+
+def fold(node: ast.AST | None) -> str | None:
+    """Return the text that an expression of constants is: "ex" + "ec", "".join([...]), "cexe"[::-1], chr(101)."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = fold(node.left), fold(node.right)
+        return None if left is None or right is None else left + right
+    if isinstance(node, ast.JoinedStr):
+        parts = [fold(each.value if isinstance(each, ast.FormattedValue) else each) for each in node.values]
+        return None if None in parts else "".join(map(str, parts))
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and (text := fold(node.value)) is not None:
+        return text[::-1] if node.slice.step is not None and ast.unparse(node.slice.step) == "-1" else text
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "chr" and node.args:
+        code = node.args[0]
+        return chr(code.value) if isinstance(code, ast.Constant) and isinstance(code.value, int) else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join" and node.args:
+        items = node.args[0].elts if isinstance(node.args[0], ast.List | ast.Tuple) else []
+        glue, parts = fold(node.func.value), [fold(each) for each in items]
+        return glue.join(map(str, parts)) if items and glue is not None and None not in parts else None
+    return None
+
+
+def _composed(node: ast.expr) -> bool:
+    """Tell whether a name is put together from pieces that are all written out."""
+    return not isinstance(node, ast.Constant) and (fold(node) is not None or _has_decoding(node))
+
+
+def _has_decoding(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode"
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield (
+                    alias.asname or alias.name.partition(".")[0],
+                    alias.name if alias.asname else alias.name.partition(".")[0],
+                )
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{module}.{alias.name}"
+
+
+def _stores(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _is_constant(node: ast.expr) -> bool:
+    """Tell whether an expression has no name in it: True, 1, not False."""
+    return not any(isinstance(each, ast.Name | ast.Attribute | ast.Call) for each in ast.walk(node)) or (
+        isinstance(node, ast.Name) and node.id == "NotImplemented"
+    )
+
+
+def _is_self_or_constant(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or isinstance(node, ast.Lambda | ast.Constant)
+
+
+def _tells_nothing(node: ast.expr) -> bool:
+    """Tell whether what a comparison returns does not depend on what is compared."""
+    return _is_constant(node) or _compares_with_itself(node)
+
+
+def _compares_with_itself(node: ast.expr) -> bool:
+    if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
+        return False
+    return ast.dump(node.left) == ast.dump(node.comparators[0])
+
+
+def _call_counter(function: ast.AST) -> ast.AST | None:
+    """Return where a function counts its own calls in a place that outlives it, and compares or indexes with it."""
+    nodes = list(ast.walk(function))
+    counting = [each for each in nodes if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add | ast.Sub)]
+    outliving = {name for each in nodes if isinstance(each, ast.Global) for name in each.names}
+    counted: dict[str, ast.AST] = {}
+    for node in counting:
+        root = node.target
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        name = root.id if isinstance(root, ast.Name) else ""
+        if name in outliving or (name == getattr(function, "name", "") and root is not node.target):
+            counted[ast.unparse(node.target)] = node
+    if not counted:
+        return None
+    for node in nodes:
+        if isinstance(node, ast.Compare | ast.Subscript | ast.Call | ast.Match) and ast.unparse(node) not in counted:
+            parts = (each for each in ast.walk(node) if isinstance(each, ast.Name | ast.Attribute | ast.Subscript))
+            if used := {ast.unparse(each) for each in parts} & set(counted):
+                return counted[used.pop()]
+    return None
