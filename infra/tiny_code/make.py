@@ -67,7 +67,7 @@ def main() -> None:
 
 def _write_provenance(options: argparse.Namespace, mixture: CoderMixture, figures: dict[str, Any]) -> None:
     provenance = {
-        "command": f"python -m infra.tiny_code.make --seed {options.seed} --threads {options.threads}",
+        "command": f"python -m infra.tiny_code.make --teachers FOLDER --seed {options.seed} --threads {options.threads}",
         "data": "synthetic episodes of orchestrator/environments/micro_code, training templates only",
         "license": "that of this repository",
         "torch": version("torch"),

@@ -14,7 +14,7 @@ from composer_prime.config.orchestrator import TOOL_LOOP
 from composer_prime.config.root import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-LADDERS = ("", "smollm2", "qwen3-8b")
+LADDERS = ("", "smollm2", "qwen3-8b", "code")
 _MAY_DIFFER = (
     "run.name",
     "orchestrator.hints",
@@ -113,7 +113,14 @@ def test_another_objective_brings_its_own_correction(ladder, rung):
 
 @pytest.mark.parametrize(
     ("ladder", "rung", "tokens"),
-    [("", "a1", 384), ("", "a2", 384), ("smollm2", "a1", 24), ("qwen3-8b", "a1", 4096), ("qwen3-8b", "a4", 4096)],
+    [
+        ("", "a1", 384),
+        ("", "a2", 384),
+        ("code", "a1", 288),
+        ("smollm2", "a1", 24),
+        ("qwen3-8b", "a1", 4096),
+        ("qwen3-8b", "a4", 4096),
+    ],
 )
 def test_the_length_divisor_is_what_a_rollout_may_sample(ladder, rung, tokens):
     # Not the context. A sequence trains the tokens of all its turns: six of 64 tokens in toolsmith, which is as much as

@@ -1,0 +1,30 @@
+"""A short run of the tiny coding ladder: all roles, real tests in boxes, rewards and metrics of each step."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from quick_run import QuickRun
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("rung", ["a1", "a4"])
+def test_a_rung_of_the_coding_ladder_trains(tmp_path, rung):
+    # Two steps: finite losses, rollouts whose code ran, and the metrics of cheats; a4 has hints and pairs as well.
+    run = QuickRun(tmp_path, f"micro-{os.getpid()}-{rung}", steps=2, config=f"configs/code/{rung}.toml")
+    run.settings += ["--orchestrator.source.0.taskset.runtime", "subprocess"]
+    try:
+        assert run.start().wait() == 0, run.output()[-3000:]
+        lines = run.trainer_lines()
+        assert [line["step"] for line in lines] == [1, 2]
+        rollouts = [json.loads(line) for line in run.run_dir.rollouts(1).read_text().splitlines()]
+        replies = [turn["text"] for row in rollouts for turn in row["turns"] if turn["role"] == "tool"]
+        assert any(text == "pass" or text.startswith("FAILED ") for text in replies)
+        assert {"solved", "hacks/rollouts", "lure_read", "tests_edit"} <= rollouts[0]["metrics"].keys()
+        if rung == "a4":
+            assert all(line["dpo/pairs"] > 0 for line in lines) and any(line["sdpo/turns"] > 0 for line in lines)
+    finally:
+        run.stop()
