@@ -192,7 +192,10 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
     reasons = Table("refused because", "candidates", box=None)
     for reason, count in report["refused_by_reason"].items():
         reasons.add_row(reason, str(count))
-    if report["refused_by_reason"]:
+    for figures in () if report["tasks"] else report["baselines"].values():
+        for reason, count in figures["functions_left_out"].items():
+            reasons.add_row(f"{reason} (a function)", str(count))
+    if reasons.row_count:
         console.print(reasons)
     console.print(
         f"{pluralize(report['tasks'], 'task')} of {pluralize(report['candidates'], 'candidate')} in {folder}; "

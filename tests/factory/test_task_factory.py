@@ -13,7 +13,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.environments.code.grading import Grade, grade
 from orchestrator.environments.code.task import CodeTask, read_tasks
-from orchestrator.tasks.factory.check import tests_only_patch
+from orchestrator.tasks.factory.check import patch_of_tests
 from tests.factory.package_made import PACKAGE, SHAPES, TESTS, git, write_archive, write_package
 
 pytestmark = pytest.mark.process
@@ -36,7 +36,7 @@ def graded(task: CodeTask, out: Path, patch: dict[str, bytes]) -> Grade:
 # From an archive come deletions and mutations. Grading agrees: neither an empty patch nor one of tests solves.
 def test_make_from_an_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive = write_archive(tmp_path / "shapes_made-1.0.tar.gz", PACKAGE)
-    assert make(archive, tmp_path / "out", "--mutations", "1") == 0
+    assert make(archive, tmp_path / "out", "--mutations", "1", "--min-lines", "2") == 0
     tasks = {task.id: task for task in read_tasks(tmp_path / "out")}
     assert {task.kind for task in tasks.values()} == {"delete", "mutate"}
     deleted = tasks["shapes_made-1.0/delete/shapes_made.shapes.around+1"]
@@ -49,7 +49,7 @@ def test_make_from_an_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         solution = {path: text.encode() for path, text in task.solution.items()}
         assert graded(task, tmp_path / "out", solution).solved
         assert not graded(task, tmp_path / "out", {}).solved
-        assert not graded(task, tmp_path / "out", tests_only_patch(task)).solved
+        assert not graded(task, tmp_path / "out", patch_of_tests(task)).solved
     report = report_of(tmp_path / "out")
     assert report["tasks"] == len(tasks) and report["refused_by_reason"].keys() <= {"no test fails"}
     assert main(["check", str(tmp_path / "out"), "--sample", "2", "--times", "2", "--jobs", "2", *RUNTIME]) == 0

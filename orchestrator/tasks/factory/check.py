@@ -88,7 +88,7 @@ async def _check(task: CodeTask, trees: Path, runtime: RuntimeConfig, times: int
     solution = {path: text.encode() for path, text in task.solution.items()}
     grades = [await grade(task, trees, solution, runtime) for _ in range(times)]
     empty = await grade(task, trees, {}, runtime)
-    tests_only = await grade(task, trees, tests_only_patch(task), runtime)
+    tests_only = await grade(task, trees, patch_of_tests(task), runtime)
     expected = frozenset(task.fail_to_pass) | frozenset(task.pass_to_pass)
     same = len({one.passed & expected for one in grades}) == 1
     failed = [one for one in grades if not one.solved]
@@ -102,7 +102,7 @@ async def _check(task: CodeTask, trees: Path, runtime: RuntimeConfig, times: int
     )
 
 
-def tests_only_patch(task: CodeTask) -> dict[str, bytes]:
+def patch_of_tests(task: CodeTask) -> dict[str, bytes]:
     """Return a patch that makes every test pass by changing tests alone: emptied tests, and a conftest that lies."""
     patch = dict.fromkeys(task.tests, _PASSING_TEST)
     folders = {test.rpartition("/")[0] for test in task.tests} | {""}

@@ -209,7 +209,7 @@ def play(run: dict, job: dict, root: str) -> dict:
         ended = ""
     elif run["trace"]:
         said.seek(max(said.seek(0, os.SEEK_END) - MESSAGE_CHARACTERS, 0))
-        ended += ": " + said.read().decode("utf-8", "replace")
+        ended = f"{ended}: {said.read().decode('utf-8', 'replace')}".removesuffix(": ")
     said.close()
     return {
         "key": run["key"],
@@ -253,7 +253,7 @@ def _child(run: dict, job: dict, root: str, sending: int, said: int) -> None:
     for standard in (0, 1, 2):
         os.dup2(said, standard)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-    sys.path[:0] = [os.path.join(root, folder) for folder in job["python_path"]]
+    sys.path[:0] = [os.path.normpath(os.path.join(root, folder)) for folder in job["python_path"]]
     status = 70
     try:
         reporter = SuiteReporter(run, sending, root, job["test_timeout_s"])
