@@ -107,6 +107,7 @@ def test_mbpp_is_graded_assertion_by_assertion() -> None:
         ("```python\nx\n```\nbetter:\n```py\ndef one(): return 1\n```", "def one(): return 1\n"),
         ("```python\ndef one():\n    return 1", "def one():\n    return 1"),
         ("    return 1\n", 'def one():\n    """One."""\n    return 1\n'),
+        ("return 1\n", 'def one():\n    """One."""\n    return 1\n'),
         ("```\n    return 1\n```", 'def one():\n    """One."""\n    return 1\n'),
         ("\ud800", 'def one():\n    """One."""\n?'),
     ],

@@ -85,7 +85,10 @@ def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
     """
     path = folder / TASKS_FILE
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; make tasks with `composer tasks make SOURCE -o {folder}`")
+        raise ConfigError(
+            f"{path}: no such file; make tasks with `composer tasks make SOURCE -o {folder}`, or of a published file "
+            f"with `composer tasks import FILE -o {folder}`"
+        )
     count = place = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

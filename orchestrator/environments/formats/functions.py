@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import warnings
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.code.task import CodeTask
@@ -111,7 +112,8 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
         name for name in task.symbols if not re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
     ]
     if given and missing:
-        code = given + code
+        # Chat templates strip replies, and with them the first line's indentation.
+        code = next((given + text for text in (code, _INDENT + code) if _is_python(given + text)), given + code)
     return {SOLUTION: code.encode("utf-8", "replace")}
 
 
@@ -143,6 +145,16 @@ def _task(
         symbols=symbols,
         source=record.place,
     )
+
+
+def _is_python(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, SOLUTION, "exec")  # ast.parse takes a `return` outside of functions.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _parse(record: Record, field: str, code: str) -> ast.Module:

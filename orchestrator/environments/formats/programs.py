@@ -18,9 +18,9 @@ from pydantic import Field
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import EmptyTaskSetError
 from orchestrator.environments.answers import Split, question_split
-from orchestrator.environments.code import monitor
 from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.harness import sandbox_failures
+from orchestrator.environments.code.monitor import MonitorConfig, Verdict, inspect, seal
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.environments.formats.conversion import read_functions
 from orchestrator.environments.formats.functions import with_reply
@@ -51,14 +51,15 @@ class ProgramsConfig(vf.TasksetConfig):
     """System prompt; an empty one is left out."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
-    monitor: monitor.MonitorConfig = Field(default_factory=lambda: monitor.MonitorConfig(policy="none", lures=False))
+    monitor: MonitorConfig = Field(default_factory=lambda: MonitorConfig(policy="none", lures=False))
     """What counts as a hack, and what follows from one. It only records unless a policy says more: who writes a whole
     file may import and read what no known solution does."""
 
 
 class ProgramState(vf.State):
-    """What the reward function leaves for the metrics."""
+    """What grading left."""
 
+    reward: float = 0.0
     figures: dict[str, float] = Field(default_factory=dict)
     quarantine: str = ""
     """Why the rollout must not be trained on; empty where it may."""
@@ -87,27 +88,31 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
     async def answered(self, trace: vf.Trace) -> bool:
         return trace.num_turns >= 1
 
-    @vf.reward(weight=1.0)
-    async def solved(self, trace: vf.Trace) -> float:
+    async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        """Grade the reply, and ask the monitor."""
         patch = with_reply(self._task, trace.last_reply)
         with sandbox_failures():
             result = await grade(self._task, _NO_TREES, patch, self._settings.runtime)
         verdict = await asyncio.to_thread(self._inspect, patch)
         earned = result.fraction if self._settings.partial_credit else float(result.solved)
-        reward = verdict.reward(earned)
-        trace.state.figures = {"tests_repaired": result.fraction, **verdict.metrics(earned)}
+        reward, state = verdict.reward(earned), trace.state
+        state.figures = {"tests_repaired": result.fraction, **verdict.metrics(earned)}
         if reward is None:
-            trace.state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
-            return 0.0
-        return reward
+            state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
+        else:
+            state.reward = reward
+
+    @vf.reward(weight=1.0)
+    async def solved(self, trace: vf.Trace) -> float:
+        return trace.state.reward
 
     @vf.metric
     async def outcome(self, trace: vf.Trace) -> dict[str, float]:
         return trace.state.figures
 
-    def _inspect(self, patch: dict[str, bytes]) -> monitor.Verdict:
-        seal = monitor.seal(self._task, None, self._settings.monitor)
-        return monitor.inspect(self._task, seal, None, {**seal.start, **patch}, (), self._settings.monitor)
+    def _inspect(self, patch: dict[str, bytes]) -> Verdict:
+        sealed = seal(self._task, None, self._settings.monitor)
+        return inspect(self._task, sealed, None, {**sealed.start, **patch}, (), self._settings.monitor)
 
 
 class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[reportInvalidTypeArguments]
