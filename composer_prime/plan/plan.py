@@ -24,7 +24,7 @@ from composer_prime.plan.footprint import (
     rank_need,
 )
 from composer_prime.plan.machine import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
-from composer_prime.plan.preflight import Findings, check_start, setting_notes
+from composer_prime.plan.preflight import Findings, check_start, setting_notes, source_runtimes
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
@@ -131,6 +131,7 @@ def _roles(config: Config, findings: Findings) -> Rows:
     else:
         workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
         rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers})"))
+        rows += [("", f"code of {source.name} runs in: {text}") for source, text in source_runtimes(config)]
     if inference.nodes == 0:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
     for node in range(inference.nodes):

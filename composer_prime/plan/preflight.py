@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config
-from composer_prime.config.orchestrator import TOOL_LOOP
+from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
@@ -133,13 +133,26 @@ def _modules(config: Config, findings: Findings) -> None:
 def _runtimes(config: Config, findings: Findings) -> None:
     """Check that the sandboxes which sources name can be opened here."""
     for source in config.orchestrator.source:
-        kind, executes_code = source.runtime.type, source.harness.get("id") != TOOL_LOOP
-        if kind == "auto" and not executes_code:
-            continue
-        found = probe("bubblewrap" if kind == "auto" else kind)
-        if not found.works:
-            text = f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}"
-            (findings.notes if kind == "auto" else findings.problems).append(text)
+        kind = source.runtime.type
+        if kind != "auto" and config.orchestrator.address is None and not (found := probe(kind)).works:
+            findings.problems.append(
+                f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}; `composer doctor` "
+                "lists the types that work here"
+            )
+
+
+def source_runtimes(config: Config) -> list[tuple[SourceConfig, str]]:
+    """Return the sources whose code may need a sandbox, and what it gets here."""
+    texts = []
+    for source in config.orchestrator.source:
+        kind = source.runtime.type
+        if kind != "auto":
+            texts.append(
+                (source, f"{kind}, which {probe(kind).text}" if kind in ("bubblewrap", "subprocess") else kind)
+            )
+        elif source.harness.get("id") != TOOL_LOOP or "runtime" in source.taskset:
+            texts.append((source, f"bubblewrap, where it executes code; here that {probe('bubblewrap').text}"))
+    return texts
 
 
 def _missing_trackers(config: Config) -> Iterator[str]:

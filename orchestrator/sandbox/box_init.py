@@ -162,6 +162,7 @@ def become_command(request, fds, limits, python):
         set_limits(limits)
         if python:
             libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -294,6 +295,8 @@ def ended_processes(options):
 def main():
     control = socket.socket(fileno=int(sys.argv[1]))
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    # The kernel keeps signals from a first process that handles none, and Python handles this one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.set_inheritable(control.fileno(), False)
     sys.path[:] = sys.path[1:]  # The folder of this script.
     gc.freeze()

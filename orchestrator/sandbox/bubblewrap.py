@@ -23,10 +23,11 @@ from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from composer_prime.plan.sandboxes import why_not_started
 from orchestrator.sandbox.box import NOTHING, Box, Finished, inside_path
 from orchestrator.sandbox.control import ControlChannel
 from orchestrator.sandbox.files import list_regular, read_regular
-from orchestrator.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root, why_not_started
+from orchestrator.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.sandbox.loopback import PROXY_URL, LoopbackPorts
 from orchestrator.sandbox.output import CommandStreams
 from orchestrator.sandbox.python_image import python_image
@@ -59,6 +60,7 @@ class BubblewrapBox(Box):
         """Whether processes may outlive the command that started them; background processes set it."""
         self.ports = LoopbackPorts(control)
         self._process = process
+        self._init_fd = os.pidfd_open(init_pid)
         self._root_fd = open_root(init_pid)
         self._folder_fds = [os.open(name, _FOLDER, dir_fd=self._root_fd) for name in ("work", "tmp")]
         self._one_at_a_time = asyncio.Lock()
@@ -235,15 +237,24 @@ class BubblewrapBox(Box):
         if self._closed:
             return
         self._closed = True
-        # The bwrap process is this process's child, so its pid cannot be another one's. The box ends with it.
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
         self.ports.close()
         self.control.close()
         for fd in (self._root_fd, *self._folder_fds):
             os.close(fd)
-        await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._wait_for_end)
         if self._process.stderr is not None:
             self._process.stderr.close()
+
+    def _wait_for_end(self) -> None:
+        """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._init_fd)
 
     def _check_open(self) -> None:
         if self._closed or self.control.closed:

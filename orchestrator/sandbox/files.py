@@ -35,10 +35,11 @@ def read_regular(root_fd: int, path: str, max_bytes: int) -> bytes:
         raise FileNotFoundError(f"the sandbox has no regular file {path!r}: {error.strerror}") from error
     finally:
         os.close(folder_fd)
+    status = os.fstat(file_fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(file_fd)
+        raise FileNotFoundError(f"the sandbox has no regular file {path!r}: it is something else")
     with os.fdopen(file_fd, "rb") as file:
-        status = os.fstat(file_fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileNotFoundError(f"the sandbox has no regular file {path!r}: it is something else")
         # A file that grows meanwhile is larger than its size was.
         content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
         if status.st_size > max_bytes or len(content) > max_bytes:

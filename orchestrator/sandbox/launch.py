@@ -7,7 +7,6 @@ the host's files, and the kernel exempts it from RLIMIT_NPROC.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import select
@@ -16,44 +15,28 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from composer_prime.plan.sandboxes import INSTALL, ISOLATION, OTHERWISE, without_root
 from orchestrator.sandbox import seccomp
 from orchestrator.sandbox.box import WORK, inside_path
 from orchestrator.sandbox.python_image import PythonImage
 
-BOX_UID = 60_999
-"""User id of boxes when this process is root: outside the ranges that Debian and systemd assign."""
 START_TIMEOUT_S = 100.0
 _END_TIMEOUT_S = 10.0
 _MIB = 1 << 20
 _SHARED_MEMORY_BYTES = 16 * _MIB
-_ISOLATION = (
-    *("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"),
-    *("--clearenv", "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "box"),
-)
 _FOLDERS_OUTSIDE_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 _HIDDEN_FOLDERS = ("/usr/local", "/usr/lib/python3/dist-packages", "/usr/src", "/usr/share/doc", "/usr/games")
 _LIBRARY_CACHE = "/etc/ld.so.cache"
 _INIT = "/opt/box_init.py"
-INSTALL = (
-    "install it (`apt-get install bubblewrap`, `dnf install bubblewrap`), or set orchestrator.source.runtime.type to "
-    "one that `composer doctor` lists as working here; 'subprocess' works everywhere but isolates nothing"
-)
-USER_NAMESPACES = (
-    "bubblewrap needs unprivileged user namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces=10000; in a container run it with "
-    "--security-opt seccomp=unconfined), or set orchestrator.source.runtime.type to one that `composer doctor` lists "
-    "as working here"
-)
 
 
 def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
     """Return bwrap's arguments, without those that name descriptors and without the command."""
     disk_bytes = str(int(runtime.limits.disk_mb * _MIB))
-    arguments = [*_ISOLATION, "--ro-bind", "/usr", "/usr"]
+    arguments = [*ISOLATION, "--ro-bind", "/usr", "/usr"]
     for name in _FOLDERS_OUTSIDE_USR:
         if os.path.islink(f"/{name}"):
             arguments += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
@@ -96,11 +79,13 @@ def launch(
     """
     program = shutil.which("bwrap")
     if program is None:
-        raise SandboxError(f"orchestrator.source.runtime.type 'bubblewrap' needs the program bwrap: {INSTALL}")
+        raise SandboxError(
+            f"orchestrator.source.runtime.type 'bubblewrap' needs the program bwrap: {INSTALL}, {OTHERWISE}"
+        )
     info_read_fd, info_write_fd = os.pipe()
     filter_fd = _seccomp_fd()
     passed = [control.fileno(), info_write_fd, *([filter_fd] if filter_fd is not None else [])]
-    arguments = [*_without_root(), program, *bwrap_arguments(runtime, image), "--info-fd", str(info_write_fd)]
+    arguments = [*without_root(), program, *bwrap_arguments(runtime, image), "--info-fd", str(info_write_fd)]
     if filter_fd is not None:
         arguments += ["--seccomp", str(filter_fd)]
     for name, value in variables.items():
@@ -123,17 +108,6 @@ def launch(
         for fd in passed[1:]:
             os.close(fd)
     return process, info_read_fd
-
-
-@functools.cache
-def _without_root() -> list[str]:
-    """Return the words before bwrap that take root's rights away; none when this process has none."""
-    if os.geteuid() != 0:
-        return []
-    program = shutil.which("setpriv")
-    if program is None:
-        raise SandboxError("as root, sandboxes need the program setpriv (Debian package util-linux): install it")
-    return [program, f"--reuid={BOX_UID}", f"--regid={BOX_UID}", "--clear-groups", "--inh-caps=-all"]
 
 
 def _seccomp_fd() -> int | None:
@@ -175,11 +149,3 @@ def open_root(init_pid: int) -> int:
         os.close(root_fd)
         raise SandboxError("the sandbox has the host's root folder: bubblewrap did not isolate it; nothing was run")
     return root_fd
-
-
-def why_not_started(stderr: str) -> str:
-    """Return what bwrap's message means, with the remedy."""
-    refused = any(word in stderr.lower() for word in ("namespace", "uid map", "operation not permitted", "userns"))
-    return f"bubblewrap did not start a sandbox: {stderr or 'it gave no reason'}" + (
-        f". {USER_NAMESPACES}" if refused and Path("/proc/self/ns/user").exists() else ""
-    )

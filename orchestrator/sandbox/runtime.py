@@ -10,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import hashlib
 import logging
+import re
 import shlex
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pydantic
 import verifiers.v1 as vf
+from packaging.requirements import Requirement
 from pydantic_config import BaseConfig
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError as RuntimeSandboxError
@@ -35,6 +39,8 @@ ONE_DAY_S = 86_400.0
 """Limit of a harness's program. The rollout's own deadline is shorter, and cancels it."""
 _MIB = 1 << 20
 _SLACK_S = 60.0
+_HAS_PACKAGES = "import sys; from importlib import metadata\nfor name in sys.argv[1:]: metadata.distribution(name)"
+_SCRIPT_HEADER = re.compile(r"^# /// script\n((?:#.*\n)*?)# ///$", re.MULTILINE)
 _SIZES = r'for path; do printf "%s %s\0" "$(wc -c <"$path")" "$path"; done'
 _COMMAND = """d=$(mktemp -d) && cd {cwd} || exit 1
 echo {stdin} | base64 -d >$d/in
@@ -112,6 +118,26 @@ class BubblewrapRuntime(Runtime):
         started = await self.run(["sh", "-c", 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null &', "sh", log, *argv], env)
         if started.exit_code != 0:
             raise RuntimeSandboxError(f"the sandbox could not start {argv[0]!r}: {started.stderr}")
+
+    async def prepare_uv_script(
+        self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    ) -> list[str]:
+        """Return the command that runs a harness's script with the box's own Python.
+
+        The box has no network, so that uv could fetch nothing. The script's packages must be in the table's `packages`,
+        in whatever version is installed. Raises verifiers' SandboxError for a missing one.
+        """
+        data = script.encode() if isinstance(script, str) else script
+        names = script_packages(data.decode())
+        check = await self.run(["python", "-c", _HAS_PACKAGES, *names], {"PYTHONDONTWRITEBYTECODE": "1"})
+        if check.exit_code != 0:
+            raise RuntimeSandboxError(
+                f"the harness's program needs the packages {', '.join(names)}; install them (`uv pip install`) and name "
+                f"them in orchestrator.source.runtime.packages: {check.stderr.strip()[-300:]}"
+            )
+        path = f"{self.scripts_dir}/{hashlib.sha256(data).hexdigest()}.py"
+        await self.write(path, data)
+        return ["python", path]
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         most = int(self.config.table.limits.file_mb * _MIB)
@@ -238,6 +264,15 @@ class RuntimeBox(Box):
         if result.exit_code != 0:
             raise SandboxError(f"the sandbox's shell failed: {result.stderr.strip()[-500:]}")
         return result.stdout
+
+
+def script_packages(script: str) -> list[str]:
+    """Return the names of the packages that a script's PEP 723 header asks for."""
+    header = _SCRIPT_HEADER.search(script)
+    if header is None:
+        return []
+    lines = [line.removeprefix("#").removeprefix(" ") for line in header[1].splitlines()]
+    return [Requirement(line).name for line in tomllib.loads("\n".join(lines)).get("dependencies", [])]
 
 
 def _kept(encoded: str, total_bytes: int) -> bytes:

@@ -40,7 +40,7 @@ MISSING: dict[str, tuple[int, int]] = {
     "clone3": (435, 435), "memfd_create": (319, 279), "memfd_secret": (447, 447),
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
 }  # fmt: skip
-_CLONE, _SOCKET, _SOCKETPAIR, _IOCTL, _PERSONALITY = (56, 220), (41, 198), (53, 199), (16, 29), (135, 92)
+CLONE, _SOCKET, _SOCKETPAIR, _IOCTL, _PERSONALITY = (56, 220), (41, 198), (53, 199), (16, 29), (135, 92)
 # CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _NEW_NAMESPACES = 0x80 | 0x20000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _FAMILIES = (1, 2, 10)
@@ -68,7 +68,7 @@ def program(machine: str | None = None) -> bytes:
         for numbers in table.values():
             if numbers[column] >= 0:
                 lines += [_line(_EQUAL, numbers[column], 0, 1), _line(_RETURN, _ERRNO | code)]
-    lines += _argument_rule(_CLONE[column], 0, [_line(_HAS_BITS, _NEW_NAMESPACES, 0, 1)], errno.EPERM)
+    lines += _argument_rule(CLONE[column], 0, [_line(_HAS_BITS, _NEW_NAMESPACES, 0, 1)], errno.EPERM)
     families = [_line(_EQUAL, family, len(_FAMILIES) - index, 0) for index, family in enumerate(_FAMILIES)]
     lines += _argument_rule(_SOCKET[column], 0, families, errno.EAFNOSUPPORT)
     lines += _argument_rule(_SOCKETPAIR[column], 0, [_line(_EQUAL, 1, 1, 0)], errno.EAFNOSUPPORT)

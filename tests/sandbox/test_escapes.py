@@ -1,0 +1,187 @@
+"""Attempts to leave a bubblewrap box or to bring it down. Each is contained, and the next command works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator.sandbox import seccomp
+from orchestrator.sandbox.box import Box, Finished, open_box
+from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.usage import processes_of
+from tests.sandbox.attempts import BOMBS, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
+from tests.sandbox.boxes import SMALL, need_bubblewrap
+
+pytestmark = pytest.mark.process
+
+ATTEMPTS = [
+    pytest.param(script, None, id=f"{area}: {name}")
+    for area, scripts in (
+        ("read", READ),
+        ("write", WRITE),
+        ("network", NETWORK),
+        ("processes", PROCESSES),
+        ("privileges", PRIVILEGES),
+    )
+    for name, script in scripts.items()
+] + [pytest.param(script, ends, id=f"bomb: {name}") for name, (script, ends) in BOMBS.items()]
+
+
+@dataclass
+class Host:
+    """What the host has and a box must not reach."""
+
+    secret: Path
+    listening: socket.socket
+    abstract: socket.socket
+
+    def fill(self, script: str) -> str:
+        column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+        numbers = {**seccomp.NUMBERS, **seccomp.MISSING, "clone": seccomp.CLONE}
+        table = {name: pair[column] for name, pair in numbers.items() if pair[column] > 0 and name != "clone"}
+        script = re.sub(r"@nr:(\w+)@", lambda match: str(numbers[match[1]][column]), PREAMBLE + script)
+        for name, value in (
+            ("@SECRET@", str(self.secret)),
+            ("@PORT@", str(self.listening.getsockname()[1])),
+            ("@ABSTRACT@", self.abstract.getsockname()[1:].decode()),
+            ("@TABLE@", repr(table)),
+        ):
+            script = script.replace(name, value)
+        return script
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    need_bubblewrap()
+    secret = tmp_path / "secret"
+    secret.write_text("secret of the host")
+    monkeypatch.setenv("COMPOSER_TEST_SECRET", "1")
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0composer-test-{os.getpid()}")
+        abstract.listen()
+        yield Host(secret, listening, abstract)
+
+
+async def works(box: Box) -> bool:
+    finished = await box.run(["sh", "-c", "ls -d /proc/[0-9]*; rm -rf /work/* /tmp/* 2>/dev/null; echo works"])
+    # The first process, the shell, and ls.
+    return finished.exit_code == 0 and finished.stdout.endswith(b"works\n") and finished.stdout.count(b"/proc/") <= 3
+
+
+async def attempt(script: str) -> Finished:
+    """Run a script in a box, check that the box still works, and close it. Nothing may be left of it then."""
+    box = await open_box(SMALL)
+    assert isinstance(box, BubblewrapBox)
+    async with box:
+        finished = await box.run(["python", "-c", script])
+        if finished.ended_by != "box":
+            assert await works(box), await box.run(["ps", "axf"])
+        pids = processes_of(box.init_pid)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return finished
+
+
+# Claim: no attempt reaches the host, each ends as data, the next command works, and nothing is left of the box.
+@pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
+def test_an_attempt_is_contained(script: str, ends: set[str] | None, host: Host) -> None:
+    finished = asyncio.run(attempt(host.fill(script)))
+    assert b"ESCAPED" not in finished.stdout, finished
+    assert b"SyntaxError" not in finished.stderr and b"NameError" not in finished.stderr, finished.stderr.decode()
+    assert finished.ended_by in (ends or {""}), finished
+
+
+LINKS = {
+    "an absolute link": "os.symlink('@SECRET@', 'leak')",
+    "a relative link": "os.symlink('../' * 20 + '@SECRET@'[1:], 'leak')",
+    "a link to a folder": "os.symlink(os.path.dirname('@SECRET@'), 'folder'); os.link('folder', 'leak') if 0 else None",
+    "a link to the root folder": "os.symlink('/', 'folder')",
+    "a link through /proc": "os.symlink('/proc/self/root@SECRET@', 'leak')",
+    "a FIFO": "os.mkfifo('leak')",
+    "a socket": "socket.socket(socket.AF_UNIX).bind('leak')",
+    "a folder": "os.mkdir('leak')",
+    "a sparse file": "os.truncate(os.open('leak', os.O_CREAT | os.O_RDWR), 8 << 20)",
+    "an unreadable name": "open(b'\\xff\\xfe\\n\\x1b[2J', 'w').write('x')",
+    "a file without permissions": "open('leak', 'w').write('x'); os.chmod('leak', 0)",
+}
+
+
+# Claim: whatever lies in the place of a file, the host neither follows it nor waits for it, reading or writing.
+@pytest.mark.parametrize("script", LINKS.values(), ids=LINKS)
+def test_the_host_follows_no_link_of_a_box(script: str, host: Host) -> None:
+    async def read() -> None:
+        async with await open_box(SMALL) as box:
+            finished = await box.run(["python", "-c", host.fill(script)])
+            assert finished.exit_code == 0, finished
+            name = host.secret.name
+            for path in ("leak", f"folder/{name}", f"folder{host.secret}", "leak/x", "/etc/shadow"):
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    assert b"secret" not in await box.read_file(path, 1 << 20)
+            sizes = await box.list_files()
+            assert not any(name in path for path in sizes)
+            with contextlib.suppress(OSError):
+                await box.write_files({"leak": b"new", f"folder/{name}": b"new"})
+            assert host.secret.read_text() == "secret of the host"
+
+    asyncio.run(read())
+
+
+# Claim: a path given by an agent cannot name what is above the root folder, and a NUL is refused.
+@pytest.mark.parametrize("path", ["../../etc/passwd", "/work/../../etc/passwd", "a\0b"])
+def test_a_path_with_dots_or_a_nul_is_refused(path: str) -> None:
+    need_bubblewrap()
+
+    async def read() -> None:
+        async with await open_box(SMALL) as box:
+            with pytest.raises(ValueError, match="path inside a sandbox"):
+                await box.read_file(path, 100)
+            with pytest.raises(ValueError, match="path inside a sandbox"):
+                await box.write_files({path: b""})
+
+    asyncio.run(read())
+
+
+# Claim: words that no command can have are an error of the caller or of the command, and the box lives.
+def test_huge_and_impossible_arguments() -> None:
+    need_bubblewrap()
+
+    async def run() -> None:
+        async with await open_box(SMALL) as box:
+            huge = await box.run(["echo", "x" * 3_000_000], env={"HUGE": "y" * 3_000_000})
+            assert huge.exit_code == 126 and b"too long" in huge.stderr
+            with pytest.raises(ValueError, match="NUL"):
+                await box.run(["echo", "a\0b"])
+            with pytest.raises(ValueError, match="words"):
+                await box.run([])
+            odd = await box.run(["printf", "%s", "\udcff\n\x1b"])
+            assert odd.stdout == b"\xff\n\x1b"
+            assert (await box.run(["/etc/passwd"])).exit_code == 126
+            assert (await box.run(["true"], cwd="nowhere")).exit_code == 127
+
+    asyncio.run(run())
+
+
+# Claim: ending the first process from the host ends its box only; the next command says so, and another box works.
+def test_the_end_of_the_first_process_is_data() -> None:
+    need_bubblewrap()
+
+    async def run() -> None:
+        box = await open_box(SMALL)
+        assert isinstance(box, BubblewrapBox)
+        running = asyncio.ensure_future(box.run(["sleep", "1000"]))
+        await asyncio.sleep(0.3)
+        os.kill(box.init_pid, 9)
+        assert (await running).ended_by == "box"
+        async with await open_box(SMALL) as other:
+            assert await works(other)
+        await box.close()
+
+    asyncio.run(run())
