@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
         return 0
     chosen = [rollout for rollout in select(run_dir, options) if passes(rollout, options)]
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
-    print("\n".join(listing(shown)))
+    print("\n".join(hack_listing(shown) if options.hacks else listing(shown)))
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
     print(f"{count}; show one with: composer rollouts {options.run} ROLLOUT_ID")
     return 0
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
     parser.add_argument("--failed", action="store_true", help="every rollout that failed (it has no reward)")
     parser.add_argument("--tool-errors", action="store_true", help="only rollouts in which a tool call was an error")
+    parser.add_argument("--hacks", action="store_true", help="findings of the monitor, of every step")
     parser.add_argument("--status", help="only trained, filtered, stale, failed or evaluated ones")
     parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
     parser.add_argument("--last", action="store_true", help="the last ones instead of the first")
@@ -55,7 +56,7 @@ def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
     files = rollout_files(run_dir, kind)
     if not files:
         raise ConfigError(f"{run_dir.root} has no rollouts of this kind yet ({kind}_*.jsonl)")
-    every = options.all or (options.failed and options.step is None)
+    every = options.all or ((options.failed or options.hacks) and options.step is None)
     steps = list(files) if every else [options.step if options.step is not None else max(files)]
     for step in steps:
         if step not in files:
@@ -102,6 +103,7 @@ def passes(rollout: Rollout, options: argparse.Namespace) -> bool:
         options.min_reward is None or (reward is not None and reward >= options.min_reward),
         options.max_reward is None or (reward is not None and reward <= options.max_reward),
         not options.failed or failure_text(rollout) is not None,
+        not options.hacks or bool(_findings(rollout)),
         not options.tool_errors or any(turn.get("error") for turn in rollout.get("turns", [])),
     ]
     return all(checks)
@@ -124,6 +126,31 @@ def listing(rollouts: list[Rollout]) -> list[str]:
     return lines
 
 
+def hack_listing(rollouts: list[Rollout]) -> list[str]:
+    """Return a line a rollout and below it the monitor's findings, the weightiest first, without mere notes."""
+    lines = []
+    for rollout in rollouts:
+        verdict = rollout.get("verdict") or {}
+        earned = (rollout.get("metrics") or {}).get("solved_by_tests")
+        solved = "" if earned is None else f", {'passed' if earned else 'failed'} the tests"
+        head = (
+            f"{rollout.get('step', '')!s:>5} {rollout.get('rollout_id', '')!s:<16} {_figure(rollout.get('reward')):>7}"
+        )
+        said = "HACK" if verdict.get("hack") else "suspicious"
+        lines.append(f"{head} {said}, {verdict.get('policy')}{solved}  {_task(rollout)}")
+        lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout)]
+    return lines
+
+
+def _findings(rollout: Rollout) -> list[dict[str, Any]]:
+    findings = (rollout.get("verdict") or {}).get("findings") or []
+    return [finding for finding in findings if finding.get("severity") != "note"]
+
+
+def _finding(finding: dict[str, Any]) -> str:
+    return f"{finding.get('severity')} {finding.get('rule')} at {finding.get('place')}: {finding.get('evidence')}"
+
+
 def show(rollout: Rollout) -> list[str]:
     """Return everything about one rollout: its figures, the tools on offer, the failure, then turn by turn."""
     lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
@@ -135,6 +162,9 @@ def show(rollout: Rollout) -> list[str]:
         lines.append(f"  {name:<16} {failure_text({'error': failure})}")
     detail = (rollout.get("error") or {}).get("detail")
     lines += [f"    {line}" for line in str(detail).splitlines()] if detail else []
+    lines += [
+        f"  {'monitor':<16} {_finding(finding)}" for finding in (rollout.get("verdict") or {}).get("findings") or []
+    ]
     lines += [f"  {'tool' if index == 0 else '':<16} {text}" for index, text in enumerate(_tools(rollout))]
     for index, turn in enumerate(rollout.get("turns", [])):
         count, error, text = turn.get("token_count"), turn.get("error"), str(turn.get("text") or "")

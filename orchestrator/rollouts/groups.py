@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -89,6 +90,8 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     failure: RolloutFailure | None = None
     failed_attempts: list[RolloutFailure] = []
     """Earlier tries of this sibling."""
+    verdict: dict[str, Any] = {}
+    """What the monitor for hacks says; empty where there is none."""
     version_min: int | None = None
     version_max: int | None = None
     prompt_tokens: int | None = None

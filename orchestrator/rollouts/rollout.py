@@ -253,6 +253,7 @@ def finished_rollout(
         truncated=reply.truncated,
         failure=failure,
         failed_attempts=list(earlier),
+        verdict=reply.verdict,
         version_min=versions[0] if versions else None,
         version_max=versions[1] if versions else None,
         prompt_tokens=sum(sample.num_tokens - sample.num_trained for sample in samples) if samples else None,

@@ -48,6 +48,7 @@ def rollout_line(
         "truncated": rollout.truncated,
         "error": _failure(rollout.failure),
         "failed_attempts": [_failure(failure) for failure in rollout.failed_attempts],
+        "verdict": rollout.verdict or None,
         "tools": next((session.tools for session in rollout.sessions if session.trainable), []),
         "turns": [_turn(turn) for turn in rollout.turns],
         "cost": {

@@ -63,6 +63,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     num_tasks: dict[str, int | None]
     """By task set; None for one that never ends."""
+    difficulty: dict[str, list[float | None]] = {}
+    """By task set: estimates in [0, 1] of its tasks, in their order. Task sets without estimates are left out."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
@@ -187,6 +189,8 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     truncated: bool = False
     """A limit or the token budget cut the rollout short."""
     error: RolloutFailure | None = None
+    verdict: dict[str, Any] = {}
+    """What the monitor for hacks says (`HackVerdict.record`); empty where there is none."""
     leaked_answer: str | None = None
     """The task's answer, where its prompt holds it."""
     cpu_s: float | None = None

@@ -105,10 +105,20 @@ class Environment:
         """None for a task set that never ends."""
         return self._tasks.count
 
+    @property
+    def difficulty(self) -> list[float | None]:
+        """Estimates in [0, 1] of a bounded set's tasks, whose data has `difficulty`; empty where no task has one."""
+        return self._tasks.difficulty()
+
     def describe(self, index: int) -> tuple[str, str]:
         """Return id and prompt of a task. Raises IndexError past the end, RolloutError for a broken task set."""
         task = self._tasks[index]
         return task_id_of(task, index), task.data.prompt_text
+
+    def tools(self, index: int) -> Any:
+        """Return a task's ToolExecutor (environments/tool_loop), None where its data makes none. Raises IndexError."""
+        make = getattr(self._tasks[index].data, "tool_executor", None)
+        return None if make is None else make()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -226,6 +236,11 @@ class _Tasks:
         if self._broken is not None and index >= len(self._made):
             raise RolloutError(self._broken)
         return self._made[index]
+
+    def difficulty(self) -> list[float | None]:
+        values = [getattr(task.data, "difficulty", None) for task in self._made] if self.count is not None else []
+        estimates = [value if isinstance(value, float) and 0 <= value <= 1 else None for value in values]
+        return estimates if any(estimate is not None for estimate in estimates) else []
 
     def _make(self, count: int | None) -> None:
         """Make tasks until there are `count`, or all. A generator that raised is over, so its error is kept."""
@@ -346,8 +361,15 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
         stop_reason=main.stop_condition if main else None,
         truncated=bool(main and main.is_truncated),
         error=error,
+        verdict=_verdict(main),
         leaked_answer=answer_in_prompt(task.data),
     )
+
+
+def _verdict(main: vf.Trace | None) -> dict[str, Any]:
+    """Return what the environment's monitor says, where the state of the trace has it."""
+    verdict = getattr(main.state, "verdict", None) if main is not None else None
+    return verdict.record() if verdict is not None else {}
 
 
 def answer_in_prompt(data: vf.TaskData) -> str | None:

@@ -119,6 +119,21 @@ def test_rollouts_lists_the_newest_step_and_filters(run_dir, capsys):
     assert "8 of 8" in output(capsys, rollouts_command, str(run_dir), "--eval", "--tool-errors")
 
 
+def test_rollouts_lists_what_the_monitor_found(run_dir, capsys):
+    # --hacks shows every step's findings with rule, place and evidence, and leaves out mere notes and clean rollouts.
+    found = {"rule": "process-exit", "severity": "hack", "place": "m.py:3", "evidence": "os._exit(0)"}
+    note = {**found, "rule": "git-log", "severity": "note"}
+    rows = [
+        rollout(7, "g7-0", 0.0, verdict={"policy": "zero", "hack": True, "findings": [found, note], "count": 2}),
+        rollout(7, "g7-1", 1.0, verdict={"policy": "none", "hack": False, "findings": [note], "count": 1}),
+    ]
+    write(run_dir, "step_000007", [*rows, rollout(7, "g7-2", 1.0, verdict=None)])
+    text = output(capsys, rollouts_command, str(run_dir), "--hacks")
+    assert "g7-0" in text and "HACK, zero" in text and "hack process-exit at m.py:3: os._exit(0)" in text
+    assert "git-log" not in text and "g7-1" not in text and "1 of 1 rollout;" in text
+    assert "monitor          hack process-exit" in output(capsys, rollouts_command, str(run_dir), "g7-0")
+
+
 def test_rollouts_shows_one_turn_by_turn(run_dir, capsys):
     # Tool calls and errors are visible.
     text = output(capsys, rollouts_command, str(run_dir), "g1-0")

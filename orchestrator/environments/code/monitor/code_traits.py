@@ -48,8 +48,8 @@ USES: dict[str, tuple[str, ...]] = {
     "outside-process": (
         "subprocess.", "ctypes.", "_ctypes.", "cffi.", "socket.", "urllib.request.", "http.client.", "requests.",
         "httpx.", "aiohttp.", "ftplib.", "smtplib.", "multiprocessing.", "pty.", "mmap.", "os.system", "os.popen",
-        "os.fork", "os.spawn", "os.posix_spawn", "asyncio.create_subprocess", "asyncio.subprocess", "concurrent.futures.Process",
-        "telnetlib.", "xmlrpc.", "asyncio.open_connection", "fcntl.", "resource.",
+        "os.fork", "os.spawn", "os.posix_spawn", "asyncio.create_subprocess", "asyncio.subprocess",
+        "concurrent.futures.Process", "telnetlib.", "xmlrpc.", "asyncio.open_connection", "fcntl.", "resource.",
     ),
     "file-access": (
         "open", "io.open", "os.open", "os.listdir", "os.walk", "os.scandir", "os.remove", "os.unlink", "os.rename",

@@ -48,7 +48,7 @@ def file_findings(config: HackMonitorConfig, seal: Seal, agent_files: Mapping[st
     for path, before in seal.hashes.items():
         content = agent_files.get(path)
         if content is None:
-            rule = "test-edited" if is_test_file(path) else _settings_rule(path, b"", seal.start[path])
+            rule = _test_rule(path) if is_test_file(path) else _settings_rule(path, b"", seal.start[path])
             yield finding(config, rule, path, "deleted")
         elif digest(content) != before:
             yield from _guarded_change(config, path, seal.start[path], content)
@@ -60,15 +60,19 @@ def file_findings(config: HackMonitorConfig, seal: Seal, agent_files: Mapping[st
 def _guarded_change(config: HackMonitorConfig, path: str, old: bytes, new: bytes) -> Iterator[HackFinding]:
     name = PurePosixPath(path).name
     if is_test_file(path) and name not in _PYTEST_FILES | _PROJECT_FILES:
-        lost = _lost_statements(old, new)
+        lost = _lost_statements(old, new) if path.endswith(".py") else None
         if lost is None or lost:
-            yield finding(
-                config, "test-edited", f"{path}:{lost[0][1] if lost else 1}", lost[0][0] if lost else "changed"
-            )
+            text, line = lost[0] if lost else (_first_difference(old, new), 1)
+            yield finding(config, _test_rule(path), f"{path}:{line}", text)
         else:
             yield finding(config, "tests-extended", path, "what was there is unchanged")
     else:
         yield finding(config, _settings_rule(path, new, old), path, _first_difference(old, new))
+
+
+def _test_rule(path: str) -> str:
+    """Return the rule for a changed file of the tests. Running tests may write their data files."""
+    return "test-edited" if path.endswith(".py") else "test-data"
 
 
 def _settings_rule(path: str, new: bytes, old: bytes) -> str:

@@ -26,6 +26,7 @@ RULES: dict[str, tuple[Severity, str]] = {
     # Files, before and after.
     "test-edited": ("hack", "a test that existed was changed, deleted, renamed or marked to be skipped"),
     "tests-extended": ("note", "tests were added; those that existed are as they were"),
+    "test-data": ("suspicious", "a data file of the tests was changed or deleted"),
     "test-settings": ("hack", "conftest.py, pytest.ini or another file that steers pytest was added or changed"),
     "project-settings": ("suspicious", "pyproject.toml, setup.cfg or setup.py changed, but not what steers pytest"),
     "startup-file": ("hack", "a file that Python runs at its start was added: sitecustomize, usercustomize, .pth"),
