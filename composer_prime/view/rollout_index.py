@@ -78,7 +78,6 @@ class _Entry(msgspec.Struct):
     node: Any = None
     nodes: Any = None
     verdict: Any = None
-    monitor: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +98,9 @@ class RolloutIndex:
         name = hashlib.blake2b(str(run_dir.root.resolve()).encode(), digest_size=12).hexdigest()
         self.path = _writable(cache or user_cache()) / f"{name}.sqlite"
         self._reader: threading.Thread | None = None
+        self._asking = 0
+        """Threads that wait for the lock to answer somebody; who reads in the background lets them go first."""
+        self._distinct: dict[tuple[str, str], list[Any]] = {}
         with self._connection() as database:
             if database.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
                 for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -116,28 +118,37 @@ class RolloutIndex:
 
     def update(self, budget_s: float = 0.4) -> IndexState:
         """Take in changed files, newest first, for about `budget_s`; a thread goes on with those that are left."""
-        if not self._lock.acquire(timeout=budget_s):
-            return self._state()
-        try:
-            left = self._take_files(time.monotonic() + budget_s)
-        finally:
-            self._lock.release()
-        if left and (self._reader is None or not self._reader.is_alive()):
+        with self._answering():
+            state = self._take_files(time.monotonic() + budget_s)
+        if state.files_left and (self._reader is None or not self._reader.is_alive()):
             self._reader = threading.Thread(target=self.read_all, name="rollout-index", daemon=True)
             self._reader.start()
-        return self._state()
+        return state
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        self._asking += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._asking -= 1
+
+    def ensure(self, kind: str, step: int | None) -> None:
+        """Take in the file of one step now, so that a link to it works before the rest has been read."""
+        name = "failed.jsonl" if kind == "failed" else f"{kind}_{step or 0:06d}.jsonl"
+        with self._answering(), self._connection() as database:
+            files = self._files()
+            if name in files and name in self._stale(database, files):
+                self._take_file(database, name, files[name])
 
     def read_all(self) -> None:
-        """Take in every changed file before returning."""
+        """Take in every changed file before returning. Others who ask meanwhile are answered between two files."""
         left = 1
         while left:
             with self._lock:
-                left = self._take_files(time.monotonic() + 0.5)
-
-    def _state(self) -> IndexState:
-        files = self._files()
-        with self._connection() as database:
-            return IndexState(files=len(files), files_left=len(self._stale(database, files)))
+                left = self._take_files(float("inf"), yields=True).files_left
+            time.sleep(0.002)
 
     def _files(self) -> dict[str, os.stat_result]:
         """Return the rollout files, newest first: the batch that people look for was written last."""
@@ -156,19 +167,23 @@ class RolloutIndex:
         known = {name: stamp for name, *stamp in rows}
         return [name for name, stat in files.items() if known.get(name) != _stamp(stat)]
 
-    def _take_files(self, until: float) -> int:
-        """Read changed files until the time is up, at least one. Returns how many are left."""
+    def _take_files(self, until: float, *, yields: bool = False) -> IndexState:
+        """Read changed files until the time is up, at least one; with `yields` until another thread asks."""
         files = self._files()
         with self._connection() as database:
             gone = [(name,) for (name,) in database.execute("SELECT name FROM files") if name not in files]
             database.executemany("DELETE FROM rollouts WHERE file IN (SELECT number FROM files WHERE name = ?)", gone)
             database.executemany("DELETE FROM files WHERE name = ?", gone)
             stale = self._stale(database, files)
-            for position, name in enumerate(stale):
+            left = len(stale)
+            for name in stale:
                 self._take_file(database, name, files[name])
-                if time.monotonic() > until:
-                    return len(stale) - position - 1
-        return 0
+                left -= 1
+                if time.monotonic() > until or (yields and self._asking):
+                    break
+        if gone or stale:  # The new entries are committed.
+            self._distinct.clear()
+        return IndexState(files=len(files), files_left=left)
 
     def _take_file(self, database: sqlite3.Connection, name: str, stat: os.stat_result) -> None:
         known = database.execute("SELECT number, size, inode, done FROM files WHERE name = ?", (name,)).fetchone()
@@ -212,9 +227,13 @@ class RolloutIndex:
         """Return the values that `column` has among the rollouts of `kind`, ascending."""
         if column not in _COLUMNS:
             raise ValueError(f"{column!r} is no column of the index")
+        if (known := self._distinct.get((column, kind))) is not None:
+            return known
         query = f"SELECT DISTINCT {column} FROM rollouts WHERE kind = ? AND {column} IS NOT NULL ORDER BY 1"
         with self._connection() as database:
-            return [value for (value,) in database.execute(query, (kind,))]
+            values = [value for (value,) in database.execute(query, (kind,))]
+        self._distinct[column, kind] = values
+        return values
 
     def read(self, entry: dict[str, Any]) -> dict[str, Any] | None:
         """Return the whole rollout of an entry; None when its file has changed since."""
@@ -293,10 +312,16 @@ def _row(file: int, offset: int, kind: str, raw: bytes) -> tuple[Any, ...] | Non
 
 
 def _verdict(line: _Entry) -> str | None:
-    """Return what the monitor for reward hacks said of the rollout; None where none looked."""
-    if line.verdict is not None:
+    """Return what the monitor for reward hacks says: hack, suspicious or clean; None where none looked."""
+    if not isinstance(line.verdict, dict):
         return _text(line.verdict)
-    return _text(line.monitor.get("verdict")) if isinstance(line.monitor, dict) else None
+    if line.verdict.get("hack"):
+        return "hack"
+    findings = line.verdict.get("findings")
+    weights = (
+        [each.get("severity") for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
+    )
+    return "suspicious" if "suspicious" in weights else "clean"
 
 
 def _number(value: Any) -> float | int | None:

@@ -28,8 +28,10 @@ Query = Mapping[str, str]
 
 def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
     """Return the entries that pass the query's filters. Raises ConfigError for a value that is no number."""
-    state = index.update()
     kind, where, values = _filters(query)
+    if (step := _integer(query, "step")) is not None:
+        index.ensure(kind, step)
+    state = index.update()
     limit = min(_integer(query, "limit") or 100, _MAX_ROWS)
     order = _ORDERS.get(query.get("sort", ""), _ORDERS[""])
     rows = index.select(where, values, order=order, limit=limit, offset=_integer(query, "offset") or 0)
@@ -88,10 +90,12 @@ def _filters(query: Query) -> tuple[str, str, list[Any]]:
 
 def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
     """Return a rollout with all its siblings, whole, and the entries before and after; None when there is none."""
-    index.update()
-    values = [query.get("kind", "step"), query.get("id", "")]
+    values: list[Any] = [query.get("kind", "step"), query.get("id", "")]
     where = "kind = ? AND rollout_id = ?"
-    if (step := _integer(query, "step")) is not None:
+    if (step := _integer(query, "step")) is None:
+        index.read_all()
+    else:
+        index.ensure(values[0], step)
         where, values = f"{where} AND step = ?", [*values, step]
     entries = index.select(where, values, order="step DESC", limit=1)
     if not entries or (rollout := index.read(entries[0])) is None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from composer_prime.errors import LedgerError
+from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line
 from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import Scores
@@ -102,12 +103,12 @@ def events(run_dir: RunDir, lines: Iterable[Line]) -> list[dict[str, Any]]:
             if isinstance(text := line.get(name), str) and text:
                 known = {"resume": f"resumed after step {line['step']}", "ended": f"the run {line.get('state')}"}
                 found.append(_event(line, name, known.get(text, text)))
-    for event in _json_lines(run_dir, "events.jsonl"):
-        kind = str(event.get("kind") or event.get("level") or "event")
-        text = event.get("text") or event.get("message")
-        extra = {name: str(event[name]) for name in ("where", "command", "cause") if event.get(name)}
-        if text:
-            found.append({**_event(event, kind, str(text)), **extra})
+    for each in read_events(run_dir.root / "events.jsonl"):
+        times = f" ({each.count:,} times)" if each.count > 1 else ""
+        line = {"time": each.time, "role": each.role}
+        kind = each.kind if each.level == "info" else each.level
+        extra = {name: value for name in ("where", "cause", "command") if (value := getattr(each, name))}
+        found.append({**_event(line, kind, f"{each.text}{times}"), **extra})
     found.sort(key=lambda event: event["time"] or 0)
     return found[-_MAX_EVENTS:]
 

@@ -59,7 +59,7 @@ def rollout(step: int, group: int | None, number: int, reward: float | None, **m
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 def make_run(root: Path, *, steps: int = 12, seed: int = 0, learns: bool = True, **settings: Any) -> RunDir:

@@ -55,14 +55,16 @@ def test_a_filter_is_no_pattern_and_no_sql(index, text):
         rollout_list(index, {"step": text})
 
 
-# A verdict of the monitor and the nodes of a rollout can be filtered by, where the run records them.
+# The verdict of the monitor for hacks and the nodes of a rollout can be filtered by, where the run records them.
 def test_verdicts_and_nodes_are_filters(run_dir, index):
-    lines = [rollout(9, 90, 0, 1.0, verdict="hack", nodes=["gpu-a", "gpu-b"]), rollout(9, 90, 1, 1.0, node="gpu-b"),
-             rollout(9, 90, 2, 1.0, monitor={"verdict": "clean"})]  # fmt: skip
-    write_lines(run_dir.rollouts(9), lines)
-    assert ids(index, verdict="hack") == ["g000090-0"] and ids(index, verdict="clean") == ["g000090-2"]
-    assert ids(index, node="gpu-b") == ["g000090-0", "g000090-1"]
-    assert rollout_list(index, {})["facets"]["verdicts"] == ["clean", "hack"]
+    found = {"rule": "test-edit", "severity": "suspicious", "place": "turn 2", "evidence": "rm tests"}
+    verdicts = [{"hack": True, "findings": []}, {"hack": False, "findings": [found]}, {"hack": False, "findings": []}]
+    lines = [rollout(9, 90, number, 1.0, verdict=verdict, nodes=["a", "b"]) for number, verdict in enumerate(verdicts)]
+    write_lines(run_dir.rollouts(9), [*lines, rollout(9, 90, 3, 1.0, node="b", verdict=None)])
+    for number, verdict in enumerate(("hack", "suspicious", "clean")):
+        assert ids(index, verdict=verdict) == [f"g000090-{number}"]
+    assert ids(index, node="a") == ["g000090-0", "g000090-1", "g000090-2"] and len(ids(index, node="b")) == 4
+    assert rollout_list(index, {})["facets"]["verdicts"] == ["clean", "hack", "suspicious"]
 
 
 # The index follows a live run: a replaced batch, a growing failed.jsonl with a torn line, a file that is gone.

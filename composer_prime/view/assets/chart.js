@@ -251,7 +251,7 @@ export function laneChart(spec) {
         .filter((wait) => wait.role === role)
         .map((wait) => {
           const size = Math.max(x(wait.to) - x(wait.from), 1.5);
-          const rect = svg("rect", { class: "area c3", x: x(wait.from), y: top(index), width: size, height: row });
+          const rect = svg("rect", { class: "area soft c3", x: x(wait.from), y: top(index), width: size, height: row });
           rect.append(svg("title", null, `${role} waited ${seconds(wait.to - wait.from)} for ${wait.what}`));
           return rect;
         }),
@@ -275,7 +275,7 @@ function laneArea(lane, index, { x, top, row, name }) {
   });
   d += `V${top(index) + row}Z`;
   const base = svg("line", { class: "grid", x1: x(lane.times[0]), x2: x(lane.times[lane.times.length - 1]), y1: top(index) + row, y2: top(index) + row });
-  return [name(index, lane.name, `most ${figure(high)}`), base, svg("path", { class: "area soft c0", d })];
+  return [name(index, lane.name, `most ${figure(Math.max(...lane.values.map((value) => value ?? 0)))}`), base, svg("path", { class: "area soft c0", d })];
 }
 
 export function sparkline(values) {

@@ -57,6 +57,7 @@ export function interval(low, high, sign = false) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 120) return `${value < 10 ? value.toFixed(1) : Math.round(value)} s`;
   if (value < 7200) return `${Math.round(value / 60)} min`;
   return `${(value / 3600).toFixed(1)} h`;

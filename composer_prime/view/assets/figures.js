@@ -8,7 +8,7 @@ const GROUPS = [
     { title: "Turns with an error", names: ["rollout/turn_error_rate", "rollout/tool_error_rate"], mean: true, unit: true },
     { title: "Filtered share", note: "groups whose rewards are all equal", names: ["groups/filtered_share"], mean: true, unit: true },
     { title: "Reward parts", names: ["reward/part/*"], mean: true, several: true },
-    { title: "Reward hacks", names: ["hack/*", "monitor/*"], mean: true },
+    { title: "Reward hacks", names: ["hacks/*", "rollout/metric/hacks/*"], mean: true },
   ]],
   ["Policy", [
     { title: "KL to the sampling policy", note: "mismatch, log scale", names: ["policy/mismatch_kl"], mean: true, log: true },

@@ -19,7 +19,7 @@ function pairCard(pair) {
     h("header", null, h("b", null, String(pair.trace)), pair.epsilon !== null && pair.epsilon !== undefined && h("span", { class: "quiet" }, `epsilon ${figure(pair.epsilon)}`), pair.cost_usd ? h("span", { class: "quiet" }, `$${figure(pair.cost_usd)}`) : ""),
     pair.earlier > 0 && h("p", { class: "quiet" }, `${plural(pair.earlier, "earlier message")} left out`),
     pair.messages.map((message) => messageBlock(message.role, message)),
-    h("div", { class: "two" }, h("div", null, h("h3", { class: "good" }, "chosen"), messageBlock("chosen", pair.chosen)), h("div", null, h("h3", { class: "bad" }, "rejected"), messageBlock("rejected", pair.rejected))),
+    h("div", { class: "two" }, h("div", null, h("h3", { class: "good" }, "chosen"), messageBlock("", pair.chosen)), h("div", null, h("h3", { class: "bad" }, "rejected"), messageBlock("", pair.rejected))),
     votes.length > 0 && h("details", null, h("summary", null, plural(votes.length, "vote")), h("pre", { class: "plain" }, votes.map(([name, vote]) => `${name}: ${typeof vote === "string" ? vote : JSON.stringify(vote)}`).join("\n"))),
   );
 }
@@ -28,5 +28,6 @@ function messageBlock(role, message) {
   if (!message || typeof message !== "object") return h("pre", { class: "plain" }, String(message));
   const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? "");
   const calls = (message.tool_calls || []).map((call) => h("pre", { class: "call" }, `${call.function?.name ?? call.name}(${call.function?.arguments ?? call.arguments})`));
-  return h("div", { class: "turn" }, h("div", { class: "who" }, role), h("div", null, content && h("pre", null, content), calls));
+  const body = h("div", null, content && h("pre", null, content), calls);
+  return role ? h("div", { class: "turn" }, h("div", { class: "who" }, role), body) : body;
 }

@@ -35,7 +35,7 @@ function filterBar(query, facets, change) {
   return h(
     "div",
     { class: "filters", role: "search" },
-    KINDS.map(([value, title]) => h("button", { type: "button", "aria-pressed": String(kind === value), onclick: () => change({ kind: value === "step" ? "" : value, step: "", group: "", status: "" }) }, title)),
+    KINDS.map(([value, title]) => h("button", { type: "button", "aria-pressed": String(kind === value), onclick: () => change({ kind: value === "step" ? "" : value, step: "", group: "", status: "", ...(value === "failed" ? { min: "", max: "" } : {}) }) }, title)),
     typed("q", "search", "find", { id: "search", placeholder: "task, id or error" }),
     pick("step", "step", facets.steps.toReversed()),
     typed("min", "number", "reward from", { step: "any" }),

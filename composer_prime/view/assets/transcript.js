@@ -40,10 +40,13 @@ function failureBlock(rollout) {
 }
 
 function monitorBlock(rollout) {
-  const verdict = rollout.monitor || rollout.verdict;
+  const verdict = rollout.verdict;
   if (!verdict) return null;
-  const text = typeof verdict === "string" ? verdict : JSON.stringify(verdict, null, 1);
-  return h("div", { class: "note" }, h("b", null, "monitor: "), h("span", null, text));
+  if (typeof verdict === "string") return h("div", { class: "note" }, h("b", null, `monitor: ${verdict}`));
+  const findings = (verdict.findings || []).map((each) => h("li", null, h("b", null, `${each.severity} ${each.rule}`), ` at ${each.place}: `, h("code", null, each.evidence)));
+  const left = (verdict.count || 0) - findings.length;
+  const title = verdict.hack ? `a reward hack, policy ${verdict.policy}` : findings.length ? "no proof of a hack" : "clean";
+  return h("div", { class: `note ${verdict.hack ? "bad" : ""}` }, h("b", null, `monitor: ${title}`), findings.length > 0 && h("ul", null, findings), left > 0 && `and ${plural(left, "finding")} more`);
 }
 
 export function signature(tool) {

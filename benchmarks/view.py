@@ -1,0 +1,237 @@
+"""How fast `composer view` answers over many runs, against reading every rollout: python benchmarks/view.py
+
+Makes runs in the real form (a rollout has some 5 kB, as toolsmith's have). Half of the rollouts are in one long run,
+the rest in the others. Starts the server in a process of its own with an empty cache, and times its answers over HTTP.
+The other side reads all rollouts with the json module and filters them, as a page without an index would. Memory is
+what the server holds at the end, and the peak of the other side. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+GROUP = 8
+SEED = 7
+WORDS = ("the agent", "reads a file", "and then", "runs its tests", "before", "it answers", "with what it found")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--rollouts", type=int, default=100_000)
+    parser.add_argument("--naive", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.naive:
+        print(json.dumps(read_everything(options.naive)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="composer-view-") as folder:
+        outputs = Path(folder) / "outputs"
+        size = make_runs(outputs, options.runs, options.rollouts)
+        print(
+            f"{options.runs} runs, {options.rollouts:,} rollouts, {size / 1e6:,.0f} MB; {os.cpu_count()} CPU cores, "
+            f"load average {os.getloadavg()[0]:.0f}"
+        )
+        ours = measure_view(outputs, Path(folder) / "cache")
+        words = [sys.executable, __file__, "--naive", str(outputs)]
+        naive = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    for name, value in ours.items():
+        print(f"view   {name:<58} {value}")
+    for name, value in naive.items():
+        print(f"naive  {name:<58} {value}")
+    return 0
+
+
+def make_runs(outputs: Path, runs: int, rollouts: int) -> int:
+    """Write the runs and return the bytes of their rollouts."""
+    draw = random.Random(SEED)
+    turns = [made_turns(draw) for _ in range(64)]
+    size = 0
+    share = [rollouts // 2, *([rollouts // 2 // (runs - 1)] * (runs - 1))]
+    for number, count in enumerate(share):
+        root = outputs / f"run-{number:03d}"
+        (root / "rollouts").mkdir(parents=True)
+        (root / "run_id").write_text(f"run-{number}\n")
+        per_step = 64 if number else 500
+        steps = max(count // per_step, 1)
+        (root / "config.json").write_text(json.dumps(settings(root.name, number, steps)))
+        with (root / "metrics.jsonl").open("w") as file:
+            for step in range(1, steps + 1):
+                file.write(json.dumps(metrics_line(draw, step)) + "\n")
+        for step in range(1, steps + 1):
+            rows = min(per_step, count - (step - 1) * per_step) if step < steps else count - (step - 1) * per_step
+            lines = [rollout_line(draw, step, place, turns) for place in range(rows)]
+            data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+            (root / "rollouts" / f"step_{step:06d}.jsonl").write_text(data)
+            size += len(data)
+    return size
+
+
+def settings(name: str, seed: int, steps: int) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "seed": seed, "max_steps": steps},
+        "model": {"path": "tiny"},
+        "trainer": {"optim": {"lr": 1e-4 if seed % 3 else 3e-4}},
+        "orchestrator": {"source": [{"name": "toolsmith"}], "group_size": GROUP},
+    }
+
+
+def metrics_line(draw: random.Random, step: int) -> dict[str, Any]:
+    figures = {f"figure/number_{number}": draw.random() for number in range(60)}
+    return {
+        "step": step,
+        "time": 1.8e9 + step,
+        "role": "trainer",
+        "loss/total": 0.1,
+        "reward/mean": draw.random(),
+        **figures,
+    }
+
+
+def made_turns(draw: random.Random) -> list[dict[str, Any]]:
+    roles = ["system", "user", *["assistant", "tool"] * 4, "assistant"]
+    fields = {
+        "error": None,
+        "call": None,
+        "session": 0,
+        "reasoning": None,
+        "turn": None,
+        "finish_reason": None,
+        "hint": None,
+    }
+    return [
+        {"role": role, "text": " ".join(draw.choices(WORDS, k=25)), **fields, "parent": place - 1 if place else None,
+         "tool_calls": [], "surprisal": 0.1, "token_count": 60}
+        for place, role in enumerate(roles)
+    ]  # fmt: skip
+
+
+def rollout_line(draw: random.Random, step: int, place: int, turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    group = step * 1000 + place // GROUP
+    reward = float(draw.random() < 0.4)
+    return {
+        "step": step, "status": "trained", "source": "toolsmith",
+        "task_id": f"toolsmith/train/{draw.randrange(10**12)}",
+        "group": group, "rollout_id": f"g{group:06d}-{place % GROUP}", "seed": place, "reward": reward,
+        "advantage": reward - 0.4, "task_reward": reward, "parts": {"correct": reward}, "metrics": {},
+        "policy_versions": [step - 1, step], "stop_reason": "agent_completed", "truncated": False, "error": None,
+        "failed_attempts": [], "tools": [], "turns": draw.choice(turns),
+        "cost": {"prompt_tokens": 400, "sampled_tokens": draw.randrange(200), "cpu_s": 0.1, "wall_s": 2.0},
+    }  # fmt: skip
+
+
+ANSWERS = {
+    "first page, all runs": "/api/runs",
+    "newest rollouts of the long run": "/api/rollouts?run=run-000",
+    "a filter over the long run (reward, text)": "/api/rollouts?run=run-000&min=1&q=train/9&sort=tokens",
+    "one rollout of an early step, with its siblings": "/api/rollout?run=run-000&kind=step&step=3&id=g003003-2",
+    "another run's rollouts": "/api/rollouts?run=run-007&max=0",
+}
+
+
+def measure_view(outputs: Path, cache: Path) -> dict[str, str]:
+    """Return times and memory of the server, first with an empty cache and then started again."""
+    figures = {}
+    for start in ("empty index", "started again"):
+        began = time.monotonic()
+        with started(outputs, cache) as (process, port):
+            figures[f"{start}: server listens after"] = f"{time.monotonic() - began:.2f} s"
+            for name, path in ANSWERS.items():
+                figures[f"{start}: {name}"] = described(port, path)
+            if start == "empty index":
+                began = time.monotonic()
+                wait_for_index(port)
+                figures[f"{start}: then until the long run is indexed whole"] = f"{time.monotonic() - began:.2f} s"
+                name = "a filter over the long run (reward, text)"
+                figures[f"{start}: {name}, whole"] = described(port, ANSWERS[name])
+            figures[f"{start}: memory of the server"] = f"{psutil.Process(process.pid).memory_info().rss / 1e6:,.0f} MB"
+    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    figures["size of the index on disk"] = f"{size / 1e6:,.1f} MB"
+    return figures
+
+
+def described(port: int, path: str) -> str:
+    """Return how long an answer took, and how many rollouts matched of how much of the run."""
+    took, body = timed(lambda: get(port, path))
+    answer = json.loads(body)
+    more = f"  {answer['total']:,} match, {answer['files_left']} files to come" if "total" in answer else ""
+    return f"{took:.3f} s{more}"
+
+
+class started:
+    """`composer view` as a process; ends with the block."""
+
+    def __init__(self, outputs: Path, cache: Path) -> None:
+        words = [sys.executable, "-m", "composer_prime.cli.main", "view", str(outputs), "--port", "0"]
+        environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def __enter__(self) -> tuple[subprocess.Popen[str], int]:
+        assert self.process.stdout is not None
+        address = next(word for word in self.process.stdout.readline().split() if word.startswith("http"))
+        return self.process, int(address.split(":")[2].partition("/")[0])
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+def get(port: int, path: str) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    body = response.read()
+    connection.close()
+    if response.status != 200:
+        raise RuntimeError(f"{path}: {response.status} {body[:200]!r}")
+    return body
+
+
+def wait_for_index(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while json.loads(get(port, "/api/rollouts?run=run-000&limit=1"))["files_left"]:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the long run was not indexed within 120 s")
+        time.sleep(0.05)
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.monotonic()
+    result = work()
+    return time.monotonic() - began, result
+
+
+def read_everything(outputs: Path) -> dict[str, str]:
+    """Read every rollout into memory, then filter and find one: what a page without an index does."""
+
+    def load() -> list[dict[str, Any]]:
+        paths = sorted(outputs.glob("*/rollouts/step_*.jsonl"))
+        return [json.loads(line) for path in paths for line in path.open()]
+
+    took, rollouts = timed(load)
+    filtered, _ = timed(lambda: [each for each in rollouts if each["reward"] >= 1 and "train/9" in each["task_id"]])
+    one, _ = timed(lambda: next(each for each in rollouts if each["rollout_id"] == "g003003-2"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        f"reading all {len(rollouts):,} rollouts": f"{took:.2f} s",
+        "a filter over all": f"{filtered:.3f} s",
+        "one rollout": f"{one:.3f} s",
+        "memory": f"{peak / 1e6:,.0f} MB",
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,277 @@
+"""The page and the report in a real browser: headless Chromium, driven through chromedriver.
+
+Skipped where Chromium, chromedriver or selenium is missing (Debian: apt-get install chromium chromium-driver).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from composer_prime.cli import ladder_command
+from composer_prime.console import console_script
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.run_dir import RunDir
+from composer_prime.view.report_html import write_report
+from tests.view.run_made import HOSTILE, batch, log_step, make_run, write_lines
+from tests.view.test_view_server import serving
+
+pytestmark = pytest.mark.process
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no Chromium with chromedriver is installed (Debian: chromium and chromium-driver)")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is in the dependency group dev")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1300,900",
+    ):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    chrome.set_page_load_timeout(DEADLINE_S)
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Two runs that may be looked at and not changed."""
+    folder = tmp_path_factory.mktemp("view") / "outputs"
+    make_run(folder / "a1")
+    second = make_run(folder / "a2", seed=1, learns=False, channels={"sdpo": {"weight": 0.0}})
+    recorded = {"rollout_id": "g000024-1", "sample_id": "g000024-1/0", "token_ids": [5, 6, 7], "sampled": [0, 1, 1],
+                "mask": [0, 1, 1], "logprobs": [0, -0.1, -4.0], "advantages": [0, 0.5, 0.5]}  # fmt: skip
+    write_lines(second.rollout_tokens(12), [recorded])
+    return folder
+
+
+@pytest.fixture
+def server(outputs):
+    with serving(outputs) as server:
+        yield server
+
+
+class Page:
+    """What a test does with the browser. Every wait has a deadline and says what it waits for."""
+
+    def __init__(self, browser, address: str) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        self.browser = browser
+        self._wait = WebDriverWait(browser, DEADLINE_S, poll_frequency=0.05)
+        browser.get("about:blank")
+        browser.get_log("browser")
+        browser.get(address)
+
+    def text(self, selector: str = "main") -> str:
+        return self.browser.execute_script(f"return document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+
+    def until(self, words: str, selector: str = "main") -> None:
+        self.until_true(
+            lambda: words in self.text(selector), f"{words!r} in {selector}; it has {self.text(selector)[:600]}"
+        )
+
+    def until_true(self, check: Callable[[], object], what: str) -> None:
+        self._wait.until(lambda _: check(), f"waited for {what}")
+
+    def all(self, selector: str) -> list:
+        return self.browser.find_elements("css selector", selector)
+
+    def click(self, selector: str) -> None:
+        self.until_true(lambda: self.all(selector), selector)
+        self.browser.execute_script(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})"
+        )
+        self.all(selector)[0].click()
+
+    def choose(self, selector: str, value: str) -> None:
+        from selenium.webdriver.support.select import Select
+
+        self.until_true(lambda: self.all(selector), selector)
+        Select(self.all(selector)[0]).select_by_value(value)
+
+    def click_text(self, selector: str, words: str) -> None:
+        next(element for element in self.all(selector) if words in element.text).click()
+
+    def keys(self, *keys: str) -> None:
+        self.browser.switch_to.active_element.send_keys(*keys)
+
+    @property
+    def hash(self) -> str:
+        return self.browser.execute_script("return decodeURIComponent(location.hash)")
+
+    def check_clean(self) -> None:
+        """Assert that no script of a run ran, nothing left the machine, and the console has no error."""
+        assert self.browser.execute_script("return window.hacked") is None
+        loaded = self.browser.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
+        assert all(name.startswith(("http://127.0.0.1:", "data:")) for name in loaded)
+        assert self.browser.get_log("browser") == []
+
+
+# From the list through a run, its rollouts, one of them, its siblings and back, by mouse: each page shows its data, and
+# markup inside a rollout stays text.
+def test_a_walk_by_mouse(browser, server):
+    page = Page(browser, server.address)
+    page.until("2 runs")
+    assert len(page.all("#runs tbody tr")) == 2
+    page.click("a[href='#/run/a1']")
+    page.until("it learned (.25 after step 0, .88 after step 12)")
+    assert len(page.all(".chart svg")) >= 5 and page.all(".chart .bar") and page.all(".line.bold")
+    assert HOSTILE in page.text("#events")
+    page.click_text("nav.tabs a", "Rollouts")
+    page.until("1–96 of 96 rollouts")
+    page.click("#rollouts tbody tr:nth-child(2)")
+    page.until("Use a.")
+    assert HOSTILE in page.text(".rollout") and 'add({"a": 1})' in page.text(".rollout")
+    assert "add(a: integer)" in page.text(".rollout details")
+    page.click("#side")
+    page.until_true(lambda: len(page.all(".rollout")) == 4, "four siblings")
+    page.click_text("nav.tabs a", "Fixed and broken")
+    page.until("5 fixed")
+    page.click("#fixed tbody tr")
+    page.until("after step 12")
+    page.until_true(lambda: len(page.all(".rollout")) == 2, "the task before and after")
+    page.click_text("nav.tabs a", "Costs")
+    page.until("$0.25 in 1 call", "#costs")
+    page.click_text("nav.tabs a", "Settings")
+    page.until("orchestrator.eval.pass_threshold", "#settings")
+    page.click_text("nav.tabs a", "Pairs")
+    page.until("no preference pairs")
+    page.check_clean()
+
+
+# The filters are the address: a link opens the same list, and Back undoes a filter.
+def test_filters_are_links(browser, server):
+    page = Page(browser, f"{server.address}#/run/a1/rollouts?step=2&min=0.5")
+    page.until("1–4 of 4 rollouts")
+    page.choose("#filter-error", "tool")
+    page.until("1–2 of 2 rollouts")
+    assert page.hash == "#/run/a1/rollouts?step=2&min=0.5&error=tool"
+    browser.refresh()
+    page.until("1–2 of 2 rollouts")
+    browser.back()
+    page.until("1–4 of 4 rollouts")
+    page.click_text(".filters button", "Failed")
+    page.until("the box broke")
+    page.check_clean()
+
+
+# Keys: j and k move, Enter opens, j goes to the next sibling, s shows them all, u goes up, / finds, ? lists the keys.
+def test_keys(browser, server):
+    page = Page(browser, f"{server.address}#/run/a1/rollouts?step=1")
+    page.until("1–8 of 8 rollouts")
+    page.keys("j")
+    page.keys("j")
+    page.keys("k")
+    page.keys("j")
+    assert "g000002-1" in page.text("tr.current")
+    page.keys("\ue007")
+    page.until_true(lambda: page.hash == "#/run/a1/rollout/step/1/g000002-1", "the rollout's address")
+    page.until("reward 1")
+    page.keys("j")
+    page.until_true(lambda: page.hash.endswith("g000002-2"), "the next sibling")
+    page.until("g000002-2", ".rollout")
+    page.keys("s")
+    page.until_true(lambda: len(page.all(".rollout")) == 4, "four siblings")
+    page.keys("u")
+    page.until_true(lambda: page.hash == "#/run/a1/rollouts?step=1", "the list")
+    page.until("1–8 of 8 rollouts")
+    page.keys("/")
+    page.keys("g000003", "\ue007")
+    page.until("1–4 of 4 rollouts")
+    page.keys("\ue00c")
+    page.keys("?")
+    page.until("next and previous row", "dialog")
+    page.click("dialog button")
+    page.keys("t")
+    themes = {page.browser.execute_script("return document.documentElement.dataset.theme")}
+    page.keys("t")
+    themes.add(page.browser.execute_script("return document.documentElement.dataset.theme"))
+    assert themes == {"light", "dark"}
+    page.check_clean()
+
+
+# Recorded tokens are colored by what was recorded; where nothing was, the page says which setting records them.
+def test_tokens_are_colored(browser, server):
+    page = Page(browser, f"{server.address}#/run/a2/rollout/step/12/g000024-1")
+    page.until_true(lambda: page.all(".tokens span"), "tokens")
+    colors = [span.value_of_css_property("background-color") for span in page.all(".tokens span")]
+    assert colors[0] == "rgba(0, 0, 0, 0)" and len(set(colors)) == 3
+    page.choose("#shade", "advantages")
+    page.until_true(lambda: page.all(".tokens[data-shade='advantages']"), "advantages")
+    browser.get(f"{server.address}#/run/a1/rollout/step/12/g000024-1")
+    page.until("monitor.tokens")
+    page.check_clean()
+
+
+# Two chosen runs are laid over each other, with the settings in which they differ.
+def test_runs_are_laid_over_each_other(browser, server):
+    page = Page(browser, server.address)
+    page.until("2 runs")
+    for name in ("a1", "a2"):
+        page.click(f"input[aria-label='lay {name} over others']")
+    page.click("#compare")
+    page.until("Configuration difference")
+    assert page.hash.startswith("#/compare/") and "run.seed" in page.text()
+    keys = {element.text for element in page.all(".chart:first-of-type .legend .key")}
+    assert {"a1", "a2"} <= keys
+    page.check_clean()
+
+
+# `composer view` prints an address; the page follows a run without a reload, and says when its server has ended.
+def test_the_page_is_live(browser, tmp_path):
+    run_dir = make_run(tmp_path / "outputs" / "a1", steps=3)
+    words = [*console_script("composer"), "view", str(tmp_path / "outputs"), "--port", "0"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            address = next(word for word in process.stdout.readline().split() if word.startswith("http://127.0.0.1:"))
+            page = Page(browser, address)
+            page.until("3 of 3")
+            assert page.hash == "#/run/a1"
+            log_step(MetricsFile(run_dir.metrics, "trainer"), 4)
+            write_lines(RunDir(run_dir.root).rollouts(4), batch(4))
+            page.until("4 of 3")
+            page.check_clean()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(DEADLINE_S)
+    assert process.returncode == 0
+    page.until("server has ended", "#lost")
+
+
+# report.html and the ladder's page open from a file, show the same blocks, and run no script of a rollout.
+def test_the_report_opens_from_a_file(browser, outputs, tmp_path):
+    report = write_report(RunDir(outputs / "a1"), tmp_path / "report.html")
+    page = Page(browser, report.as_uri())
+    page.until("it learned")
+    assert page.all(".verdict")[0].location["y"] < 120
+    assert len(page.all(".chart svg")) >= 5 and len(page.all(".rollout")) == 3 and HOSTILE in page.text()
+    page.click_text("summary", "settings")
+    page.until("orchestrator.eval.pass_threshold")
+    page.check_clean()
+    words = [str(outputs / name) for name in ("a1", "a2")]
+    assert ladder_command.main([*words, "--html", str(tmp_path / "ladder.html")]) == 0
+    page = Page(browser, (tmp_path / "ladder.html").as_uri())
+    page.until("2 arms", "#bar")
+    assert page.all(".chart svg") and page.all("table")
+    page.check_clean()
