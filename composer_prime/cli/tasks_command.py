@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--mutations", type=int, default=2, help="mutations of each function (default 2)")
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
     make.add_argument("--name-tests", action="store_true", help="prompts of deletions name those files")
-    make.add_argument("--test-timeout", type=float, default=5.0, help="seconds of one test (default 5)")
+    make.add_argument("--test-timeout", type=float, default=5.0, help="CPU seconds of one test (default 5)")
     make.add_argument("--suite-timeout", type=float, default=180.0, help="seconds of all tests (default 180)")
     make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
     make.add_argument("--cache", type=Path, default=Path.home() / ".cache/composer-prime/sources", help="archives")
@@ -128,6 +128,8 @@ def make_tasks(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             console.print(f"interrupted: {options.output} keeps what is done; the same command goes on")
             return INTERRUPTED
+        finally:
+            journal.close()
     _print_report(report, options.output)
     if report["sources_refused"] and not report["candidates"]:
         raise ConfigError("\n".join(report["sources_refused"].values()))

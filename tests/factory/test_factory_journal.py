@@ -22,13 +22,13 @@ def task(order: int) -> CodeTask:
     return CodeTask(id=f"a/{order}", kind="delete", repository="a", prompt="do", fail_to_pass=["t"], pass_to_pass=["u"])
 
 
-def filled(folder: Path) -> MakingJournal:
+def filled(folder: Path) -> None:
     journal = MakingJournal(folder)
     journal.begin("a", SETTINGS)
     journal.add(verdict(2), task(2))
     journal.add(verdict(1, "no test fails"), None)
     journal.add(verdict(0), task(0))
-    return journal
+    journal.close()
 
 
 # A run that goes on knows all verdicts, and the tasks end up in the candidates' order, cut to the limit.
@@ -65,11 +65,23 @@ def test_journal_repeats_a_lost_task(tmp_path: Path) -> None:
 # The same source with other settings is refused with both values; --overwrite begins anew.
 def test_journal_refuses_other_settings(tmp_path: Path) -> None:
     filled(tmp_path)
+    journal = MakingJournal(tmp_path)
     with pytest.raises(ConfigError, match=r"'seed': \(0, 1\)"):
-        MakingJournal(tmp_path).begin("a", {**SETTINGS, "seed": 1})
+        journal.begin("a", {**SETTINGS, "seed": 1})
+    journal.close()
     journal = MakingJournal(tmp_path, overwrite=True)
     journal.begin("a", {**SETTINGS, "seed": 1})
     assert not journal.verdicts and not (tmp_path / "tasks.jsonl").exists()
+
+
+# Two runs do not write to one folder at a time; when the first has ended, another may go on.
+def test_journal_refuses_a_second_writer(tmp_path: Path) -> None:
+    journal = MakingJournal(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="another run writes"):
+            MakingJournal(tmp_path, overwrite=overwrite)
+    journal.close()
+    MakingJournal(tmp_path).close()
 
 
 # A folder of something else is refused and left alone, with --overwrite too.

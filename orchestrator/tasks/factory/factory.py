@@ -75,6 +75,10 @@ class FactorySettings:
     packages: tuple[str, ...] = ()
     """Installed packages that tests need beside pytest."""
 
+    def identity(self) -> dict[str, Any]:
+        """Return what must be the same when a run goes on. More tasks may be asked for."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("limit", "history")}
+
 
 class Watcher(Protocol):
     """Is told how the work goes."""
@@ -138,7 +142,7 @@ class TaskFactory:
             problem = ""
             try:
                 tree = await asyncio.to_thread(self._open, source)
-                self.journal.begin(tree.name, dataclasses.asdict(self.settings))
+                self.journal.begin(tree.name, self.settings.identity())
                 await self._make_tree(tree)
                 if self.settings.history:
                     await self._make_history(Path(source))

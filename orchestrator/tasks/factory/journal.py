@@ -12,6 +12,7 @@ are dropped when the run goes on, and that candidate is done again.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterable
@@ -53,10 +54,15 @@ class MakingJournal:
         self.folder = folder
         self.trees = folder / TREES_FOLDER
         self._making, self._tasks_path = folder / MAKING_FILE, folder / TASKS_FILE
-        if overwrite:
-            self._clear()
         self._refuse_foreign_folder()
         self.trees.mkdir(parents=True, exist_ok=True)
+        self._lock = self._making.open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another run writes to {folder} now; wait for it, or give another -o") from error
+        if overwrite:
+            self._clear()
         self._settings: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, CandidateVerdict] = {}
         self._read()
@@ -82,8 +88,9 @@ class MakingJournal:
         self._append(self._making, msgspec.json.encode(verdict))
         self.verdicts[verdict.id] = verdict
 
-    def of_source(self, source: str) -> list[CandidateVerdict]:
-        return [verdict for verdict in self.verdicts.values() if verdict.source == source]
+    def close(self) -> None:
+        """Let another run have the folder."""
+        self._lock.close()
 
     def finish(self, limit: int | None) -> int:
         """Bring the tasks into the candidates' order and cut each source to `limit`. Return how many there are."""
@@ -106,11 +113,12 @@ class MakingJournal:
         self._replace(self.folder / REPORT_FILE, text.splitlines())
 
     def _clear(self) -> None:
-        """Remove what an earlier run of this command wrote, and nothing else."""
-        if (self.folder / MAKING_FILE).is_file():
-            for path in (self._making, self._tasks_path, self.folder / REPORT_FILE):
-                path.unlink(missing_ok=True)
-            shutil.rmtree(self.trees, ignore_errors=True)
+        """Remove what an earlier run of this command wrote, and nothing else. The locked file stays, empty."""
+        self._making.write_bytes(b"")
+        for path in (self._tasks_path, self.folder / REPORT_FILE):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.trees)
+        self.trees.mkdir()
 
     def _refuse_foreign_folder(self) -> None:
         if self.folder.is_file():

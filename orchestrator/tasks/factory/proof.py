@@ -119,7 +119,7 @@ def _runs(cases: Mapping[str, Proof], baseline: Baseline) -> list[SuiteRun]:
     """Return a run of each candidate's start, and one of the tree itself for each set of test files."""
     runs: dict[str, SuiteRun] = {}
     for name, proof in cases.items():
-        limit_s = 10.0 + 4 * sum(baseline.seconds[file] for file in proof.tests)
+        limit_s = 20.0 + 8 * sum(baseline.seconds[file] for file in proof.tests)
         files: dict[str, str | None] = {**proof.start, **dict.fromkeys(proof.candidate.added)}
         runs[name] = SuiteRun(key=name, tests=proof.tests, files=files, timeout_s=limit_s)
         together = "\n".join(proof.tests)

@@ -30,6 +30,8 @@ from _pytest.config import get_config
 MESSAGE_CHARACTERS = 1500
 COMPLETE = (0, 1, 5)
 """Exit statuses of pytest after it ran all that it found: all passed, some failed, nothing found."""
+WAITING = 3
+"""A test may take this many times its CPU limit on the clock."""
 LINE_TRACED_CALLS = 100
 """Calls of a function whose lines are traced; after them only the call itself is noted."""
 
@@ -132,12 +134,21 @@ class SuiteReporter:
         if self.reach:
             self.reach.take()
             sys.settrace(self.reach.trace)
-        signal.signal(signal.SIGALRM, self._too_slow)
-        signal.setitimer(signal.ITIMER_REAL, self.test_timeout_s)
+        for alarm, timer, limit_s in self._alarms():
+            signal.signal(alarm, self._too_slow)
+            signal.setitimer(timer, limit_s)
         try:
             return (yield)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            for _, timer, _ in self._alarms():
+                signal.setitimer(timer, 0)
+
+    def _alarms(self):
+        """CPU time decides, so that a busy machine changes nothing. A test that waits ends by the clock."""
+        return (
+            (signal.SIGPROF, signal.ITIMER_PROF, self.test_timeout_s),
+            (signal.SIGALRM, signal.ITIMER_REAL, WAITING * self.test_timeout_s),
+        )
 
     def _too_slow(self, number, frame) -> None:
         self.slow = True
