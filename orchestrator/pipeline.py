@@ -199,7 +199,10 @@ class Pipeline:
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
         shard = (config.diloco and config.diloco.task_shard) or WHOLE
-        sources = Sources(config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard)
+        difficulty = {name: pool.difficulty() for name, pool in self.pools.items()}
+        sources = Sources(
+            config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard, difficulty=difficulty
+        )
         if self.state is None:
             journal, entries = await asyncio.to_thread(Journal.create, self.run_dir.journal), []
         else:

@@ -1,8 +1,9 @@
 """Which task of a source comes next: the hook, a default and an adaptive one.
 
 `orchestrator.curriculum.import_path` names a curriculum (`module:Class`). Each source gets one, built as
-`Class(num_tasks=…, seed=…, **kwargs)`. Its state is part of every checkpoint. After a crash the journal replays the
-calls since then in their order, so a curriculum without randomness of its own continues exactly.
+`Class(num_tasks=…, seed=…, **kwargs)`, with `difficulty=…` where it takes that. Its state is part of every checkpoint.
+After a crash the journal replays the calls since then in their order, so a curriculum without randomness of its own
+continues exactly.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import importlib
 import inspect
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from composer_prime.config.orchestrator import CurriculumConfig
 from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedGroup, derive_seed
+from orchestrator.tasks.difficulty import DifficultyModel
 
 
 class Curriculum(Protocol):
@@ -73,10 +76,13 @@ class Shuffled:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Frontier:
-    """Prefers tasks with an intermediate recent pass rate: p(1-p) is largest where a group carries most signal.
+    """Prefers tasks with an intermediate pass rate: p(1-p) is largest where a group carries most signal.
 
     A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; an unplayed task counts as
-    p = 1/2. Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the
+    p = 1/2. For a task with an estimate of its difficulty, the rate that is expected of it (`difficulty.py`) counts as
+    one more group. So harder tasks come in as easier ones become sure, and wait while those fail.
+
+    Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the
     same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
     """
 
@@ -86,8 +92,11 @@ class Frontier:
     candidates: int = 8
     explore: float = 0.05
     pass_threshold: float = 1.0
+    difficulty: Sequence[float | None] = ()
+    """Estimates in [0, 1] by task; none, or a None among them, where there is none."""
     _drawn: int = field(default=0, init=False)
     _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
+    _expected: DifficultyModel = field(default_factory=DifficultyModel, init=False)
 
     def __post_init__(self) -> None:
         if self.num_tasks is None:
@@ -113,23 +122,37 @@ class Frontier:
         rewards = group.task_rewards
         if rewards:
             rate = sum(reward >= self.pass_threshold for reward in rewards) / len(rewards)
-            self._rates.setdefault(group.plan.task_index, deque(maxlen=self.window)).append(rate)
+            task = group.plan.task_index
+            self._rates.setdefault(task, deque(maxlen=self.window)).append(rate)
+            if (difficulty := self._difficulty_of(task)) is not None:
+                self._expected.observe(difficulty, rate)
+
+    def _difficulty_of(self, task: int) -> float | None:
+        return self.difficulty[task] if task < len(self.difficulty) else None
 
     def _signal(self, task: int) -> float:
-        rates = self._rates.get(task)
+        rates = list(self._rates.get(task, ()))
+        difficulty = self._difficulty_of(task)
+        if difficulty is not None:
+            rates.append(self._expected.pass_rate(difficulty))
         rate = sum(rates) / len(rates) if rates else 0.5
         return 4 * rate * (1 - rate)
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}
+        state = {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}
+        return state | {"expected": [self._expected.played, self._expected.passed]}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._drawn = int(state["drawn"])
         self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
+        expected = state.get("expected")  # States of older versions have none.
+        self._expected = DifficultyModel(*expected) if expected else DifficultyModel()
 
 
-def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: int) -> Curriculum:
-    """Build the curriculum of one source.
+def build_curriculum(
+    config: CurriculumConfig, *, num_tasks: int | None, seed: int, difficulty: Sequence[float | None] = ()
+) -> Curriculum:
+    """Build the curriculum of one source. `difficulty`: estimates by task, for a class that takes them.
 
     Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.
     """
@@ -140,10 +163,12 @@ def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: i
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{where}, which cannot be imported: {error}; give `module:Class`") from None
     try:
-        inspect.signature(factory).bind(num_tasks=num_tasks, seed=seed, **config.kwargs)
+        signature = inspect.signature(factory)
+        signature.bind(num_tasks=num_tasks, seed=seed, **config.kwargs)
     except TypeError as error:
         raise ConfigError(f"{where}; its class does not take orchestrator.curriculum.kwargs: {error}") from None
-    curriculum = factory(num_tasks=num_tasks, seed=seed, **config.kwargs)
+    estimates = {"difficulty": difficulty} if "difficulty" in signature.parameters else {}
+    curriculum = factory(num_tasks=num_tasks, seed=seed, **{**estimates, **config.kwargs})
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
     if missing:
         raise ConfigError(f"{where}; its class lacks {missing}: see orchestrator/tasks/curriculum.py for the protocol")

@@ -122,6 +122,11 @@ class WorkerPool:
         assert self._ready is not None, "start the pool first"
         return self._ready.num_tasks[taskset]
 
+    def difficulty(self, taskset: str = TRAIN) -> list[float | None]:
+        """Return estimates of the tasks' difficulty, in [0, 1]; an empty list for a task set without any."""
+        assert self._ready is not None, "start the pool first"
+        return self._ready.difficulty.get(taskset, [])
+
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children.values()]

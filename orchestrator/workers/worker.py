@@ -76,7 +76,9 @@ class Worker:
             for environment in self._environments.values():
                 await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
-            self._frames.send(WorkerReady(num_tasks=num_tasks))
+            estimates = {name: environment.difficulty for name, environment in self._environments.items()}
+            difficulty = {name: by_task for name, by_task in estimates.items() if by_task}
+            self._frames.send(WorkerReady(num_tasks=num_tasks, difficulty=difficulty))
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
                 while (message := await self._frames.receive()) is not None:

@@ -202,6 +202,9 @@ class ScriptedPool:
     def num_tasks(self, taskset: str = "train") -> int | None:
         return 5 if taskset == EVAL else self._tasks
 
+    def difficulty(self, taskset: str = "train") -> list[float | None]:
+        return []
+
     async def run(self, request: RunRollout) -> RolloutReply:
         self.requests.append(request)
         if self._played is not None:
