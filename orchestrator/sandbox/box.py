@@ -112,7 +112,10 @@ async def _start(runtime: RuntimeConfig, python_path: tuple[str, ...]) -> Box:
     kind = "bubblewrap" if runtime.type == "auto" else runtime.type
     if kind == "bubblewrap":
         from orchestrator.sandbox.bubblewrap import BubblewrapBox
+        from orchestrator.sandbox.pool import shared_pool
 
+        if runtime.warm:
+            return await shared_pool(runtime).take(python_path)
         return await BubblewrapBox.open(runtime, python_path)
     if kind == "subprocess":
         from orchestrator.sandbox.subprocess_box import SubprocessBox

@@ -59,6 +59,7 @@ class BubblewrapBox(Box):
         self.keeps_others = False
         """Whether processes may outlive the command that started them; background processes set it."""
         self.ports = LoopbackPorts(control)
+        self.launcher_pid = process.pid
         self._process = process
         self._init_fd = os.pidfd_open(init_pid)
         self._root_fd = open_root(init_pid)
@@ -255,6 +256,11 @@ class BubblewrapBox(Box):
             self._process.kill()
             self._process.wait()
         os.close(self._init_fd)
+
+    def __del__(self) -> None:
+        """End a box that nobody closed, because its event loop ended first."""
+        if not getattr(self, "_closed", True):
+            self._process.kill()
 
     def _check_open(self) -> None:
         if self._closed or self.control.closed:
