@@ -100,6 +100,8 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the policy sampled in this attempt."""
     cpu_s: float | None = None
     wall_s: float | None = None
+    nodes: list[str] = []
+    """The inference nodes that sampled it, in order of their first answers."""
 
     @property
     def task_reward(self) -> float | None:

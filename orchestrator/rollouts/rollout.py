@@ -260,4 +260,5 @@ def finished_rollout(
         sampled_tokens=sum(len(record.completion_ids) for record in result.records),
         cpu_s=reply.cpu_s,
         wall_s=reply.wall_s,
+        nodes=list(dict.fromkeys(record.node_id for record in result.records)),
     )

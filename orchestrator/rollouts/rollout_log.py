@@ -44,6 +44,7 @@ def rollout_line(
         "parts": rollout.parts,
         "metrics": rollout.metrics,
         "policy_versions": versions,
+        "nodes": rollout.nodes,
         "stop_reason": rollout.stop_reason,
         "truncated": rollout.truncated,
         "error": _failure(rollout.failure),
