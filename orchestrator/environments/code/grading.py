@@ -184,7 +184,7 @@ async def _run_tests(
         "options": [],
     }
     argv = ["python", "-I", "-B", "-c", _reporter_source()]
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     async with await open_box(runtime, tree=tree_of(task, trees), files=files, python_path=task.python_path) as box:
         finished = await box.run(
             argv, env=env, stdin=json.dumps(spec).encode(), timeout_s=task.timeout_s, output_bytes=_CHANNEL_BYTES

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -15,8 +16,16 @@ import verifiers.v1 as vf
 from pydantic import Field, field_validator, model_validator
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import EmptyTaskSetError
+from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.environments.code import monitor as code_monitor
+from orchestrator.environments.code.combine import (
+    KINDS,
+    combine,
+    combined_difficulty,
+    combined_id,
+    combined_prompt,
+    draw_combinations,
+)
 from orchestrator.environments.code.grading import allowed_files, grade
 from orchestrator.environments.code.harness import (
     CodeRollout,
@@ -26,6 +35,7 @@ from orchestrator.environments.code.harness import (
     sandbox_failures,
     seal_of,
 )
+from orchestrator.environments.code.monitor.second_opinion import second_opinion
 from orchestrator.environments.code.task import CodeTask, index_tasks, read_task, tree_of
 from orchestrator.environments.code.tool_schemas import TOOL_NAMES
 from orchestrator.environments.code.tools import is_tool_error
@@ -33,6 +43,7 @@ from orchestrator.sandbox.box import WORK
 from orchestrator.sandbox.runtime import box_of
 
 Split = Literal["train", "eval", "all"]
+LINTER = "pyflakes"
 INSTRUCTION = (
     "You are a programmer. A Python repository is in the current folder. Make the change that the user asks for in its "
     "source files. Its tests decide. When you are done, answer without calling a tool."
@@ -66,6 +77,9 @@ class CodeTasksetConfig(vf.TasksetConfig):
     """At most this many, drawn by `seed`."""
     seed: int = 0
     """Draws the order."""
+    combined: int = Field(0, ge=0)
+    """Further, harder tasks: this many combinations of deletions and mutations of one tree. Each is made when it is
+    first played, and a curriculum that knows difficulties (Frontier) turns to them as the single ones become sure."""
     partial_credit: bool = False
     """Reward the share of repaired tests, as long as no other test breaks. Otherwise only a full solution earns."""
     instruction: str = INSTRUCTION
@@ -110,11 +124,16 @@ class CodeTasksetConfig(vf.TasksetConfig):
         )
 
 
-def with_linter(runtime: RuntimeConfig, tools: list[str]) -> RuntimeConfig:
-    """Return a runtime whose sandboxes have what the tools need."""
-    if "diagnostics" not in tools or "pyflakes" in runtime.packages:
+def with_linter(runtime: RuntimeConfig, tools: Sequence[str]) -> RuntimeConfig:
+    """Return a runtime whose sandboxes have what the tools need. Raises ConfigError where it is not installed."""
+    if "diagnostics" not in tools or LINTER in runtime.packages:
         return runtime
-    return runtime.model_copy(update={"packages": [*runtime.packages, "pyflakes"]})
+    if importlib.util.find_spec(LINTER) is None:
+        raise ConfigError(
+            f"the tool 'diagnostics' needs {LINTER}: `uv pip install 'composer-prime[code]'`, or leave the tool out of "
+            "taskset.tools"
+        )
+    return runtime.model_copy(update={"packages": [*runtime.packages, LINTER]})
 
 
 class CodeData(vf.TaskData):
@@ -125,9 +144,19 @@ class CodeData(vf.TaskData):
     place: int
     """Where the task's line begins in tasks.jsonl, in bytes."""
     settings: CodeSettings
+    difficulty: float | None = None
+    """Estimate in [0, 1]."""
+    further: tuple[int, ...] = ()
+    """A combination's other tasks: places of their lines."""
 
     def code_task(self) -> CodeTask:
-        return read_task(self.settings.folder, self.place)
+        task = read_task(self.settings.folder, self.place)
+        if not self.further:
+            return task
+        parts = [task, *(read_task(self.settings.folder, place) for place in self.further)]
+        tree = tree_of(task, self.settings.trees) or Path()
+        changed = {path for part in parts for path in part.start if (tree / path).is_file()}
+        return combine(parts, {path: (tree / path).read_text() for path in changed})
 
     def tool_executor(self) -> CodeRollout:
         return CodeRollout(self.code_task(), self.settings)
@@ -178,6 +207,8 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             [] if state.watch is not None else _tool_uses(trace),
             self.data.settings.monitor,
         )
+        monitor = self.data.settings.monitor
+        state.verdict = await second_opinion(monitor, task, state.verdict, changed)
         if state.verdict.reward(self._earned(state)) is None:
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
 
@@ -236,6 +267,7 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
         chosen: list[tuple[bytes, CodeData]] = []
         repositories: set[str] = set()
         trees: dict[str, Path | None] = {}
+        in_tree: dict[str, list[CodeData]] = {}
         for place, task in index_tasks(settings.folder):
             repositories.add(task.repository)
             if not self._is_chosen(task):
@@ -251,7 +283,10 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
                 workdir=WORK,
                 place=place,
                 settings=settings,
+                difficulty=task.difficulty,
             )
+            if task.kind in KINDS and task.tree:
+                in_tree.setdefault(task.tree, []).append(data)
             chosen.append((hashlib.blake2b(f"{config.seed}/{task.id}".encode()).digest(), data))
         if not chosen:
             splits = {name: repository_split(name, config.eval_share) for name in sorted(repositories)}
@@ -264,6 +299,24 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
         chosen.sort(key=lambda pair: pair[0])
         for _, data in chosen[: config.num_tasks]:
             yield CodeEpisode(data, config.task)
+        for data in self._combinations(in_tree):
+            yield CodeEpisode(data, config.task)
+
+    def _combinations(self, in_tree: dict[str, list[CodeData]]) -> Iterator[CodeData]:
+        """Yield the stock of combinations. Their prompts come from the parts; the rest is made when they are played."""
+        parts_by_place = {data.place: data for tasks in in_tree.values() for data in tasks}
+        places = {tree: [data.place for data in tasks] for tree, tasks in in_tree.items()}
+        for drawn in draw_combinations(places, self.config.combined, self.config.seed):
+            parts = [parts_by_place[place] for place in drawn]
+            yield parts[0].model_copy(
+                update={
+                    "name": combined_id([str(part.name) for part in parts]),
+                    "prompt": combined_prompt([part.prompt_text for part in parts]),
+                    "kind": "combined",
+                    "difficulty": combined_difficulty([part.difficulty for part in parts]),
+                    "further": drawn[1:],
+                }
+            )
 
     def _is_chosen(self, task: CodeTask) -> bool:
         config = self.config
