@@ -131,7 +131,7 @@ def make_tasks(options: argparse.Namespace) -> int:
         finally:
             journal.close()
     _print_report(report, options.output)
-    if report["sources_refused"] and not report["candidates"]:
+    if len(report["sources_refused"]) == len(set(options.source)):
         raise ConfigError("\n".join(report["sources_refused"].values()))
     return 0 if report["tasks"] else NOTHING
 

@@ -70,6 +70,10 @@ def test_make_goes_on_and_is_deterministic(tmp_path: Path) -> None:
     assert make(source, tmp_path / "cut", "--kinds", "delete") == 0
     assert whole.read_bytes() == cut.read_bytes()
     assert 0 < report_of(tmp_path / "cut")["made_in_this_run"] < report_of(tmp_path / "whole")["tasks"]
+    (source / "shapes_made/shapes.py").write_text(SHAPES.replace("negative", "below zero"))
+    with pytest.raises(ConfigError, match="differs from"):
+        make(source, tmp_path / "cut", "--kinds", "delete")
+    assert whole.read_bytes() == cut.read_bytes()
 
 
 BAD_TESTS = """

@@ -62,20 +62,21 @@ async def measure_baseline(
         result = (await play([run], preload=modules, hash_seed=len(results)))["all"]
         if result.ended:
             if not result.ended.startswith("timeout") and result.running is None:
-                raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {_last_line(result.ended)}")
+                raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {last_line(result.ended)}")
             if result.running is None or len(hanging) == MAX_HANGING:
                 place = result.running or "the import of its tests"
                 raise ConfigError(
-                    f"{tree.origin}: its tests do not come to an end ({_last_line(result.ended)}); they stop in "
+                    f"{tree.origin}: its tests do not come to an end ({last_line(result.ended)}); they stop in "
                     f"{place}. Take such tests out, or raise --suite-timeout ({suite_timeout_s:g} s)"
                 )
             hanging.append(result.running)
         else:
             results.append(result)
     baseline = _combine(results, hanging, slow_file_s)
-    if not baseline.stable:
+    if len(baseline.stable) < 2:
+        count = "only one" if baseline.stable else "none"
         raise ConfigError(
-            f"{tree.origin}: none of its tests passes here, so no task can be made. {_why(tree, baseline)}"
+            f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(tree, baseline)}"
         )
     return baseline
 
@@ -139,7 +140,8 @@ def _combine(results: list[SuiteResult], hanging: list[str], slow_file_s: float)
     )
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Return the last line with something on it."""
     return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
 
 
@@ -150,5 +152,5 @@ def _why(tree: SourceTree, baseline: Baseline) -> str:
         text += f" The package has C extensions ({tree.compiled[0]} ...), and the factory compiles nothing."
     if baseline.collect_errors:
         file, message = next(iter(baseline.collect_errors.items()))
-        text += f" {file}: {message.strip().splitlines()[-1]}"
+        text += f" {file}: {last_line(message)}"
     return text

@@ -23,7 +23,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.sandbox.box import open_box
-from orchestrator.tasks.factory.baseline import Baseline, PlaySuite, measure_baseline
+from orchestrator.tasks.factory.baseline import Baseline, PlaySuite, last_line, measure_baseline
 from orchestrator.tasks.factory.building import build_task
 from orchestrator.tasks.factory.candidates import TaskCandidate, find_candidates, shuffled
 from orchestrator.tasks.factory.functions import FunctionIndex, index_functions
@@ -39,6 +39,7 @@ from orchestrator.tasks.factory.source import (
     folder_files,
     git,
     other_texts,
+    tree_digest,
     tree_name,
     unpack,
     write_tree,
@@ -173,15 +174,23 @@ class TaskFactory:
         return self._place(tree_name(path), path.name, lambda folder: unpack(path, folder))
 
     def _place(self, name: str, origin: str, write) -> SourceTree:
-        """Write a tree beside its place and rename it, so that a tree below trees/ is always whole."""
+        """Write a tree beside its place and rename it, so that a tree below trees/ is always whole.
+
+        Raises ConfigError where an earlier run put another tree there.
+        """
         folder = self.journal.trees / name
-        if not folder.is_dir():
-            with tempfile.TemporaryDirectory(dir=self.journal.folder) as beside:
-                made = Path(beside) / name
-                made.mkdir()
-                write(made)
-                describe_tree(made, name, origin)
+        with tempfile.TemporaryDirectory(dir=self.journal.folder) as beside:
+            made = Path(beside) / name
+            made.mkdir()
+            write(made)
+            describe_tree(made, name, origin)
+            if not folder.is_dir():
                 made.rename(folder)
+            elif tree_digest(made) != tree_digest(folder):
+                raise ConfigError(
+                    f"{origin} differs from {folder}, which earlier tasks were made from; give another -o, or "
+                    "--overwrite to make them anew"
+                )
         return describe_tree(folder, name, origin)
 
     async def _make_tree(self, tree: SourceTree) -> None:
@@ -201,6 +210,7 @@ class TaskFactory:
             "functions": len(work.index.functions),
             "functions_left_out": dict(listed.left_out),
             "candidates": len(listed.candidates),
+            "import_errors": {file: last_line(message) for file, message in work.baseline.collect_errors.items()},
             "compiled_parts": list(tree.compiled[:3]),
         }
         await self._prove_all(work, listed.candidates)

@@ -8,6 +8,7 @@ number. What would give a deleted body away (bytecode, caches, wheels, version c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import re
 import subprocess
@@ -306,6 +307,16 @@ def _make_installed(folder: Path, root: str, metadata) -> None:
 
 def _stem(path: Path) -> str:
     return next((path.name.removesuffix(ending) for ending in ARCHIVES if path.name.endswith(ending)), path.name)
+
+
+def tree_digest(folder: Path) -> str:
+    """Return a hash of all files and their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def tree_name(path: Path) -> str:
