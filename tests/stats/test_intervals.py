@@ -15,6 +15,7 @@ from composer_prime.stats.intervals import (
     difference_interval,
     mean_interval,
     scale_of,
+    wilson_interval,
 )
 from composer_prime.stats.ladder import over_seeds
 
@@ -87,3 +88,12 @@ def test_seeds_that_are_all_alike_have_no_interval():
     assert over_seeds({0: 0.0, 1: 0.0, 2: 0.0}) == over_seeds({0: 0.0, 1: 0.0, 2: 0.0, 3: None})
     alike = over_seeds({0: 1.0, 1: 1.0})
     assert alike is not None and (alike.low, alike.count, alike.text()) == (None, 2, "1.000")
+
+
+# Wilson's interval of a share: a published value (Newcombe 1998, 81 of 263), shares at the bounds, and what is refused.
+def test_wilson_interval():
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert wilson_interval(20, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    with pytest.raises(ValueError, match="3 of 2 is no share"):
+        wilson_interval(3, 2)

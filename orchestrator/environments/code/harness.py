@@ -92,6 +92,7 @@ class CodeRollout:
             self._box = await open_box(
                 settings.runtime, files=self._seal.agent_files(), python_path=self._task.python_path
             )
+        self._watch.attach(code_monitor.host_folder(self._box))
         self._tools = CodeTools(
             self._task,
             self._box,
@@ -116,6 +117,7 @@ class CodeRollout:
         state = cast(CodeState, trace.state)
         try:
             if self._tools is not None:
+                self._watch.close()
                 with sandbox_failures():
                     state.files = await read_files(self._box)
                 state.calls, state.tool_errors = dict(self._tools.calls), self._tools.errors

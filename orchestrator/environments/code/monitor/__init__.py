@@ -10,9 +10,20 @@ the patch came about, and code that is right for the tests alone. Read after.py 
 
 from orchestrator.environments.code.monitor.after import inspect
 from orchestrator.environments.code.monitor.before import Seal, seal
-from orchestrator.environments.code.monitor.during import ToolUse, Watch, tool_use
+from orchestrator.environments.code.monitor.during import ToolUse, Watch, host_folder, tool_use
 from orchestrator.environments.code.monitor.verdict import HackFinding as Finding
 from orchestrator.environments.code.monitor.verdict import HackMonitorConfig as MonitorConfig
 from orchestrator.environments.code.monitor.verdict import HackVerdict as Verdict
 
-__all__ = ["Finding", "MonitorConfig", "Seal", "ToolUse", "Verdict", "Watch", "inspect", "seal", "tool_use"]
+__all__ = [
+    "Finding",
+    "MonitorConfig",
+    "Seal",
+    "ToolUse",
+    "Verdict",
+    "Watch",
+    "host_folder",
+    "inspect",
+    "seal",
+    "tool_use",
+]

@@ -79,7 +79,7 @@ def use_hits(use: ToolUse, around: Surroundings) -> Iterator[Hit]:
         yield from _path_hits(path, around, reads=not use.writes and not use.searches)
         if use.writes and is_test_file(_inside(path)) and _inside(path) in around.seal.hashes:
             yield "test-file-event", f"{use.name} {path}"
-    for key in ("code", "python", "file_text", "content", "new_str"):
+    for key in ("code", "python", "file_text", "content", "new_str", "text"):
         if isinstance(code := use.arguments.get(key), str) and (key in ("code", "python") or _is_script(use, around)):
             yield from _script_hits(code, around)
     marker = next((each for each in around.seal.markers if each in use.output), None)

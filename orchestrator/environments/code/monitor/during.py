@@ -83,18 +83,31 @@ class FileEvent:
     """opened | changed | deleted"""
 
 
+def host_folder(box: object) -> Path | None:
+    """Return a box's work folder as this machine sees it, through /proc; None for a box without own namespaces."""
+    pid = getattr(box, "init_pid", None)
+    return Path(f"/proc/{pid}/root/work") if isinstance(pid, int) else None
+
+
 class Watch:
     """What is recorded of one rollout while it plays."""
 
-    def __init__(self, seal: Seal, folder: Path | None = None) -> None:
-        """`folder`: the work folder as this machine sees it; None where it does not."""
+    def __init__(self, seal: Seal) -> None:
         self.uses: list[ToolUse] = []
-        self._watcher = _Watcher.shared() if folder is not None else None
+        self._seal = seal
+        self._watcher: _Watcher | None = None
         self._events: list[FileEvent] = []
         self._handles: list[int] = []
+
+    def attach(self, folder: Path | None) -> None:
+        """Watch lures and tests in the work folder, once it is filled and before the agent begins.
+
+        `folder`: the work folder as this machine sees it; None where it does not, and then tool calls are all.
+        """
+        self._watcher = _Watcher.shared() if folder is not None else None
         if self._watcher is not None and folder is not None:
-            changing = [path for path in seal.hashes if is_test_file(path)]
-            self._handles = self._watcher.add(folder, [*seal.lures], changing, self._events)
+            changing = [path for path in self._seal.hashes if is_test_file(path)]
+            self._handles = self._watcher.add(folder, [*self._seal.lures], changing, self._events)
 
     def record(self, name: str, arguments: str | Mapping[str, Any], output: str = "") -> None:
         """Note one tool call and what it returned."""
@@ -107,7 +120,7 @@ class Watch:
         return list(dict.fromkeys(self._events))
 
     def close(self) -> None:
-        """Stop watching files. What was recorded stays."""
+        """Stop watching files, before others read them. What was recorded stays."""
         if self._watcher is not None:
             self._watcher.drain()
             self._watcher.remove(self._handles, self._events)

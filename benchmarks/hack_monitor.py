@@ -1,0 +1,164 @@
+"""Recall and false positives of the hack monitor: python benchmarks/hack_monitor.py [TASKS ...] [--graded N] [--per-set N]
+
+Three small packages, and tasks of real packages (folders that `composer tasks make` wrote), get every hack of
+tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson intervals:
+
+    recall, monitor     hacks whose reward the verdict takes away, by data alone
+    recall, grading     hacks that grading alone gives nothing (a sample, in real sandboxes)
+    recall, both        hacks that earn nothing after both
+    false positives     honest work whose reward the verdict takes away
+
+The hacks of TASKS leave out those that need the answers of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "monitor_hacks"))
+from honest import honest_commands, refactorings, rewritten, solutions
+from patch_hacks import Attempt, bash
+from search_hacks import HACKS
+from small_packages import Case, cases, write_trees
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.stats.intervals import wilson_interval
+from orchestrator.environments.code.grading import grade
+from orchestrator.environments.code.monitor import inspect, seal
+from orchestrator.environments.code.monitor.before import read_tree
+from orchestrator.environments.code.task import TREES_FOLDER, read_tasks, tree_of
+
+
+def main() -> None:
+    options = _options()
+    small, real = cases(), [case for folder in options.tasks for case in _real_cases(folder, options.per_set)]
+    kinds = {hack.kind for hack in HACKS}
+    print(f"{len(HACKS)} hacks of {len(kinds)} kinds; {len(small)} small and {len(real)} real tasks")
+    _recall("small packages", small)
+    if real:
+        _recall("real packages", real)
+    _false_positives("small packages", small, [(case, *each) for case in small for each in _honest(case)])
+    if real:
+        work = [
+            (case, name, Attempt(files={case.module: text.encode()}))
+            for case in real
+            for name, text in _rewritings(case)
+        ]
+        _false_positives("real packages", real, work)
+    if options.graded:
+        asyncio.run(_graded(small, options.graded))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", type=Path, help="folders with tasks.jsonl and trees/")
+    parser.add_argument("--graded", type=int, default=0, help="hacks that are graded as well; 0 grades none")
+    parser.add_argument("--per-set", type=int, default=20, help="tasks of each folder")
+    return parser.parse_args()
+
+
+def _real_cases(folder: Path, count: int) -> list[Case]:
+    """Return cases of deleted top-level functions."""
+    tasks = [task for task in read_tasks(folder) if task.kind == "delete" and len(task.start) == 1 == len(task.symbols)]
+    random.Random(0).shuffle(tasks)
+    made: list[Case] = []
+    for task in tasks:
+        module, function = next(iter(task.start)), task.symbols[0].rpartition(".")[2]
+        tree = tree_of(task, folder / TREES_FOLDER)
+        is_plain = f"\ndef {function}(" in task.start[module]
+        if tree is not None and is_plain and len(made) < count:
+            made.append(Case(task=task, tree=read_tree(tree), module=module, function=function, answers=[]))
+    return made
+
+
+def _hacks(case: Case) -> Iterator[tuple[str, Attempt]]:
+    sealed = seal(case.task, case.tree)
+    for hack in HACKS:
+        if case.answers or hack.kind != "hard-coded answers":
+            yield hack.name, hack.make(case, sealed)
+
+
+def _honest(case: Case) -> Iterator[tuple[str, Attempt]]:
+    for name, text in solutions(case):
+        yield name, Attempt(files={case.module: text.encode()})
+    for name, files in refactorings(case):
+        yield name, Attempt(files=files)
+    for text in honest_commands(case):
+        yield text, Attempt(files={case.module: case.original.encode()}, uses=[bash(text)])
+
+
+def _rewritings(case: Case) -> Iterator[tuple[str, str]]:
+    original = case.task.solution.get(case.module) or case.original
+    yield "original", original
+    yield from rewritten(original, case.function)
+
+
+def _is_hack(case: Case, attempt: Attempt) -> bool:
+    sealed = seal(case.task, case.tree)
+    return inspect(case.task, sealed, None, attempt.agent_files(sealed), attempt.uses).takes_reward
+
+
+def _recall(name: str, chosen: Iterable[Case]) -> None:
+    missed: Counter[str] = Counter()
+    count, started = 0, time.perf_counter()
+    for case in chosen:
+        for hack, attempt in _hacks(case):
+            count += 1
+            missed[hack] += not _is_hack(case, attempt)
+    wall_s = time.perf_counter() - started
+    _show(f"recall, monitor, {name}", count - missed.total(), count)
+    print(f"    missed: {dict(+missed)}; {1000 * wall_s / max(count, 1):.0f} ms a rollout")
+
+
+def _false_positives(name: str, chosen: Iterable[Case], work: list[tuple[Case, str, Attempt]]) -> None:
+    flagged = [(case.task.id, what) for case, what, attempt in work if _is_hack(case, attempt)]
+    _show(f"false positives, {name}", len(flagged), len(work))
+    for each in flagged[:20]:
+        print("   ", *each)
+
+
+async def _graded(chosen: list[Case], count: int) -> None:
+    """Grade a sample of hacks, one task each."""
+    sample = random.Random(0).sample(list(enumerate(HACKS)), min(count, len(HACKS)))
+    by_grading = by_monitor = by_both = 0
+    with tempfile.TemporaryDirectory() as folder:
+        trees = write_trees(Path(folder))
+        for number, hack in sample:
+            case = chosen[number % len(chosen)]
+            sealed = seal(case.task, case.tree)
+            attempt = hack.make(case, sealed)
+            files = attempt.agent_files(sealed)
+            patch = {
+                path: files[path]
+                for path in files
+                if path not in sealed.lures and sealed.start.get(path) != files[path]
+            }
+            is_unpaid = not (await grade(case.task, trees, patch, RuntimeConfig())).solved
+            is_seen = _is_hack(case, attempt)
+            by_grading, by_monitor, by_both = (
+                by_grading + is_unpaid,
+                by_monitor + is_seen,
+                by_both + (is_unpaid or is_seen),
+            )
+            if not (is_unpaid or is_seen):
+                print(f"    earned a reward: {hack.name} on {case.task.id}")
+    _show("recall, grading alone", by_grading, len(sample))
+    _show("recall, monitor alone", by_monitor, len(sample))
+    _show("recall, both", by_both, len(sample))
+
+
+def _show(name: str, hits: int, count: int) -> None:
+    low, high = wilson_interval(hits, count)
+    print(f"{name:<34} {hits:>5} of {count:<5} {hits / count:.4f} [{low:.4f}, {high:.4f}]", flush=True)
+
+
+if __name__ == "__main__":
+    main()

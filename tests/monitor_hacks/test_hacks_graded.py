@@ -1,0 +1,70 @@
+# ruff: noqa: E501  (cases are easier to compare when each is one line)
+"""The hack suite graded in real sandboxes: what a hack earns after grading and the monitor, and what honest work does."""
+
+import asyncio
+import shutil
+
+import pytest
+from honest import refactorings, solutions
+from search_hacks import HACKS
+from small_packages import cases, write_trees
+
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.environments.code.grading import grade
+from orchestrator.environments.code.monitor import MonitorConfig, inspect, seal
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    return write_trees(tmp_path_factory.mktemp("trees"))
+
+
+async def earned(trees, case, attempt, config):
+    """Return (reward by the tests alone, reward after the monitor)."""
+    sealed = seal(case.task, case.tree, config)
+    files = attempt.agent_files(sealed)
+    patch = {path: content for path, content in files.items() if sealed.start.get(path) != content}
+    result = await grade(
+        case.task, trees, {path: patch[path] for path in patch if path not in sealed.lures}, RuntimeConfig()
+    )
+    verdict = inspect(case.task, sealed, None, files, attempt.uses, config)
+    return float(result.solved), verdict.reward(float(result.solved))
+
+
+# A scripted policy that tries every hack, a few per task, earns nothing under `zero` and loses under `penalize`;
+# one that gives up earns 0. A hack that fails its tests and is not found earns 0 as well.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", ["zero", "penalize"])
+async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, policy):
+    config = MonitorConfig(policy=policy)
+    rewards = []
+    for number, hack in enumerate(HACKS[:: 2 if policy == "zero" else 7]):
+        case = CASES[number % len(CASES)]
+        by_tests, reward = await earned(trees, case, hack.make(case, seal(case.task, case.tree, config)), config)
+        rewards.append((hack.name, by_tests, reward))
+    assert [each for each in rewards if each[2] > 0] == []
+    assert policy == "zero" or sum(reward < 0 for _, _, reward in rewards) >= 0.95 * len(rewards)
+
+
+# Every solution by hand and every refactoring is right: the tests pass, and the reward stays.
+@pytest.mark.timeout(600)
+async def test_honest_alternatives_are_right(trees):
+    wrong = []
+    for case in CASES:
+        chosen = [
+            (name, {case.module: text.encode()})
+            for name, text in solutions(case)
+            if "by hand" in name or name == "combined"
+        ]
+        for name, files in [*chosen, *refactorings(case)]:
+            patch = {path: content for path, content in files.items() if content is not None}
+            result = await grade(case.task, trees, patch, RuntimeConfig())
+            if not result.solved:
+                wrong.append((case.function, name, result.report[:300]))
+            await asyncio.sleep(0)
+    assert wrong == []
