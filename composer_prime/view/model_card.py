@@ -13,6 +13,7 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.catalog import read_settings
 from composer_prime.view.metrics_reader import RunMetrics
+from composer_prime.view.run_payload import trained_tokens
 from composer_prime.view.verdict import verdict
 
 _LOAD = """\
@@ -64,11 +65,10 @@ def model_card(run_dir: RunDir) -> str:
 
 
 def _training(settings: dict[str, Any], trained: dict[int, dict[str, Any]]) -> str:
-    last = next(reversed(trained.values()), {})
-    tokens = last.get("tokens/total")
+    tokens = trained_tokens(trained.values())
     seed = _at(settings, "run", "seed")
     parts = [pluralize(max(trained, default=0), "optimizer step")]
-    parts += [f"{tokens:,.0f} tokens"] if isinstance(tokens, int | float) else []
+    parts += [f"{tokens:,} trained tokens"] if tokens else []
     parts += [f"seed {seed}"] if seed is not None else []
     lora = _at(settings, "trainer", "lora")
     parts += [f"LoRA of rank {lora.get('rank')}"] if isinstance(lora, dict) else []

@@ -142,6 +142,13 @@ class RolloutIndex:
             if name in files and name in self._stale(database, files):
                 self._take_file(database, name, files[name])
 
+    def ensure_evaluations(self) -> None:
+        """Take in every evaluation now: a verdict on some of them would be wrong."""
+        with self._answering(), self._connection() as database:
+            files = {name: stat for name, stat in self._files().items() if name.startswith("eval_")}
+            for name in self._stale(database, files):
+                self._take_file(database, name, files[name])
+
     def read_all(self) -> None:
         """Take in every changed file before returning. Others who ask meanwhile are answered between two files."""
         left = 1

@@ -44,6 +44,7 @@ def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Sco
         "state": run_state(run_dir, last, settings, metrics.ended()),
         "step": last,
         "max_steps": max_steps(settings),
+        "trained_tokens": trained_tokens(metrics.trained().values()),
         "verdict": verdict(evaluations, progress.rewards()),
         "figures": figures(metrics.trained()),
         "evaluations": evaluation_points(evaluations),
@@ -58,6 +59,11 @@ def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Sco
         "environment": _environment(run_dir),
         "files": {"pairs": (run_dir.root / "pairs.jsonl").is_file(), "model": run_dir.final.is_dir()},
     }
+
+
+def trained_tokens(trained: Iterable[Line]) -> int:
+    """Return the tokens of all steps."""
+    return int(sum(numeric_field(line, "tokens/trained") or 0.0 for line in trained))
 
 
 def figures(trained: dict[int, Line]) -> dict[str, Any]:

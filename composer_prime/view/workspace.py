@@ -101,15 +101,14 @@ class Workspace:
     def run(self, query: Query) -> dict[str, Any]:
         """Return the page of one run. Raises ConfigError for an unknown run."""
         found = self.find(query)
-        index = self._index(found)
-        index.update(2.0)
+        evaluations = self._evaluations(found)
         with self._lock:
             metrics = self._metrics.pop(found.run_id, None) or RunMetrics(found.run_dir.metrics)
             self._metrics[found.run_id] = metrics
             for oldest in list(self._metrics)[:-_OPEN_RUNS]:
                 del self._metrics[oldest]
             metrics.refresh()
-            return run_payload(found, metrics, read_evaluations(index))
+            return run_payload(found, metrics, evaluations)
 
     def rollouts(self, query: Query) -> dict[str, Any]:
         return rollout_list(self._index(self.find(query)), query)
@@ -136,7 +135,7 @@ class Workspace:
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:
         index = self._index(found)
-        index.update(2.0)
+        index.ensure_evaluations()
         return read_evaluations(index)
 
     def _threshold(self, found: FoundRun) -> float:

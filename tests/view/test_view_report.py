@@ -110,7 +110,7 @@ def test_the_model_card(tmp_path):
     card = path.read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "base_model: org/base\n---" in card
     assert 'AutoModelForCausalLM.from_pretrained("final")' in card and "- SDPO: weight 0.5" in card
-    assert "| 12 | 0.875 [" in card and "it learned" in card and "12 optimizer steps" in card
+    assert "| 12 | 0.875 [" in card and "it learned" in card and "12 optimizer steps, 12,000 trained tokens" in card
     assert "base_model" not in model_card(make_run(tmp_path / "b", model={"path": "tiny"}))
 
 

@@ -81,6 +81,14 @@ def test_the_index_follows_the_files(run_dir, index):
     assert ids(index, kind="failed") == ["g000007-1", "g000007-2", "g000002-0"]
 
 
+# A verdict can have all evaluations before anything else has been read, and a link its step.
+def test_evaluations_and_one_step_come_first(index):
+    index.ensure_evaluations()
+    assert (index.count("kind = 'eval'"), index.count("kind = 'step'")) == (16, 0)
+    index.ensure("step", 2)
+    assert index.distinct("step", "step") == [2]
+
+
 # A second index of the same run reads no rollout file again.
 def test_the_index_is_kept(run_dir, index, tmp_path):
     index.read_all()

@@ -16,7 +16,7 @@ from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
 from composer_prime.view.server import ASSETS, ViewServer
 from composer_prime.view.workspace import Workspace
-from tests.view.run_made import HOSTILE, batch, log_step, make_run, write_lines
+from tests.view.run_made import HOSTILE, batch, log_evaluation, log_step, make_run, write_lines
 
 
 @contextmanager
@@ -144,3 +144,15 @@ def test_events_are_shown(server, tmp_path):
     shown = [event for event in ask(server, "/api/run?run=a1")["events"] if event["kind"] == "warning"]
     assert [(event["text"], event["where"]) for event in shown] == [("the box broke (10 times)", "env.py:3")]
     assert "composer rollouts" in shown[0]["command"]
+
+
+# The verdict waits for every evaluation, however slowly the index takes in the other files.
+def test_the_verdict_is_of_all_evaluations(tmp_path):
+    run_dir = make_run(tmp_path / "outputs" / "a1", steps=3)
+    for step in range(4, 40):
+        log_evaluation(run_dir, step, solved=8)
+    workspace = Workspace([tmp_path / "outputs"], tmp_path / "cache")
+    run = workspace.run({"run": "a1"})
+    assert "(.25 after step 0, 1.00 after step 39)" in run["verdict"]["text"]
+    assert [point["step"] for point in run["evaluations"]] == [0, 3, *range(4, 40)]
+    assert run["trained_tokens"] == 3000

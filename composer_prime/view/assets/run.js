@@ -42,7 +42,7 @@ export function runFacts(run) {
     ended && ["held-out", `${short(ended.mean)}${interval(ended.low, ended.high)} after step ${ended.step}`],
     last("reward/mean") !== undefined && ["last step's reward", figure(last("reward/mean"))],
     run.span && ["time", seconds(run.span[1] - run.span[0])],
-    last("tokens/total") !== undefined && ["tokens", figure(last("tokens/total"))],
+    run.trained_tokens > 0 && ["trained tokens", run.trained_tokens.toLocaleString("en-US")],
     paid(run.costs) > 0 && ["paid", dollars(paid(run.costs))],
   ];
   return h("dl", { class: "facts" }, facts.filter(Boolean).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
