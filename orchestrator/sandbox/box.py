@@ -4,8 +4,8 @@
                       -> SubprocessBox    limits only; it isolates nothing
                       -> RuntimeBox       one of verifiers' runtimes (docker, podman, modal, ...)
 
-What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `Finished`. Only a box
-that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller that
+What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`. Only a
+box that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller that
 grades must not believe them.
 """
 
@@ -27,7 +27,7 @@ WORK = "/work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class CommandResult:
     """How a command ended."""
 
     exit_code: int | None
@@ -53,7 +53,7 @@ class Box(ABC):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Finished:
+    ) -> CommandResult:
         """Run a command to its end, then end every process that it left.
 
         `timeout_s` replaces limits.wall_s, and `output_bytes` limits.output_kb. Raises SandboxError for a box that has

@@ -89,8 +89,6 @@ class Init:
 
     def start(self, request, fds):
         python = forks_interpreter(request)
-        if python and request["argv"][1:3] == ["-m", "pytest"]:
-            preload()
         try:
             pid = os.fork()
         except OSError as error:
@@ -216,8 +214,9 @@ def forks_interpreter(request):
     if env.get("HOME") != "/tmp" or os.path.lexists("/tmp/.local"):
         return None  # The user's own site-packages.
     python_path = env.get("PYTHONPATH", "").split(":") if env.get("PYTHONPATH") else []
-    preloads = PRELOADED if argv[1:3] == ["-m", "pytest"] else ()
-    loaded = {name.partition(".")[0] for name in (*sys.modules, *preloads)}
+    if argv[1:3] == ["-m", "pytest"]:
+        preload()
+    loaded = {name.partition(".")[0] for name in sys.modules}
     for folder in [request["cwd"], *python_path]:
         folder = os.path.join(request["cwd"], folder)
         with contextlib.suppress(OSError):
@@ -249,7 +248,9 @@ def prepare_interpreter(argv, env, python_path):
     importlib.invalidate_caches()
     sys.path_importer_cache.clear()
     main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(__builtins__=__builtins__, __loader__=importlib.machinery.BuiltinImporter)
+    main_module.__dict__.update(
+        __builtins__=__builtins__, __loader__=importlib.machinery.BuiltinImporter, __annotations__={}
+    )
     sys.modules["__main__"] = main_module
 
 
@@ -318,5 +319,8 @@ if __name__ == "__main__":
         traceback = error.__traceback__
         while traceback and traceback.tb_frame.f_code.co_filename == __file__:
             traceback = traceback.tb_next
-        sys.excepthook(type(error), error, traceback)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)

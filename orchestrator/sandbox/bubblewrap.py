@@ -24,7 +24,7 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.sandbox.box import NOTHING, Box, Finished, inside_path
+from orchestrator.sandbox.box import NOTHING, Box, CommandResult, inside_path
 from orchestrator.sandbox.control import ControlChannel
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
@@ -116,7 +116,7 @@ class BubblewrapBox(Box):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Finished:
+    ) -> CommandResult:
         async with self._one_at_a_time:
             return await self.run_beside_others(
                 argv, env=env, stdin=stdin, cwd=cwd, timeout_s=timeout_s, output_bytes=output_bytes
@@ -131,7 +131,7 @@ class BubblewrapBox(Box):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Finished:
+    ) -> CommandResult:
         """Run a command without waiting for others."""
         self._check_open()
         limits = self.runtime.limits
@@ -267,7 +267,9 @@ class BubblewrapBox(Box):
             raise SandboxError("the sandbox has ended: a limit or its own code ended it; open another one")
 
 
-def _finished(reply: dict[str, Any] | None, streams: CommandStreams, ended_by: list[str], wall_s: float) -> Finished:
+def _finished(
+    reply: dict[str, Any] | None, streams: CommandStreams, ended_by: list[str], wall_s: float
+) -> CommandResult:
     stderr = streams.stderr.value()
     status: int | None = None
     if reply is None:
@@ -280,7 +282,7 @@ def _finished(reply: dict[str, Any] | None, streams: CommandStreams, ended_by: l
         limit = _SIGNAL_LIMITS.get(-status) if status < 0 else None
         ended_by += [limit] if limit else []
     code = None if ended_by or status is None else status if status >= 0 else 128 - status
-    return Finished(
+    return CommandResult(
         exit_code=code,
         stdout=streams.stdout.value(),
         stderr=stderr,

@@ -30,7 +30,7 @@ from verifiers.v1.runtimes.base import BaseRuntimeInfo, ProgramResult, Runtime
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.sandbox.box import NOTHING, WORK, Box, Finished, inside_path
+from orchestrator.sandbox.box import NOTHING, WORK, Box, CommandResult, inside_path
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,8 @@ class BubblewrapRuntime(Runtime):
         check = await self.run(["python", "-c", _HAS_PACKAGES, *names], {"PYTHONDONTWRITEBYTECODE": "1"})
         if check.exit_code != 0:
             raise RuntimeSandboxError(
-                f"the harness's program needs the packages {', '.join(names)}; install them (`uv pip install`) and name "
-                f"them in orchestrator.source.runtime.packages: {check.stderr.strip()[-300:]}"
+                f"the harness's program needs the packages {', '.join(names)}; install them (`uv pip install`) and "
+                f"name them in orchestrator.source.runtime.packages: {check.stderr.strip()[-300:]}"
             )
         path = f"{self.scripts_dir}/{hashlib.sha256(data).hexdigest()}.py"
         await self.write(path, data)
@@ -199,7 +199,7 @@ class RuntimeBox(Box):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Finished:
+    ) -> CommandResult:
         limits = self.runtime.limits
         keep_bytes = int(limits.output_kb * 1024) if output_bytes is None else output_bytes
         wall_s = timeout_s or limits.wall_s
@@ -222,7 +222,7 @@ class RuntimeBox(Box):
             raise SandboxError(f"the sandbox answered a command with {len(lines)} lines instead of 5")
         code = int(lines[0])
         out_of_time = code in (124, 137) and wall_spent_s >= wall_s
-        return Finished(
+        return CommandResult(
             exit_code=None if out_of_time else code,
             stdout=_kept(lines[3], int(lines[1])),
             stderr=_kept(lines[4], int(lines[2])),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.sandbox.box import NOTHING, WORK, Box, Finished, inside_path
+from orchestrator.sandbox.box import NOTHING, WORK, Box, CommandResult, inside_path
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.output import CommandStreams
 
@@ -65,7 +65,7 @@ class SubprocessBox(Box):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> Finished:
+    ) -> CommandResult:
         limits = self.runtime.limits
         ended_by: list[str] = []
 
@@ -87,7 +87,7 @@ class SubprocessBox(Box):
                 await streams.drained(END_TIMEOUT_S)
                 limit = _SIGNAL_LIMITS.get(-status) if status < 0 else None
                 ended_by += [limit] if limit else []
-                return Finished(
+                return CommandResult(
                     exit_code=None if ended_by else status if status >= 0 else 128 - status,
                     stdout=streams.stdout.value(),
                     stderr=streams.stderr.value(),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.sandbox import seccomp
-from orchestrator.sandbox.box import Box, Finished, open_box
+from orchestrator.sandbox.box import Box, CommandResult, open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.sandbox.usage import processes_of
 from tests.sandbox.attempts import BOMBS, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
@@ -77,7 +77,7 @@ async def works(box: Box) -> bool:
     return finished.exit_code == 0 and finished.stdout.endswith(b"works\n") and finished.stdout.count(b"/proc/") <= 3
 
 
-async def attempt(script: str) -> Finished:
+async def attempt(script: str) -> CommandResult:
     """Run a script in a box, check that the box still works, and close it. Nothing may be left of it then."""
     box = await open_box(SMALL)
     assert isinstance(box, BubblewrapBox)

@@ -32,7 +32,7 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.environments.code.task import CodeTask, check_path, matches, tree_of
-from orchestrator.sandbox.box import Finished, open_box
+from orchestrator.sandbox.box import CommandResult, open_box
 
 MAX_FILE_BYTES = 2**20
 """A larger file of a patch is refused."""
@@ -171,7 +171,7 @@ def _removed(task: CodeTask, files: Mapping[str, bytes]) -> list[str]:
 
 async def _run_tests(
     task: CodeTask, trees: Path, files: Mapping[str, bytes], runtime: RuntimeConfig
-) -> tuple[_Results, Finished]:
+) -> tuple[_Results, CommandResult]:
     key = secrets.token_bytes(32)
     spec = {
         "key": key.hex(),
@@ -229,7 +229,7 @@ def _records(channel: bytes, key: bytes) -> Iterator[list[Any]]:
                 yield fields
 
 
-def _judge(task: CodeTask, results: _Results, finished: Finished, refused: dict[str, str]) -> Grade:
+def _judge(task: CodeTask, results: _Results, finished: CommandResult, refused: dict[str, str]) -> Grade:
     flaky = set(task.flaky)
     wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
     passed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "passed")
@@ -261,7 +261,7 @@ def _tampering(results: _Results) -> str:
     return ""
 
 
-def _report(results: _Results, finished: Finished, refused: dict[str, str], tampered: str) -> str:
+def _report(results: _Results, finished: CommandResult, refused: dict[str, str], tampered: str) -> str:
     lines = [f"No credit: {tampered}."] if tampered else []
     if finished.ended_by:
         lines.append(f"The tests were ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s.")

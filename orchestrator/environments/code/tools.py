@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.environments.code.task import CodeTask, check_path, matches
 from orchestrator.environments.code.tool_schemas import SCHEMAS, TOOL_NAMES
 from orchestrator.hints.detect import violation
-from orchestrator.sandbox.box import WORK, Box, Finished
+from orchestrator.sandbox.box import WORK, Box, CommandResult
 from orchestrator.workers.protocol import ToolCall
 
 _CALL_ERRORS = ("Tool not found: ", "Invalid JSON", "Missing argument: ", "Unknown argument: ", "Wrong type for ")
@@ -137,7 +137,7 @@ class CodeTools:
         more = f"\n({len(lines) - _SEARCH_LINES} more lines)" if len(lines) > _SEARCH_LINES else ""
         return "\n".join(lines[:_SEARCH_LINES]) + more
 
-    async def _run(self, argv: list[str], timeout_s: float | None) -> Finished:
+    async def _run(self, argv: list[str], timeout_s: float | None) -> CommandResult:
         """Run a command. Raises ToolFailure for one that a limit ended, with the output so far."""
         limit_s = min(timeout_s, self._timeout_s) if timeout_s and timeout_s > 0 else self._timeout_s
         try:
@@ -274,7 +274,7 @@ def _text(content: bytes) -> str:
     return content.decode(errors="replace")
 
 
-def _joined(finished: Finished) -> str:
+def _joined(finished: CommandResult) -> str:
     return "\n".join(part for part in (_text(finished.stdout).rstrip(), _text(finished.stderr).rstrip()) if part)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.sandbox.box import Box, Finished, open_box
+from orchestrator.sandbox.box import Box, CommandResult, open_box
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class CodeRunner:
             await self._drop_box()
         return _results(finished, len(jobs))
 
-    async def _run_in_box(self, stdin: bytes, timeout_s: float) -> Finished:
+    async def _run_in_box(self, stdin: bytes, timeout_s: float) -> CommandResult:
         if self._box is None:
             self._box = await open_box(self._runtime)
         return await self._box.run(_COMMAND, stdin=stdin, timeout_s=timeout_s, output_bytes=_OUTPUT_BYTES)
@@ -113,7 +113,7 @@ class CodeRunner:
             await box.close()
 
 
-def _results(finished: Finished, count: int) -> list[dict[str, Any]] | None:
+def _results(finished: CommandResult, count: int) -> list[dict[str, Any]] | None:
     try:
         results = [json.loads(line) for line in finished.stdout.splitlines()]
     except ValueError:

@@ -1,0 +1,301 @@
+# ruff: noqa: E501
+"""What a box promises its callers: files, commands as a new interpreter runs them, limits, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from orchestrator.sandbox.box import Box, CommandResult, open_box
+from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.pool import close_pools, shared_pool
+from orchestrator.sandbox.usage import processes_of
+from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap
+
+pytestmark = pytest.mark.process
+BOTH = [pytest.param("bubblewrap", id="bubblewrap"), pytest.param("subprocess", id="subprocess")]
+SHOWS = """
+import os, sys
+print(sys.argv, os.getcwd(), sorted(os.environ), sys.path, sys.flags, __name__, sorted(vars()), sys.orig_argv[1:])
+print(sys.stdin.read(), os.getenv("X"), sys.stdout.encoding, sys.dont_write_bytecode, sorted(sys.modules))
+"""
+
+
+def table(kind: str) -> RuntimeConfig:
+    if kind == "bubblewrap":
+        need_bubblewrap()
+    return SMALL.model_copy(update={"type": kind})
+
+
+async def run_in(
+    runtime: RuntimeConfig, *commands: list[str], files: dict[str, bytes] | None = None
+) -> list[CommandResult]:
+    async with await open_box(runtime, files=files or {}, python_path=["src"]) as box:
+        return [await box.run(argv) for argv in commands]
+
+
+# Claim: both kinds of box copy the tree without caches and links, and give files back as bytes.
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_box_holds_the_tree_and_the_files(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "package/__pycache__").mkdir(parents=True)
+    (tmp_path / "package/code.py").write_text("x = 1\n")
+    (tmp_path / "package/__pycache__/code.pyc").write_bytes(b"stale")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    async with await open_box(table(kind), tree=tmp_path, files={"data/b": b"\x00\xff"}) as box:
+        assert await box.list_files() == {"data/b": 2, "package/code.py": 6}
+        assert await box.read_file("data/b", 2) == b"\x00\xff"
+        with pytest.raises(ValueError, match="more than 1 bytes"):
+            await box.read_file("data/b", 1)
+        with pytest.raises(FileNotFoundError, match="no regular file"):
+            await box.read_file("data", 100)
+        finished = await box.run(["sh", "-c", "cat; pwd >&2; exit 3"], stdin=b"in", cwd="data")
+        assert (finished.exit_code, finished.stdout, finished.ended_by) == (3, b"in", "")
+        assert finished.stderr.endswith(b"work/data\n")
+
+
+# Claim: both kinds end a command at its deadline and at its output's bound, and say what was cut.
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_command_ends_at_its_limits(kind: str) -> None:
+    async with await open_box(table(kind)) as box:
+        assert (await box.run(["sleep", "1000"], timeout_s=0.2)).ended_by == "wall_s"
+        flood = await box.run(["yes"])
+        assert flood.ended_by == "output_mb" and flood.exit_code is None and len(flood.stdout) < 20_000
+        cut = await box.run(["sh", "-c", "printf 0123456789"], output_bytes=4)
+        assert cut.stdout == b"01\n[... 6 bytes cut ...]\n89"
+        assert (await box.run(["sh", "-c", "kill -11 $$"])).exit_code == 139
+        assert (await box.run(["no-such-program"])).exit_code == 127
+        assert (await box.run(["echo", "works"])).stdout == b"works\n"
+
+
+# Claim: a fork of the box's interpreter shows a program what a newly started interpreter shows.
+async def test_a_forked_interpreter_is_like_a_new_one() -> None:
+    need_bubblewrap()
+    async with await open_box(SMALL, files={"src/tool.py": SHOWS.encode()}, python_path=["src"]) as box:
+        await warm(box)
+        for argv in (["-c", SHOWS, "a", "-b"], ["-m", "tool", "a"]):
+            forked = await box.run(["python", *argv], stdin=b"text", env={"X": "1"})
+            # The shell starts an interpreter of its own.
+            new = await box.run(["sh", "-c", 'exec python "$@"', "sh", *argv], stdin=b"text", env={"X": "1"})
+            assert forked.exit_code == new.exit_code == 0, (forked, new)
+            assert comparable(forked.stdout) == comparable(new.stdout)
+
+
+def comparable(output: bytes) -> bytes:
+    return output.replace(b"'OLDPWD', ", b"").replace(b"'PWD', ", b"").replace(b"'SHLVL', ", b"").replace(b"'_', ", b"")
+
+
+async def warm(box: Box) -> None:
+    assert isinstance(box, BubblewrapBox)
+    await box.preload()
+
+
+ENDINGS = {
+    "an exception": "raise KeyError('x')",
+    "a syntax error": "x = = 1",
+    "sys.exit with a number": "import sys; sys.exit(5)",
+    "sys.exit with a text": "import sys; sys.exit('text')",
+    "os._exit": "import os; print('lost'); os._exit(4)",
+    "an exit handler": "import atexit; atexit.register(print, 'handler'); print('first')",
+    "a thread at the end": "import threading, time; threading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
+    "an own exception hook": "import sys; sys.excepthook = lambda *a: print('hook', a[0]); 1 / 0",
+    "a destructor": "class A:\n    def __del__(self): print('gone')\na = A()",
+    "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
+    "a closed pipe": "import os, sys; os.close(1); print('x'); sys.stdout.flush()",
+    "multiprocessing": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(p.map(abs, [-1, 2]))",
+    "subprocess": "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(7)'], capture_output=True).stdout)",
+    "pickle of an own class": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)",
+    "a module of the standard library": "import enum, json, struct, socket, ctypes; print(enum.Enum, json.dumps(1), ctypes.sizeof(ctypes.c_int))",
+}  # fmt: skip
+
+
+# Claim: however a program ends, the fork gives the same status and streams as a new interpreter.
+@pytest.mark.parametrize("code", ENDINGS.values(), ids=ENDINGS)
+async def test_a_forked_interpreter_ends_like_a_new_one(code: str) -> None:
+    need_bubblewrap()
+    async with await open_box(SMALL) as box:
+        await warm(box)
+        forked = await box.run(["python", "-c", code])
+        new = await box.run(["python", "-B", "-c", code])
+        assert (forked.exit_code, forked.stdout, forked.stderr) == (new.exit_code, new.stdout, new.stderr)
+
+
+# Claim: nothing that one forked interpreter changes is seen by the next, and each draws its own random numbers.
+async def test_forked_interpreters_share_nothing() -> None:
+    need_bubblewrap()
+    async with await open_box(SMALL) as box:
+        await warm(box)
+        await box.run(
+            ["python", "-c", "import json, os; json.x = 1; os.environ['Y'] = '1'; os.chdir('/'); os.umask(0o77)"]
+        )
+        seen = "import json, os, random; print(hasattr(json, 'x'), 'Y' in os.environ, os.getcwd(), os.umask(0)); "
+        first, second = [await box.run(["python", "-c", seen + "print(random.random())"]) for _ in range(2)]
+        assert first.stdout.startswith(b"False False /work 18\n") and first.stdout != second.stdout
+
+
+# Claim: a module in the work folder that has the name of a loaded one is imported, as a new interpreter would.
+@pytest.mark.parametrize("path", ["src/json.py", "src/pluggy.py", "src/sitecustomize.py", "pytest.py"])
+async def test_a_module_in_the_way_is_not_passed_over(path: str) -> None:
+    need_bubblewrap()
+    (finished,) = await run_in(
+        SMALL,
+        ["python", "-m", "pytest", "--version"],
+        files={path: b"import os; os.write(1, b'own module\\n'); os._exit(3)"},
+    )
+    assert finished.exit_code == 3 and finished.stdout.startswith(b"own module")
+
+
+# Claim: pytest in a fork collects, fails, and rewrites assertions as usual, in each run anew.
+async def test_pytest_in_a_fork() -> None:
+    need_bubblewrap()
+    files = {"src/m.py": b"x = 1\n", "test_m.py": b"from m import x\ndef test_x(): assert x == 1\n"}
+    async with await open_box(SMALL, files=files, python_path=["src"]) as box:
+        argv = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        assert b"1 passed" in (await box.run(argv)).stdout
+        await box.write_files({"src/m.py": b"x = 22\n"})
+        failed = await box.run(argv)
+        assert failed.exit_code == 1 and b"assert 22 == 1" in failed.stdout
+        assert set(await box.list_files()) == set(files)
+
+
+# Claim: a cancelled command ends, and its box serves the next one.
+async def test_a_cancelled_command_leaves_a_working_box() -> None:
+    need_bubblewrap()
+    async with await open_box(SMALL) as box:
+        running = asyncio.ensure_future(box.run(["sleep", "1000"]))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        listed = await box.run(["sh", "-c", "cat /proc/[0-9]*/comm"])
+        assert b"sleep" not in listed.stdout and listed.exit_code == 0
+
+
+# Claim: boxes opened ahead are distinct, keep no file of another, and are gone after the pool closed.
+async def test_the_pool_gives_fresh_boxes() -> None:
+    need_bubblewrap()
+    runtime = SMALL.model_copy(update={"warm": 2})
+    await shared_pool(runtime).filled()
+    pids = []
+    for _ in range(3):
+        async with await open_box(runtime, files={"a.py": b""}, python_path=["."]) as box:
+            assert isinstance(box, BubblewrapBox)
+            pids.append(box.init_pid)
+            assert await box.list_files() == {"a.py": 0}
+            assert (await box.run(["python", "-c", "import a; open('left', 'w')"])).exit_code == 0
+    await close_pools()
+    assert len(set(pids)) == 3
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+# Claim: a closed box refuses commands with an error that says what to do.
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_closed_box_says_so(kind: str) -> None:
+    box = await open_box(table(kind))
+    await box.close()
+    await box.close()
+    with pytest.raises(SandboxError, match="open another one"):
+        await box.run(["true"])
+
+
+# Claim: with an allow-list a program reaches the named host through the proxy, and no other host or port.
+async def test_only_allowed_hosts_are_reached() -> None:
+    need_bubblewrap()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head.split(b"\r\n")[0])
+        await writer.drain()
+        writer.close()
+
+    servers = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(2)]
+    named, other = (server.sockets[0].getsockname()[1] for server in servers)
+    runtime = SMALL.model_copy(update={"allow": [f"127.0.0.1:{named}"]})
+    code = "import sys, urllib.request as u\nprint(u.urlopen(sys.argv[1], timeout=60).read())"
+    async with await open_box(runtime) as box:
+        allowed = await box.run(["python", "-c", code, f"http://127.0.0.1:{named}/path?x=1"])
+        assert b"GET /path?x=1 HTTP/1.1" in allowed.stdout, allowed
+        for url in (f"http://127.0.0.1:{other}/", "http://pypi.org/", f"https://127.0.0.1:{other}/"):
+            refused = await box.run(["python", "-c", code, url])
+            assert refused.exit_code == 1 and b"403" in refused.stderr, refused
+    for server in servers:
+        server.close()
+
+
+# Claim: when the process that opened boxes is killed, its boxes and everything in them end.
+def test_boxes_end_with_their_owner() -> None:
+    need_bubblewrap()
+    code = """
+import asyncio
+from orchestrator.sandbox.box import open_box
+from composer_prime.config.sandbox import RuntimeConfig
+async def main():
+    boxes = [await open_box(RuntimeConfig(type="bubblewrap")) for _ in range(3)]
+    runs = [asyncio.ensure_future(box.run(["sh", "-c", "setsid sleep 1000 & sleep 1000"])) for box in boxes]
+    await asyncio.sleep(0.5)
+    print(*[box.init_pid for box in boxes], flush=True)
+    await asyncio.wait(runs)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        inits = [int(word) for word in owner.stdout.readline().split()]
+        pids = [pid for init in inits for pid in processes_of(init)]
+        owner.kill()
+    assert len(inits) == 3 and len(pids) >= 9
+    for _ in range(1000):
+        if not [pid for pid in pids if alive(pid)]:
+            return
+        subprocess.run(["sleep", "0.1"], check=True)
+    raise AssertionError(f"still there: {[pid for pid in pids if alive(pid)]}")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs. One that ended, and that its new parent did not collect yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# Claim: of 256 boxes, with seeded kills of their processes in mid-command, each gives a result and nothing is left.
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+async def test_256_boxes_with_random_kills() -> None:
+    need_bubblewrap()
+    draw = random.Random(0)
+    started: list[int] = []
+    places = asyncio.Semaphore(64)
+
+    async def one(number: int) -> str:
+        async with places, await open_box(SMALL.model_copy(update={"limits": LIMITS})) as box:
+            assert isinstance(box, BubblewrapBox)
+            running = asyncio.ensure_future(box.run(["sh", "-c", "setsid sleep 300 & sleep 0.5; echo done"]))
+            if number % 3 == 0:
+                await asyncio.sleep(draw.random())
+                victims = [*processes_of(box.init_pid), box.launcher_pid]
+                started.extend(victims)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(draw.choice(victims), signal.SIGKILL)
+            finished = await running
+            started.extend(processes_of(box.init_pid))
+            return finished.ended_by or str(finished.exit_code)
+
+    results = await asyncio.gather(*(one(number) for number in range(256)))
+    assert len(results) == 256 and set(results) <= {"0", "137", "box", "143"}
+    assert sum(result == "0" for result in results) >= 170
+    for _ in range(100):
+        if not [pid for pid in started if alive(pid)]:
+            break
+        await asyncio.sleep(0.1)
+    assert not [pid for pid in started if alive(pid)]

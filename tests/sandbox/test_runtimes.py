@@ -1,0 +1,155 @@
+"""The table [orchestrator.source.runtime]: what it refuses, its errors, and its way to verifiers and back."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from composer_prime.plan import sandboxes
+from orchestrator.sandbox import seccomp
+from orchestrator.sandbox.box import open_box
+from orchestrator.sandbox.python_image import python_image
+from tests.sandbox.boxes import SMALL, need_bubblewrap
+
+
+# Claim: settings in conflict are refused, with both values and the remedy.
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"type": "docker", "allow": ["pypi.org"]}, "allow is \\['pypi.org'\\], but type is 'docker'"),
+        ({"type": "subprocess", "settings": {"image": "x"}}, "settings has \\['image'\\], but type 'subprocess'"),
+        ({"hide": ["/etc/passwd"]}, "only paths below /usr/"),
+        ({"hide": ["/usr/../etc"]}, "only paths below /usr/"),
+        ({"type": "chroot"}, "bubblewrap"),
+        ({"limits": {"memory_gb": 0}}, "greater than 0"),
+    ],
+)
+def test_a_wrong_table_is_refused(table: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RuntimeConfig.model_validate(table)
+
+
+# Claim: without the program, the error names the package and what works otherwise.
+@pytest.mark.process
+def test_without_bubblewrap_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"apt-get install bubblewrap.*composer doctor.*'subprocess'"):
+        asyncio.run(open_box(SMALL))
+
+
+# Claim: where bwrap may not make namespaces, the error names the kernel's settings and what works otherwise.
+@pytest.mark.process
+def test_without_user_namespaces_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, script in (
+        ("bwrap", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1"),
+        ("setpriv", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"unprivileged_userns_clone.*composer doctor.*'subprocess'"):
+        asyncio.run(open_box(SMALL))
+
+
+# Claim: a package that is not installed is named, with the way to install it.
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(
+        SandboxError, match="'no-such-package', which is not installed: `uv pip install no-such-package`"
+    ):
+        python_image(("no-such-package",))
+
+
+# Claim: named packages are in the box with their dependencies, hidden programs are not, and the site-packages of this
+# environment are not there.
+@pytest.mark.process
+def test_a_box_has_what_the_table_names() -> None:
+    need_bubblewrap()
+    runtime = SMALL.model_copy(update={"packages": ["jinja2"], "hide": ["/usr/bin/find", "/usr/share/perl5"]})
+
+    async def run() -> None:
+        async with await open_box(runtime) as box:
+            code = "import importlib.util as u, sys; print(*[bool(u.find_spec(name)) for name in sys.argv[1:]])"
+            assert (
+                await box.run(["python", "-c", code, "jinja2", "markupsafe", "yaml", "pydantic"])
+            ).stdout == b"True True False False\n"
+            assert (await box.run(["find", "/"])).exit_code in (126, 127)
+            assert (await box.run(["env"])).stdout.count(b"\n") == 6
+
+    asyncio.run(run())
+
+
+# Claim: the filter is made for both architectures and for no other.
+def test_the_filter_knows_its_architectures() -> None:
+    assert len(seccomp.program("x86_64")) % 8 == 0 and len(seccomp.program("x86_64")) > len(seccomp.program("aarch64"))
+    assert seccomp.program("riscv64") == b""
+
+
+VERIFIERS = """
+import asyncio, os, sys
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.sandbox import runtime as ours
+from verifiers.v1 import runtimes
+
+async def bubblewrap():
+    runtime = runtimes.make_runtime(ours.runtime_settings(RuntimeConfig(type="bubblewrap")))
+    async def answer(reader, writer):
+        await reader.readuntil(b"\\r\\n\\r\\n")
+        writer.write(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\n\\r\\nhello"); await writer.drain(); writer.close()
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    await runtime.start()
+    code = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:{port}/v1').read())"
+    assert "refused" in (await runtime.run(["python", "-c", code], {})).stderr
+    assert runtime.host_url(f"http://127.0.0.1:{port}/v1") == f"http://127.0.0.1:{port}/v1"
+    done = await runtime.run(["python", "-c", code], {"X": "1"})
+    assert done.stdout == "b'hello'\\n", done
+    await runtime.write("folder/file", b"\\x00")
+    assert await runtime.read("folder/file") == b"\\x00"
+    await runtime.run_background(["sh", "-c", "echo log; sleep 1000"], {}, "log")
+    while await runtime.read("log") != b"log\\n": await asyncio.sleep(0.05)
+    assert (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"], {})).stdout.count("sleep") == 1
+    pid = runtime.box.init_pid
+    await runtime.stop()
+    assert not os.path.exists(f"/proc/{pid}")
+    server.close()
+
+async def box_around():
+    runtime = runtimes.make_runtime(ours.runtime_settings(RuntimeConfig(type="subprocess")))
+    await runtime.start()
+    box = ours.box_of(runtime, RuntimeConfig(type="subprocess"))
+    async with box:
+        await box.write_files({"a/b": b"1\\x00\\xff"})
+        assert await box.read_file("a/b", 10) == b"1\\x00\\xff" and await box.list_files() == {"a/b": 3}
+        done = await box.run(["sh", "-c", "cat; echo e >&2; exit 3"], stdin=b"\\xff", output_bytes=10)
+        assert (done.exit_code, done.stdout, done.stderr) == (3, b"\\xff", b"e\\n"), done
+        assert (await box.run(["sleep", "100"], timeout_s=0.3)).ended_by == "wall_s"
+        assert b"6 bytes cut" in (await box.run(["printf", "0123456789"], output_bytes=4)).stdout
+        for path in ("nothing", "a"):
+            try: await box.read_file(path, 9)
+            except FileNotFoundError: pass
+            else: raise AssertionError(path)
+    await runtime.stop()
+
+import orchestrator.sandbox.box as box_module
+box_module.WORK = ours.WORK = sys.argv[1]
+asyncio.run(box_around())
+if sys.argv[2] == "yes":
+    box_module.WORK = ours.WORK = "/work"
+    asyncio.run(bubblewrap())
+print("done")
+"""
+
+
+# Claim: a harness's program runs in a box and reaches the host's endpoint, and a verifiers runtime serves as a box.
+@pytest.mark.slow
+def test_boxes_and_runtimes_of_verifiers(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", VERIFIERS, str(tmp_path), "yes" if sandboxes.probe("bubblewrap").works else "no"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
+    assert done.stdout.endswith("done\n"), done.stderr
