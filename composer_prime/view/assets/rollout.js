@@ -14,7 +14,7 @@ export async function rolloutPage(run, [kind, step, id], state, redraw) {
     rolloutCard(each, {
       current: state.sideBySide && each.rollout_id === id,
       detail: !state.sideBySide,
-      tokens: each.rollout_id === id ? tokens : [],
+      tokens: state.sideBySide ? [] : tokens,
       shade: state.shade,
     }),
   );
@@ -25,7 +25,7 @@ export async function rolloutPage(run, [kind, step, id], state, redraw) {
         h("b", null, rollout.task_id), h("span", { class: "quiet" }, ` ${kind === "eval" ? "held-out, after" : ""} step ${step}${entry.grp === null ? "" : `, group ${entry.grp}`}`)),
       siblingBar(run, siblings, id, state, redraw),
       isEqual && h("p", { class: "quiet" }, "All rewards of this group are equal, so no token has an advantage."),
-      shadePicker(tokens, kind, state, redraw),
+      !state.sideBySide && shadePicker(tokens, kind, state, redraw),
       h("div", { class: `columns ${state.sideBySide ? "" : "single"}` }, cards),
     ],
   };

@@ -2,7 +2,8 @@
 import { h, figure, seconds, plural } from "./dom.js";
 
 export const SHADES = [["", "no color"], ["logprobs", "log-probability"], ["advantages", "advantage"], ["mismatch", "mismatch"], ["divergence", "divergence"]];
-const HIDDEN_NATS = 5;
+const MOST_NATS = 5;
+const SHORT_TOKENS = 4;
 
 export function rolloutCard(rollout, options = {}) {
   const cost = rollout.cost || {};
@@ -101,18 +102,35 @@ function tokenStrip(samples, shade) {
   return samples.map((sample) => {
     const values = sample[shade];
     if (!Array.isArray(values)) return null;
-    const most = shade === "logprobs" ? HIDDEN_NATS : Math.max(...values.map(Math.abs), 1e-9);
-    const strip = h("div", { class: "tokens", "data-shade": shade });
-    sample.texts.forEach((text, index) => {
-      const span = h("span", null, text);
-      if (sample.sampled[index]) {
-        span.style.background = color(values[index], most, shade);
-        span.title = `${shade} ${figure(values[index])}${sample.mask[index] ? "" : ", not trained"}`;
-      }
-      strip.append(span);
-    });
-    return strip;
+    const most = shade === "logprobs" ? MOST_NATS : Math.max(...values.map(Math.abs), 1e-9);
+    return h("div", { class: "tokens", "data-shade": shade }, pieces(sample).map(([start, end, sampled]) => {
+      if (!sampled) return givenTokens(sample.texts.slice(start, end));
+      return sample.texts.slice(start, end).map((text, place) => shadedToken(text, values[start + place], most, shade, sample.mask[start + place]));
+    }));
   });
+}
+
+// Runs of tokens that the policy sampled, and of those that it was given: [start, end, sampled].
+function pieces(sample) {
+  const found = [];
+  sample.texts.forEach((_, index) => {
+    const sampled = Boolean(sample.sampled[index]);
+    const last = found[found.length - 1];
+    if (last && last[2] === sampled) last[1] = index + 1;
+    else found.push([index, index + 1, sampled]);
+  });
+  return found;
+}
+
+function givenTokens(texts) {
+  if (texts.length <= SHORT_TOKENS) return h("span", { class: "quiet" }, texts.join(""));
+  return h("details", null, h("summary", null, `${texts.length} tokens given`), h("span", { class: "quiet" }, texts.join("")));
+}
+
+function shadedToken(text, value, most, shade, trained) {
+  const span = h("span", { class: "token", title: `${shade} ${figure(value)}${trained ? "" : ", not trained"}` }, text);
+  span.style.background = color(value, most, shade);
+  return span;
 }
 
 function color(value, most, shade) {
