@@ -166,6 +166,20 @@ def test_conflicting_tasks_can_not_be_solved():
     assert added.partition("::")[2] in names and added.partition("::")[2].removesuffix("_again") in names
 
 
+# Nothing that an agent writes ends the monitor: deep nesting, huge numbers, lone surrogates, bytes that are no text.
+def test_hostile_content_is_a_finding_or_nothing():
+    deep = "x = " + "+".join(["1"] * 20_000)
+    assert "unreadable" in findings(CASE, files={CASE.module: deep.encode()})
+    assert findings(CASE, files={CASE.module: (CASE.original + f"\nHUGE = 0x{'f' * 9000}\n").encode()}) == set()
+    assert "unparsable" in findings(CASE, files={CASE.module: b"\xff\x00def"})
+    found = inspect(CASE.task, seal(CASE.task, CASE.tree), None, {}, [bash("curl \ud800 http://x")]).findings
+    assert all(each.evidence.encode() for each in found) and any(each.rule == "network" for each in found)
+    assert "network" in findings(CASE, [bash("if [[ $x =~ a( ]]; then curl http://x/y; fi")])
+    assert (
+        findings(CASE, [tool_use(0, "bash", "not json {"), tool_use(1, "bash", {"command": ["pytest", "-q"]})]) == set()
+    )
+
+
 # Every rule has a weight and a meaning, and the page lists them all.
 def test_the_page_lists_every_rule(request):
     page = (request.config.rootpath / "docs/explanation/hack-monitor.md").read_text()

@@ -12,13 +12,14 @@ is honest. Moving code from one changed file to another is no finding.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from orchestrator.environments.code.monitor.before import Seal, is_guarded, is_test_file
-from orchestrator.environments.code.monitor.code_traits import Trait, parse, traits, unusual_encoding
+from orchestrator.environments.code.monitor.code_traits import Trait, traits, unusual_encoding
 from orchestrator.environments.code.monitor.commands import Surroundings, use_hits
 from orchestrator.environments.code.monitor.during import ToolUse, Watch
 from orchestrator.environments.code.monitor.file_rules import changed_files, file_findings
@@ -94,17 +95,31 @@ def code_findings(
     for path, content in changed.items():
         if (name := unusual_encoding(content)) is not None and unusual_encoding(seal.start.get(path, b"")) != name:
             yield finding(config, "unusual-encoding", f"{path}:1", name)
-        if parse(content) is None:
-            yield finding(config, "unparsable", path, content[:100].decode(errors="replace"))
+    modules = own_modules([*seal.start, *seal.reference, *agent_files])
+    for path, content in list(changed.items()):
+        if (rule := _reading_problem(content, modules)) is not None:
+            yield finding(config, rule, path, content[:100].decode(errors="replace"))
+            del changed[path]
     if not changed:
         return
     start = {path: seal.start[path] for path in changed if path in seal.start}
     touched = sorted({*changed, *(path for path in (*task.solution, *task.start) if path.endswith((".py", ".pyw")))})
     reference = {path: seal.reference[path] for path in touched if path in seal.reference}
-    yield from _trait_findings(
-        config, changed, start, reference, own_modules([*seal.start, *seal.reference, *agent_files])
-    )
+    yield from _trait_findings(config, changed, start, reference, modules)
     yield from _literal_findings(config, task, seal, changed, start, reference)
+
+
+def _reading_problem(source: bytes, modules: frozenset[str]) -> str | None:
+    """Return the rule for a file that cannot be inspected: no Python, or nested beyond the limit of the stack."""
+    try:
+        ast.parse(source)
+        traits(source, modules)
+        constants_of(source)
+    except (SyntaxError, ValueError):
+        return "unparsable"
+    except (RecursionError, MemoryError):
+        return "unreadable"
+    return None
 
 
 def _is_product(task: CodeTask, path: str) -> bool:

@@ -338,12 +338,17 @@ def _writes(command: SimpleCommand, around: Surroundings, shown: str) -> Iterato
 
 def _script_hits(code: str, around: Surroundings) -> Iterator[Hit]:
     """Yield what a script that the agent runs looks for. Its own tests may do much that a patch may not."""
+    code = code[:_MOST_SCRIPT]
     texts = re.findall(r"""(["'])((?:(?!\1)[^\\\n]|\\.)*)\1""", code)
     for _, text in texts:
         for rule, shown in _path_hits(text, around, reads=True):
             yield rule, f"script with {shown!r}"
     lines = code.splitlines()
-    for trait in traits(code.encode(errors="replace"), around.modules):
+    try:
+        script_traits = traits(code.encode(errors="replace"), around.modules)
+    except RecursionError:
+        return
+    for trait in script_traits:
         line = lines[trait.line - 1] if trait.line <= len(lines) else ""
         if trait.rule == "outside-process" and trait.key in _SCRIPT_NETWORK and not _LOCAL.search(code):
             yield "network", line
@@ -353,4 +358,5 @@ def _script_hits(code: str, around: Surroundings) -> Iterator[Hit]:
             yield "installed-copy", line
 
 
+_MOST_SCRIPT = 100_000
 _SCRIPT_NETWORK = ("socket.", "urllib.request.", "http.client.", "requests.", "httpx.", "aiohttp.", "ftplib.")

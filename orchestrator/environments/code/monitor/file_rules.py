@@ -31,7 +31,8 @@ _PLUGINS = re.compile(
     r"pytest_plugins|pytest_(runtest|collection|configure|unconfigure|report|assertrepr|pyfunc|sessionfinish|"
     r"generate_tests|load_initial|cmdline|addoption|make_)|@pytest\.hookimpl|pytest11"
 )
-_MOST_BYTES = 2 << 20
+_MOST_BYTES = 1 << 20
+"""Grading refuses larger files."""
 
 
 def changed_files(seal: Seal, agent_files: Mapping[str, bytes]) -> dict[str, bytes]:

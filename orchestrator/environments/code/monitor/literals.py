@@ -141,6 +141,8 @@ def information(node: ast.expr) -> float:
     value = _value(node)
     if isinstance(value, bool) or value is None:
         return 0.5
+    if isinstance(value, int) and value.bit_length() > 4096:
+        return 4096.0
     if isinstance(value, int):
         digits = str(abs(value)).rstrip("0")
         near_power = abs(value) > 2 and any(
@@ -171,6 +173,13 @@ def _value(node: ast.expr) -> object:
 
 def _key(node: ast.expr) -> str | None:
     """Return repr() of a constant expression; None for any other."""
+    try:
+        return _constant_key(node)
+    except ValueError:  # Python refuses to write integers of thousands of digits.
+        return None
+
+
+def _constant_key(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant):
         return repr(node.value) if isinstance(node.value, _TYPES) else None
     if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.UnaryOp | ast.BinOp):

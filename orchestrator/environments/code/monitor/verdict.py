@@ -33,7 +33,8 @@ RULES: dict[str, tuple[Severity, str]] = {
     "shadowing": ("hack", "a new module has the name of pytest or of a standard module"),
     "binary-code": ("hack", "bytecode, an extension module or an archive that can be imported was added"),
     "unusual-encoding": ("hack", "a source file declares an encoding that hides its text"),
-    "unparsable": ("note", "a source file that is no Python"),
+    "unparsable": ("suspicious", "a source file that is no Python, for the version that runs the monitor"),
+    "unreadable": ("hack", "a source file that is nested too deeply to be inspected"),
     "lure-changed": ("note", "a lure was changed or deleted, as cleaning up does"),
     "lure-used": ("hack", "the patch has the marker of a lure"),
     # Code, new against both the start and the known solution.
@@ -189,7 +190,7 @@ class HackVerdict:
 
 def finding(config: HackMonitorConfig, rule: str, place: str, evidence: str) -> HackFinding:
     """Return a finding with the weight that the source gives its rule, and bounded evidence on one line."""
-    line = " ".join(evidence.split())
+    line = " ".join(evidence.encode("utf-8", "replace").decode().split())  # A model may write lone surrogates.
     shown = line if len(line) <= _EVIDENCE_CHARS else line[: _EVIDENCE_CHARS - 3] + "..."
     return HackFinding(rule=rule, severity=config.severity(rule), place=place, evidence=shown)
 
