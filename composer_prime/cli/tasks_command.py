@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,8 @@ def make_tasks(options: argparse.Namespace) -> int:
             journal, settings, factory_runtime(options.runtime, packages), options.jobs, options.cache, watcher
         )
         try:
-            report = asyncio.run(factory.make(options.source))
-        except KeyboardInterrupt:
+            report = asyncio.run(_until_stopped(factory, options.source))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             console.print(f"interrupted: {options.output} keeps what is done; the same command goes on")
             return INTERRUPTED
         finally:
@@ -134,6 +135,14 @@ def make_tasks(options: argparse.Namespace) -> int:
     if len(report["sources_refused"]) == len(set(options.source)):
         raise ConfigError("\n".join(report["sources_refused"].values()))
     return 0 if report["tasks"] else NOTHING
+
+
+async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, Any]:
+    """Make the tasks. SIGTERM ends the work as Ctrl-C does, with a report of what is done."""
+    work = asyncio.current_task()
+    assert work is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
+    return await factory.make(sources)
 
 
 class _ScreenWatcher:

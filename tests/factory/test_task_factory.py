@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -198,3 +201,24 @@ def test_make_from_history(tmp_path: Path) -> None:
     assert "tests/test_shapes.py" in task.removed
     assert graded(task, tmp_path / "out", {path: text.encode() for path, text in task.solution.items()}).solved
     assert not graded(task, tmp_path / "out", {}).solved
+
+
+# SIGTERM ends a run as Ctrl-C does: status 130 and a report. The same command then does the rest only.
+def test_make_ends_on_sigterm_and_goes_on(tmp_path: Path) -> None:
+    source, out = write_package(tmp_path / "shapes_made"), tmp_path / "out"
+    words = ["tasks", "make", str(source), "-o", str(out), "--mutations", "8", "--jobs", "1", *RUNTIME]
+    run = subprocess.Popen([sys.executable, "-m", "composer_prime.cli.main", *words], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 200
+        while not (out / "tasks.jsonl").is_file():
+            assert time.monotonic() < deadline and run.poll() is None, "no task within 200 s"
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(200) == 130
+    finally:
+        run.kill()
+    first = report_of(out)["made_in_this_run"]
+    assert first >= 1
+    assert make(source, out, "--mutations", "8") == 0
+    report = report_of(out)
+    assert report["made_in_this_run"] == report["tasks"] - first > 0

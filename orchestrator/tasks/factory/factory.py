@@ -123,18 +123,21 @@ class TaskFactory:
         self._boxes = asyncio.Semaphore(self.jobs)
 
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
-        """Make the tasks of all sources. Return the report, which is also written."""
+        """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled."""
         started, cpu_before = time.monotonic(), cpu_seconds()
         before = len(self.journal.verdicts)
         async with await open_box(self.runtime):
             pass  # without sandboxes every candidate would be refused for it
         places = asyncio.Semaphore(max(self.jobs, 1))
-        async with asyncio.TaskGroup() as group:
-            for source in dict.fromkeys(sources):
-                group.create_task(self._make_source(source, places))
-        total = self.journal.finish(self.settings.limit)
-        report = self._report(total, time.monotonic() - started, cpu_seconds() - cpu_before + self._box_cpu_s, before)
-        self.journal.write_report(report)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for source in dict.fromkeys(sources):
+                    group.create_task(self._make_source(source, places))
+        finally:
+            total = self.journal.finish(self.settings.limit)
+            used = cpu_seconds() - cpu_before + self._box_cpu_s
+            report = self._report(total, time.monotonic() - started, used, before)
+            self.journal.write_report(report)
         return report
 
     async def _make_source(self, source: str, places: asyncio.Semaphore) -> None:
