@@ -197,28 +197,48 @@ class Evaluator:
     async def _run_rollout(
         self, source: str, step: int, version: int, task_index: int, sample: int, task: TaskRollouts
     ) -> None:
-        """Add one rollout to `task`: the first good try, or the last failed one."""
-        earlier: list[RolloutFailure] = []
-        for attempt in range(self.config.max_retries + 1):
-            request = self.requests.evaluation(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
-            result = await self.runner.run(source, request, lane=Lane.EVAL, order=task_index, oldest_version=version)
-            failure = score_failure(result)
-            rollout = finished_rollout(
-                result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier
-            )
-            if failure is None:
-                break
-            self.failures.note_try(source, rollout.rollout_id, failure)
-            if not failure.retryable or attempt == self.config.max_retries:
-                break
-            earlier.append(failure)
-            await asyncio.sleep(retry_pause_s(attempt))
-        if rollout.failure is None:
-            self.failures.note_reward(source)
-        else:
-            await asyncio.to_thread(self.failures.note_end, step, source, rollout)
+        """Add one rollout to `task`."""
+        rollout = await play_held_out(
+            self.config, self.runner, self.requests, self.failures, source,
+            step=step, version=version, task_index=task_index, sample=sample,
+        )  # fmt: skip
         task.append(rollout)
         self._done_rollouts += 1
+
+
+async def play_held_out(
+    config: OrchestratorConfig,
+    runner: RolloutRunner,
+    requests: RequestFactory,
+    failures: FailureLog,
+    source: str,
+    *,
+    step: int,
+    version: int,
+    task_index: int,
+    sample: int,
+) -> FinishedRollout:
+    """Return the first good try of a rollout, or the last failed one."""
+    earlier: list[RolloutFailure] = []
+    for attempt in range(config.max_retries + 1):
+        request = requests.evaluation(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
+        result = await runner.run(source, request, lane=Lane.EVAL, order=task_index, oldest_version=version)
+        failure = score_failure(result)
+        rollout = finished_rollout(
+            result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier
+        )
+        if failure is None:
+            break
+        failures.note_try(source, rollout.rollout_id, failure)
+        if not failure.retryable or attempt == config.max_retries:
+            break
+        earlier.append(failure)
+        await asyncio.sleep(retry_pause_s(attempt))
+    if rollout.failure is None:
+        failures.note_reward(source)
+    else:
+        await asyncio.to_thread(failures.note_end, step, source, rollout)
+    return rollout
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:

@@ -1,36 +1,46 @@
-"""`composer eval MODEL [MODEL ...] [@ file.toml]`: held-out scores with confidence intervals.
+"""`composer eval RUN`, `composer eval MODEL [MODEL ...] [@ file.toml | --env ENV]`: held-out scores with intervals.
 
-The same roles evaluate a model as in training: `trainer` with run.max_steps = 0. All models get the same tasks with the
-same seeds, so two of them are compared task by task. Without a file the configuration of the run directory counts. What
-that run has evaluated itself, before its first step and after its last, is read instead of evaluated again.
+    evaluate_here   this process serves one model after the other; the environments are loaded once
+    evaluate        with several nodes: the launcher, with run.max_steps = 0
+
+All models get the same tasks with the same seeds, so two of them are compared task by task. Without a file the
+configuration of the run directory counts. What that run has evaluated itself, before its first step and after its last,
+is read instead of evaluated again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import re
 import subprocess
+import tempfile
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import fmean
 
 from composer_prime.config import Config
-from composer_prime.config.load import read_config, resolve
-from composer_prime.console import INTERRUPTED, console_script, pluralize
+from composer_prime.config.load import dump, read_config, resolve
+from composer_prime.console import INTERRUPTED, ProgressLines, console_script, pluralize
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
-from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.stats.intervals import difference_interval, mean_interval, pass_at_k
 
 USAGE = """\
-usage: composer eval MODEL [MODEL ...] [@ FILE.toml] [--section.key VALUE ...]
+usage: composer eval RUN                                    the run's final model against the model it began with
+       composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
+       composer eval MODEL [MODEL ...] --env ENV            any verifiers task set: a module, or a module's file
 
-MODEL is a model folder, a run directory (its final/ is taken), tiny, or smollm2. The configuration's sources with an
-eval_taskset are evaluated; each evaluation keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. Without FILE the
-first run directory's configuration counts; without overrides too, the run's own evaluations of its start model and its
-final one are shown as they are. So `composer eval tiny outputs/a1` starts nothing.
-Useful overrides: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4; --run.overwrite true replaces the
-evaluation of the same name instead of numbering."""
+MODEL is a model folder, a run directory (its final/ is taken), tiny, or smollm2. All models get the same tasks with the
+same seeds. Each keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. What a run has evaluated itself is read
+instead of evaluated again, unless a flag changes the evaluation. So `composer eval outputs/a1` may start nothing.
+--resume continues the newest evaluation of the same name; --run.overwrite true replaces it.
+Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
+with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
 
 
 _NAMED = 12
@@ -41,21 +51,84 @@ def main(words: list[str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
+    resume = "--resume" in words
     models, rest = split_models(words)
-    run_dir = None
-    if not any(word.startswith("@") for word in rest):
-        run_dir = run_of_models(models)
-        rest = [*_words_of_run(run_dir, rest), *rest]
-    config = evaluation_config(rest)
-    for model in models:  # check all of them before the first one takes minutes
-        resolve_model(model_folder(model))
-    may_read = run_dir is not None and rest == _words_of_run(run_dir, [])
-    scores_by_model = {}
-    for model in models:
-        scored = recorded_scores(model, run_dir) if run_dir is not None and may_read else None
-        scores_by_model[model] = evaluate(model, rest, config) if scored is None else scored
-    print("\n".join(["", *eval_table(scores_by_model, config.orchestrator.eval.pass_threshold)]))
+    with tempfile.TemporaryDirectory(prefix="composer-eval-") as folder:
+        rest = _with_environment(rest, models, Path(folder))
+        run_dir = None
+        if not any(word.startswith("@") for word in rest):
+            run_dir = run_of_models(models)
+            if len(models) == 1:
+                models = [read_config(run_dir.config).model.path, *models]
+            rest = [*_words_of_run(run_dir, rest), *rest]
+        config = evaluation_config(rest)
+        for model in models:  # check all of them before the first one takes minutes
+            resolve_model(model_folder(model))
+        may_read = run_dir is not None and rest == _words_of_run(run_dir, [])
+        scored: dict[str, Evaluation] = {}
+        missing = []
+        for model in models:
+            recorded = recorded_scores(model, run_dir) if run_dir is not None and may_read else None
+            if recorded is None:
+                missing.append(model)
+            elif run_dir is not None:
+                step = 0 if model == models[0] and len(models) > 1 else read_config(run_dir.config).run.max_steps
+                scored[model] = Evaluation(scores=recorded, folder=run_dir.root, step=step)
+        if missing and config.inference.nodes > 1:
+            scored |= {model: evaluate(model, rest, config) for model in missing}
+        elif missing:
+            scored |= evaluate_here(missing, config, resume=resume)
+    print("\n".join(["", *report({model: scored[model] for model in models}, config)]))
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The held-out scores of one model, and where its rollouts are."""
+
+    scores: Scores
+    folder: Path
+    """A run directory, or that of the evaluation."""
+    step: int = 0
+
+
+def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
+    """Return the table, pass@k, flipped tasks, and the commands that show rollouts."""
+    settings = config.orchestrator.eval
+    lines = eval_table({model: each.scores for model, each in evaluations.items()}, settings.pass_threshold)
+    lines += _pass_lines(evaluations, settings.pass_k, settings.pass_threshold)
+    lines += ["", "look at the rollouts of a task:"]
+    for model, each in evaluations.items():
+        lines.append(f"  composer rollouts {each.folder} --eval --step {each.step} --task TASK    ({model})")
+    return lines
+
+
+def _pass_lines(evaluations: dict[str, Evaluation], ks: list[int], threshold: float) -> list[str]:
+    """Return pass@k of each model with its interval over tasks, for each k that its samples allow."""
+    lines = []
+    for model, each in evaluations.items():
+        for k in ks:
+            chances = {
+                task: [pass_at_k(len(rewards), sum(reward >= threshold for reward in rewards), k)]
+                for task, rewards in each.scores.items()
+                if len(rewards) >= k
+            }
+            if chances:
+                lines.append(f"{model}: pass@{k} {mean_interval(chances).text()}")
+    return lines
+
+
+def _with_environment(words: list[str], models: list[str], folder: Path) -> list[str]:
+    """Return `words` with `--env ENV` replaced by a configuration file in `folder`."""
+    if "--env" not in words:
+        return words
+    from composer_prime.cli.try_command import full_names, module_configuration
+
+    index = words.index("--env")
+    if index + 1 >= len(words):
+        raise ConfigError(f"--env needs an environment\n{USAGE}")
+    file = module_configuration(words[index + 1], model_folder(models[0]), folder, held_out=True)
+    return ["@", str(file), *full_names(words[:index] + words[index + 2 :])]
 
 
 def run_of_models(models: list[str]) -> RunDir:
@@ -116,8 +189,61 @@ def evaluation_config(words: list[str]) -> Config:
     return config
 
 
-def evaluate(model: str, words: list[str], config: Config) -> Scores:
-    """Return the scores of one model by task. Raises RoleFailedError when the evaluation run failed."""
+def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[str, Evaluation]:
+    """Return the evaluations of `models`, played by this process one after the other with the same workers."""
+    from composer_prime.cli.served_model import Environments, serve
+    from composer_prime.run.scratch import Scratch
+    from orchestrator.rollouts.held_out import evaluate as play
+
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+
+    async def one(model: str, environments: Environments, scratch: Path) -> Evaluation:
+        run_dir = _evaluation_folder(model, config, resume=resume)
+        print(f"evaluating {model} ({run_dir.root})", flush=True)
+        lines = ProgressLines()
+        served = config.model_copy(update={"model": config.model.model_copy(update={"path": model_folder(model)})})
+        async with serve(served, scratch / _as_name(model)) as (gateway, chat):
+            pools = await environments.pools(chat)
+            await play(
+                config.orchestrator, pools, gateway, run_dir, seed=config.run.seed,
+                on_progress=lambda done, count: lines.tell(lambda: f"{model}: {done} of {count} rollouts"),
+            )  # fmt: skip
+        return Evaluation(scores=_scores_with_notice(run_dir.eval_rollouts(0)), folder=run_dir.root)
+
+    async def all_of_them(scratch: Path) -> dict[str, Evaluation]:
+        async with Environments(config) as environments:
+            return {model: await one(model, environments, scratch) for model in models}
+
+    scratch = Scratch("eval")
+    try:
+        return asyncio.run(all_of_them(scratch.path))
+    finally:
+        scratch.close()
+
+
+def _evaluation_folder(model: str, config: Config, *, resume: bool) -> RunDir:
+    """Return the folder of an evaluation with its config.json. Raises ConfigError for a resume under other settings."""
+    evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_as_name(model)}"
+    earlier = [evals / name, *sorted(evals.glob(f"{name}-[0-9]*"), key=lambda path: path.stat().st_mtime)]
+    run_dir = RunDir(next((path for path in reversed(earlier) if path.is_dir()), evals / name))
+    values = dump(config)
+    if resume and run_dir.config.is_file():
+        before, now = (json.loads(text)["orchestrator"] for text in (run_dir.config.read_text(), values))
+        if (before["eval"], before["source"]) != (now["eval"], now["source"]):
+            raise ConfigError(f"--resume: {run_dir.root} was made with other sources or orchestrator.eval settings")
+        return run_dir
+    if config.run.overwrite:
+        run_dir = RunDir(evals / name)
+        run_dir.eval_rollouts(0).unlink(missing_ok=True)
+        run_dir.failed_rollouts.unlink(missing_ok=True)
+    else:
+        run_dir = RunDir(evals / unused_name(evals, name))
+    write_atomic(run_dir.config, values.encode())
+    return run_dir
+
+
+def evaluate(model: str, words: list[str], config: Config) -> Evaluation:
+    """Evaluate one model by the launcher, which starts several nodes. Raises RoleFailedError when that failed."""
     evals = config.run.output_dir / "evals"
     name = f"{config.run.name}-{_as_name(model)}"
     if not config.run.overwrite:
@@ -137,7 +263,7 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
     path = run_dir.eval_rollouts(0)
     if not path.is_file():
         raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
-    return _scores_with_notice(path)
+    return Evaluation(scores=_scores_with_notice(path), folder=run_dir.root)
 
 
 def _scores_with_notice(path: Path) -> Scores:

@@ -16,6 +16,8 @@ COMMANDS = {
     "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
     "try": ("composer_prime.cli.try_command", "play a few episodes of an environment and look at them (ENV)"),
     "new": ("composer_prime.cli.new_command", "write an environment, a hint or a reward that runs (KIND NAME)"),
+    "chat": ("composer_prime.cli.chat_command", "talk to a trained model, with an environment's tools (RUN|MODEL)"),
+    "export": ("composer_prime.cli.export_command", "write a trained model as a folder or a GGUF file (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
     "ladder": ("composer_prime.cli.ladder_command", "several arms and seeds side by side at equal steps"),

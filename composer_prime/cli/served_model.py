@@ -15,13 +15,15 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from composer_prime.config import Config
+from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
+from composer_prime.run.scratch import Scratch
 from composer_prime.run.weights import WeightStore
 
 if TYPE_CHECKING:
@@ -70,25 +72,9 @@ async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[
     `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise, whichever fails first.
     """
     from orchestrator.chat_template import chat_folder
-    from orchestrator.tasks.sources import source_spec
-    from orchestrator.workers.pool import WorkerPool
 
-    source = config.orchestrator.source[0]
     chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, folder / "worker")
-    spec = source_spec(
-        source,
-        model_path=str(chat),
-        renderer=config.model.renderer,
-        max_context=config.model.max_context,
-        import_from=config.run.import_from,
-    )
-    pool = WorkerPool(
-        spec,
-        workers=source.workers,
-        start_timeout_s=config.orchestrator.worker_start_timeout_s,
-        log_dir=folder / "logs",
-        stop_grace_s=1.0,
-    )
+    pool = _pool(config, config.orchestrator.source[0], chat, folder / "logs")
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
         starting = [
@@ -102,6 +88,58 @@ async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
         yield gateway, pool
+
+
+class Environments:
+    """The workers of every source with held-out tasks, kept while models change that have one chat format."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._scratch = Scratch("environments")
+        self._format = b""
+        self._pools: dict[str, WorkerPool] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+        self._scratch.close()
+
+    async def pools(self, chat: Path) -> dict[str, WorkerPool]:
+        """Return started workers by source, for the tokenizer and chat template in `chat`. Raises what they raise."""
+        chat_format = b"".join(path.read_bytes() for name in _CHAT_FILES if (path := chat / name).is_file())
+        if chat_format != self._format:
+            await self._close()
+            self._format = chat_format
+            sources = [source for source in self._config.orchestrator.source if source.eval_taskset]
+            logs = self._scratch.path / "logs"
+            self._pools = {source.name: _pool(self._config, source, chat, logs) for source in sources}
+            await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        return self._pools
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        self._pools = {}
+
+
+_CHAT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model", "renderer.json")
+
+
+def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> WorkerPool:
+    """Return the workers of `source`, not started."""
+    from orchestrator.tasks.sources import source_spec
+    from orchestrator.workers.pool import WorkerPool
+
+    spec = source_spec(
+        source,
+        model_path=str(chat),
+        renderer=config.model.renderer,
+        max_context=config.model.max_context,
+        import_from=config.run.import_from,
+    )
+    timeout_s = config.orchestrator.worker_start_timeout_s
+    return WorkerPool(spec, workers=source.workers, start_timeout_s=timeout_s, log_dir=logs, stop_grace_s=1.0)
 
 
 async def _run_node(config: Config, gateway: Gateway, keys: RunKeys, model_dir: Path, run_dir: RunDir) -> None:

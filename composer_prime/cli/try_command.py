@@ -90,7 +90,7 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
     if options.episodes < 1:
         raise ConfigError(f"-n is {options.episodes}: play one episode or more")
     with tempfile.TemporaryDirectory(prefix="composer-try-") as folder:
-        words = [*_configuration(options, Path(folder)), *_full_names(rest)]
+        words = [*_configuration(options, Path(folder)), *full_names(rest)]
         if options.model is not None:
             words += ["--model.path", model_folder(options.model)]
         config = resolve(words).config
@@ -118,27 +118,32 @@ def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
         run = RunDir(path)
         model = str(run.final) if run.final.is_dir() else read_config(run.config).model.path
         return ["@", str(run.config), "--run.resume", "false", "--diloco", "None", "--model.path", model]
-    return _module_configuration(options, folder)
+    held_out = options.eval
+    return [
+        "@",
+        str(module_configuration(options.env, model_folder(options.model or "tiny"), folder, held_out=held_out)),
+    ]
 
 
-def _module_configuration(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Write a configuration around a module alone, in `folder`."""
-    module, home = _module(options.env)
-    model = model_folder(options.model or "tiny")
+def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) -> Path:
+    """Return a configuration file, written into `folder`, around an environment's module alone.
+
+    With `held_out` the same task set gives the held-out tasks; its settings can be overridden.
+    """
+    module, home = _module(env)
+    name = module.rpartition(".")[2]
+    source: dict[str, Any] = {"name": name, "taskset": {"id": module}}
+    if held_out:
+        source["eval_taskset"] = {"id": module}
     values: dict[str, Any] = {
-        "run": {"name": "try", "max_steps": 1, "import_from": [str(home)]},
+        "run": {"name": name, "max_steps": 1, "import_from": [str(home)]},
         "model": {"path": model, "max_context": (context := _context(model))},
-        "orchestrator": {
-            "source": [{"name": module.rpartition(".")[2], "taskset": {"id": module}}],
-            "sampling": {"max_tokens": min(512, context // 4)},
-        },
+        "orchestrator": {"source": [source], "sampling": {"max_tokens": min(512, context // 4)}},
         "trainer": {"micro_batch_tokens": max(4096, context)},
     }
-    if options.eval:
-        values["orchestrator"]["source"][0]["eval_taskset"] = {"split": "eval"}
-    file = folder / "try.json"
+    file = folder / "module.json"
     file.write_text(json.dumps(values))
-    return ["@", str(file)]
+    return file
 
 
 def _module(env: str) -> tuple[str, Path]:
@@ -160,9 +165,9 @@ def _context(model: str) -> int:
     return min(_CONTEXT, int(limit))
 
 
-def _full_names(rest: list[str]) -> list[str]:
-    """Return flags with `--taskset.x` and `--harness.x` spelled as keys of the first source."""
-    short = ("--taskset.", "--harness.")
+def full_names(rest: list[str]) -> list[str]:
+    """Return flags with `--taskset.x`, `--eval_taskset.x` and `--harness.x` spelled as keys of the first source."""
+    short = ("--taskset.", "--eval_taskset.", "--eval-taskset.", "--harness.")
     return [f"--orchestrator.source.0.{word[2:]}" if word.startswith(short) else word for word in rest]
 
 
