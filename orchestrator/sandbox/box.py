@@ -4,9 +4,9 @@
                       -> SubprocessBox    limits only; it isolates nothing
                       -> RuntimeBox       one of verifiers' runtimes (docker, podman, modal, ...)
 
-What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`. Only a
-box that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller that
-grades must not believe them.
+What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`. Only
+a box that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller
+that grades must not believe them.
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ import sys
 
 FRESH_MODULES = frozenset(sys.modules)
 
+import runpy  # noqa: E402
+
+# `python -m` loads runpy, and what that needs.
+MODULES_WITH_RUNPY = frozenset(sys.modules)
+
 import contextlib  # noqa: E402
 import ctypes  # noqa: E402
 import errno  # noqa: E402
@@ -27,7 +32,6 @@ import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import resource  # noqa: E402
-import runpy  # noqa: E402
 import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
@@ -242,7 +246,7 @@ def prepare_interpreter(argv, env, python_path):
     sys.orig_argv[:] = argv
     sys.path[:0] = [os.getcwd() if argv[1] == "-m" else "", *(os.path.abspath(folder) for folder in python_path)]
     if argv[1:3] != ["-m", "pytest"]:
-        for name in set(sys.modules) - FRESH_MODULES:
+        for name in set(sys.modules) - (MODULES_WITH_RUNPY if argv[1] == "-m" else FRESH_MODULES):
             if not name.startswith("encodings"):
                 del sys.modules[name]
     importlib.invalidate_caches()
