@@ -156,3 +156,23 @@ def test_the_verdict_is_of_all_evaluations(tmp_path):
     assert "(.25 after step 0, 1.00 after step 39)" in run["verdict"]["text"]
     assert [point["step"] for point in run["evaluations"]] == [0, 3, *range(4, 40)]
     assert run["trained_tokens"] == 3000
+
+
+# The clusters of a joint run name their shared folder, and a round is one entry however many steps repeat it.
+def test_rounds_of_a_joint_run(tmp_path):
+    for peer in ("a", "b"):
+        run_dir = make_run(tmp_path / "outputs" / "joint" / peer, steps=4, diloco={"peer_id": peer})
+        trainer = MetricsFile(run_dir.metrics, "trainer")
+        for step, outer_step in ((1, 1), (2, 1), (3, 2), (4, 3)):
+            peers = {f"diloco/{name}/inner_steps": 2 for name in ("a", "b")[: 1 + (outer_step != 2)]}
+            trainer.log(
+                step, {"diloco/outer_step": outer_step, "diloco/sync_s": 0.5, "diloco/bytes_sent": 1e6, **peers}
+            )
+    workspace = Workspace([tmp_path / "outputs"], tmp_path / "cache")
+    assert {row["id"]: row["joint"] for row in workspace.run_list()["runs"]} == {"joint/a": "joint", "joint/b": "joint"}
+    rounds = workspace.run({"run": "joint/a"})["joint_rounds"]
+    assert [(each["round"], each["step"], sorted(each["peers"])) for each in rounds] == [
+        (1, 1, ["a", "b"]),
+        (2, 3, ["a"]),
+        (3, 4, ["a", "b"]),
+    ]
