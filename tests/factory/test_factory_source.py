@@ -93,3 +93,11 @@ def test_describe_tree_refuses(tmp_path: Path) -> None:
     (tmp_path / "tests/test_it.py").unlink()
     with pytest.raises(ConfigError, match="no tests in it"):
         source.describe_tree(tmp_path, "a", "here")
+
+
+# An archive that was downloaded before is taken from the cache, whatever the form of its name; no network is used.
+@pytest.mark.parametrize("requirement", ["shapes-made==1.0", "shapes.made", "Shapes_Made"])
+def test_fetch_archive_takes_the_cached_one(tmp_path: Path, requirement: str) -> None:
+    archive = write_archive(tmp_path / "shapes_made-1.0.tar.gz", PACKAGE)
+    write_archive(tmp_path / "shapes_made_other-1.0.tar.gz", PACKAGE)
+    assert source.fetch_archive(requirement, tmp_path) == archive
