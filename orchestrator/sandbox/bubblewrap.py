@@ -63,7 +63,6 @@ class BubblewrapBox(Box):
         self._process = process
         self._init_fd = os.pidfd_open(init_pid)
         self._root_fd = open_root(init_pid)
-        self._folder_fds = [os.open(name, _FOLDER, dir_fd=self._root_fd) for name in ("work", "tmp")]
         self._one_at_a_time = asyncio.Lock()
         self._closed = False
 
@@ -87,6 +86,8 @@ class BubblewrapBox(Box):
             async with asyncio.timeout(START_TIMEOUT_S):
                 await control.ask({"op": "limits", "limits": _limits(runtime)})
             box = cls(runtime, process, control, init_pid, variables)
+            assert process.stderr is not None
+            process.stderr.close()  # Open boxes are many, and descriptors are few.
             if runtime.allow:
                 await box.ports.allow(runtime.allow)
             return box
@@ -205,7 +206,7 @@ class BubblewrapBox(Box):
             done, _ = await asyncio.wait([answer], timeout=max(0.0, min(pause_s, left_s)))
             if done:
                 return
-            usage = measure(self.init_pid, self._folder_fds)
+            usage = measure(self.init_pid, self._root_fd)
             start = start or usage
             limit = "wall_s" if left_s <= 0 else usage.beyond(self.runtime.limits, start)
             if limit:
@@ -232,7 +233,11 @@ class BubblewrapBox(Box):
 
     async def list_files(self) -> dict[str, int]:
         self._check_open()
-        return await asyncio.to_thread(list_regular, self._folder_fds[0], self.runtime.limits.files)
+        work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
+        try:
+            return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files)
+        finally:
+            os.close(work_fd)
 
     async def close(self) -> None:
         if self._closed:
@@ -242,11 +247,8 @@ class BubblewrapBox(Box):
             signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
         self.ports.close()
         self.control.close()
-        for fd in (self._root_fd, *self._folder_fds):
-            os.close(fd)
+        os.close(self._root_fd)
         await asyncio.to_thread(self._wait_for_end)
-        if self._process.stderr is not None:
-            self._process.stderr.close()
 
     def _wait_for_end(self) -> None:
         """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""

@@ -47,11 +47,12 @@ def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
             arguments += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
         elif os.path.exists(path):
             arguments += ["--ro-bind", "/dev/null", path]
-    arguments += ["--ro-bind", f"{image.folder}/python", image.prefix, "--ro-bind", f"{image.folder}/etc", "/etc"]
-    arguments += ["--ro-bind", f"{image.folder}/box_init.py", _INIT]
+    arguments += ["--ro-bind", f"{image.folder}/etc", "/etc", "--ro-bind", f"{image.folder}/box_init.py", _INIT]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
     for folder in (WORK, "/tmp"):
         arguments += ["--size", disk_bytes, "--tmpfs", folder]
+    # Behind /tmp, where an interpreter may be installed.
+    arguments += ["--ro-bind", f"{image.folder}/python", image.prefix]
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
 
 
@@ -127,8 +128,11 @@ async def first_pid(process: subprocess.Popen[bytes], info_fd: int) -> int:
     def read_all() -> bytes:
         deadline = time.monotonic() + START_TIMEOUT_S
         content = b""
+        # Not select.select, which knows descriptors below 1024 only.
+        ready = select.poll()
+        ready.register(info_fd, select.POLLIN)
         while not content.rstrip().endswith(b"}"):
-            if not select.select([info_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError(f"no pid from bwrap after {START_TIMEOUT_S:g} s")
             piece = os.read(info_fd, 4096)
             if not piece:

@@ -33,17 +33,27 @@ class BoxUsage:
         return ""
 
 
-def measure(init_pid: int, folder_fds: list[int]) -> BoxUsage:
-    """Measure a box by its first process's pid and descriptors of its writable folders."""
+def measure(init_pid: int, root_fd: int) -> BoxUsage:
+    """Measure a box by its first process's pid and its root folder."""
     pids = processes_of(init_pid)
     usages = [_memory_and_cpu(pid) for pid in pids]
-    files = [status.f_files - status.f_ffree for status in map(os.fstatvfs, folder_fds)]
+    files = [_files_below(root_fd, folder) for folder in ("work", "tmp")]
     return BoxUsage(
         processes=len(pids),
         memory_bytes=sum(memory for memory, _ in usages),
         cpu_s=sum(cpu for _, cpu in usages),
-        files=max(files, default=0),
+        files=max(files),
     )
+
+
+def _files_below(root_fd: int, folder: str) -> int:
+    """Return the inodes in use on the file system of a folder."""
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        status = os.fstatvfs(folder_fd)
+        return status.f_files - status.f_ffree
+    finally:
+        os.close(folder_fd)
 
 
 def processes_of(init_pid: int) -> list[int]:
