@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ async def play(
 ) -> RolloutReply:
     """Play one task. `script` makes the policy's replies from the task's id."""
     from orchestrator.chat_renderer import build_renderer, read_tokenizer
-    from orchestrator.workers.verifiers_compat import install_renderer
+    from orchestrator.workers.verifiers_compat import install_renderer, keep_boxes_in
 
     config, renderer = build_renderer(spec.model_path, spec.renderer)
     install_renderer(spec.model_path, config, renderer)

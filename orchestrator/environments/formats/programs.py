@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field
@@ -61,6 +62,8 @@ class ProgramState(vf.State):
 
     reward: float = 0.0
     figures: dict[str, float] = Field(default_factory=dict)
+    verdict: Any = Field(default=None, exclude=True)
+    """The monitor's verdict."""
     quarantine: str = ""
     """Why the rollout must not be trained on; empty where it may."""
 
@@ -96,6 +99,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
         verdict = await asyncio.to_thread(self._inspect, patch)
         earned = result.fraction if self._settings.partial_credit else float(result.solved)
         reward, state = verdict.reward(earned), trace.state
+        state.verdict = verdict
         state.figures = {"tests_repaired": result.fraction, **verdict.metrics(earned)}
         if reward is None:
             state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
