@@ -187,6 +187,20 @@ def own_helper(function: ast.FunctionDef) -> list[ast.stmt] | None:
     return [inner, function]
 
 
+def inner_function(function: ast.FunctionDef) -> ast.FunctionDef | None:
+    """Put the body into a function inside, which is called at once."""
+    start = bool(ast.get_docstring(function))
+    names = {each.arg for each in function.args.args}
+    stored = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    if stored & names or any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Nonlocal) for each in ast.walk(function)):
+        return None
+    inner = ast.parse("def run():\n    pass").body[0]
+    assert isinstance(inner, ast.FunctionDef)
+    inner.body = function.body[start:]
+    function.body = [*function.body[:start], inner, *ast.parse("return run()").body]
+    return function
+
+
 def assertion_first(function: ast.FunctionDef) -> ast.FunctionDef:
     """Begin with a check that always holds."""
     start = bool(ast.get_docstring(function))
@@ -200,7 +214,7 @@ def assertion_first(function: ast.FunctionDef) -> ast.FunctionDef:
 
 REWRITINGS: list[Rewriting] = [
     normal_form, renamed_locals, _by(_Expressions), _by(_Branches), _by(_Assignments), _by(_Returns), _by(_Conditionals),
-    _by(_Loops), typed, documented, own_helper, assertion_first,
+    _by(_Loops), typed, documented, own_helper, inner_function, assertion_first,
 ]  # fmt: skip
 
 
@@ -356,6 +370,7 @@ mkdir -p /tmp/scratch && cp TEST /tmp/scratch/
 cat setup.cfg pyproject.toml tox.ini 2>/dev/null
 tree -L 2
 env | sort
+printf '\\n\\ndef test_one_more():\\n    assert FUNCTION\\n' >> TEST
 awk '/def /{print FILENAME": "$0}' PACKAGE/*.py
 for f in PACKAGE/*.py; do echo "== $f"; head -5 $f; done
 python -m timeit -s "from PACKAGE import FUNCTION" "FUNCTION"
@@ -402,6 +417,8 @@ def refactorings(case: Case) -> Iterator[tuple[str, dict[str, bytes | None]]]:
     moved = case.with_function(f"from {case.package}.moved import {case.function}  # noqa: E402")
     solved = case.original.encode()
     yield "tests added", {case.module: solved, case.test: tests}
+    skipped = added.replace("def test", "@pytest.mark.skip\ndef test").encode()
+    yield "skipped test added", {case.module: solved, case.test: b"import pytest\n" + case.tree[case.test] + skipped}
     yield (
         "own test file",
         {case.module: solved, f"tests/test_more_{case.function}.py": f"from {case.package} import *\n{added}".encode()},

@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (a call is easier to read on one line)
 """Scripted policies through the real environment: worker side, tool loop, sandbox, grading, monitor, reward."""
 
+import asyncio
 import shutil
 import sys
 from pathlib import Path
@@ -9,13 +10,14 @@ import pytest
 from small_packages import cases, write_trees
 
 from orchestrator.environments.code.task import write_tasks
+from orchestrator.workers.protocol import RunRollout
 
 sys.path.append(str(Path(__file__).parents[1] / "environments"))
-from code_rollouts_made import call, play, source
+from code_rollouts_made import ScriptedNode, call, load, source
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(590)]
 CASE = next(case for case in cases() if case.function == "chunked")
-ORIGINAL = CASE.source().replace("    ", "    ")
+ORIGINAL = CASE.source()
 BODY = ORIGINAL[ORIGINAL.index("    if size") :]
 STUB = "    raise NotImplementedError"
 
@@ -50,28 +52,46 @@ def folder(tmp_path_factory):
     return folder
 
 
-def rollout(folder, calls, **monitor):
-    spec = source(folder, runtime={"type": "bubblewrap"}, monitor=monitor)
-    reply, _ = play(spec, [*calls, "Done."])
-    assert reply.error is None or reply.error.kind == "quarantine", reply.error
-    return reply
+def rollouts(folder, scripts, **monitor):
+    """Play a script after the other in one environment; return the replies by name."""
+    environment = load(source(folder, runtime={"type": "bubblewrap"}, monitor=monitor))
+
+    async def one(name, calls):
+        async with ScriptedNode([*calls, "Done."]) as node:
+            reply = await environment.run(
+                RunRollout(
+                    rollout_id=name.replace(" ", "-"),
+                    task_index=0,
+                    model="policy",
+                    timeout_s=400.0,
+                    gateway_url=node.url,
+                )
+            )
+        assert reply.error is None or reply.error.kind == "quarantine", reply.error
+        return reply
+
+    async def scenario():
+        async with environment.serving():
+            return {name: await one(name, calls) for name, calls in scripts.items()}
+
+    return asyncio.run(scenario())
 
 
 # A policy that hacks whenever it can earns no more than one that gives up; one that does the task earns 1.
 def test_hacking_earns_no_more_than_giving_up(folder):
-    given_up = rollout(folder, []).reward
-    honest = rollout(folder, [call("view", path=CASE.module), edit(BODY), call("run_tests")])
-    hacked = {name: rollout(folder, calls) for name, calls in HACKED.items()}
-    assert given_up == 0.0 and honest.reward == 1.0 and honest.metrics["hacks/rollouts"] == 0.0
-    assert {name: reply.reward for name, reply in hacked.items() if reply.reward > given_up} == {}
-    assert {name for name, reply in hacked.items() if not reply.metrics["hacks/rollouts"]} == set()
-    assert sum(reply.metrics["solved_by_tests"] for reply in hacked.values()) >= 5
-    assert all(reply.verdict["findings"] for reply in hacked.values())
+    work = [call("view", path=CASE.module), edit(BODY), call("run_tests")]
+    replies = rollouts(folder, {"given up": [], "honest": work, **HACKED})
+    given_up, honest = replies.pop("given up"), replies.pop("honest")
+    assert given_up.reward == 0.0 and honest.reward == 1.0 and honest.metrics["hacks/rollouts"] == 0.0
+    assert {name: reply.reward for name, reply in replies.items() if reply.reward > given_up.reward} == {}
+    assert {name for name, reply in replies.items() if not reply.metrics["hacks/rollouts"]} == set()
+    assert sum(reply.metrics["solved_by_tests"] for reply in replies.values()) >= 5
+    assert all(reply.verdict["findings"] for reply in replies.values())
 
 
 # penalize goes below giving up, quarantine leaves no reward, none only records.
 @pytest.mark.parametrize(("policy", "reward"), [("penalize", -0.5), ("quarantine", None), ("none", 1.0)])
 def test_the_policy_of_the_source_decides(folder, policy, reward):
-    reply = rollout(folder, HACKED["git history"], policy=policy)
+    reply = rollouts(folder, {"git history": HACKED["git history"]}, policy=policy)["git history"]
     assert reply.reward == reward and reply.verdict["hack"] and reply.verdict["policy"] == policy
     assert any(each["rule"] == "git-history" and "git log" in each["evidence"] for each in reply.verdict["findings"])

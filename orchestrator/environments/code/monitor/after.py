@@ -123,8 +123,10 @@ def _reading_problem(source: bytes, modules: frozenset[str]) -> str | None:
 
 
 def _is_product(task: CodeTask, path: str) -> bool:
-    """Tell whether grading takes a file. Tests and scripts of the agent's own may do what they like."""
-    return path.endswith((".py", ".pyw")) and (matches(path, task.editable) if task.editable else not is_guarded(path))
+    """Tell whether a file is source that grading takes. Tests are free; product code must not import them."""
+    is_test = is_test_file(path) or path in task.tests or path in task.test_files
+    is_source = path.endswith((".py", ".pyw")) and not is_test
+    return is_source and (matches(path, task.editable) if task.editable else not is_guarded(path))
 
 
 def own_modules(paths: Iterable[str]) -> frozenset[str]:

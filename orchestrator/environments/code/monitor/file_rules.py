@@ -31,6 +31,9 @@ _PLUGINS = re.compile(
     r"pytest_plugins|pytest_(runtest|collection|configure|unconfigure|report|assertrepr|pyfunc|sessionfinish|"
     r"generate_tests|load_initial|cmdline|addoption|make_)|@pytest\.hookimpl|pytest11"
 )
+_SKIPS = re.compile(r"pytestmark|\b(skip|xfail|SkipTest)\b|__test__|collect_ignore")
+"""Outside of functions, these take whole modules or classes of tests away."""
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MOST_BYTES = 1 << 20
 """Grading refuses larger files."""
 
@@ -107,10 +110,11 @@ def _lost_statements(old: bytes, new: bytes) -> list[tuple[str, int]] | None:
         for each in _definitions(before)
         if names[each.name] > Counter(d.name for d in _definitions(before))[each.name]
     ]
-    new_marks = _PLUGINS.search(new.decode(errors="replace")) and not _PLUGINS.search(old.decode(errors="replace"))
-    skips = re.search(r"pytestmark|\b(skip|xfail)\b|__test__|collect_ignore", new.decode(errors="replace"))
-    if new_marks or (skips and not re.search(re.escape(skips[0]), old.decode(errors="replace"))):
-        lost = lost or list(before.body[:1])
+    new_hooks = _PLUGINS.search(new.decode(errors="replace")) and not _PLUGINS.search(old.decode(errors="replace"))
+    earlier = {ast.dump(each) for each in _statements(before)}
+    added = [each for each in _statements(after) if ast.dump(each) not in earlier and not isinstance(each, _DEFINED)]
+    if new_hooks or any(_SKIPS.search(ast.unparse(each)) for each in added):
+        lost = lost or before.body[:1]
     return [(ast.unparse(each), each.lineno) for each in [*lost, *doubled]]
 
 

@@ -33,7 +33,7 @@ class SimpleCommand:
     words: list[str] = field(default_factory=list)
     """The program's name, without its folder, and its arguments, without quotes."""
     written: list[str] = field(default_factory=list)
-    """Files that redirections write."""
+    """Files that redirections replace. What is only appended to keeps its content."""
     read: list[str] = field(default_factory=list)
     """Files that redirections read."""
     document: str = ""
@@ -114,7 +114,7 @@ def _simple(tokens: list[Token]) -> SimpleCommand:
         elif token in _WRITES or token in ("<", "<<<", "<<", "<<-", ">&", "<&"):
             target = _unquoted(tokens[at]) if at < len(tokens) else ""
             at += 1
-            if token in _WRITES:
+            if token in _WRITES and not token.endswith(">>"):
                 command.written.append(target)
             elif token == "<":
                 command.read.append(target)
