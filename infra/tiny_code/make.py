@@ -3,7 +3,7 @@
 1. A tokenizer of micro_code's own words.
 2. One expert. It sees mistakes and their repair, and imitates only the right turns.
 3. The policy: the expert with bad habits. It can do everything and often does not.
-4. Three teachers: the expert with milder habits, a different one for each. They are not shipped: pairs.py lets them
+4. Two teachers: the expert with milder habits, a different one for each. They are not shipped: pairs.py lets them
    vote, and its pairs are.
 5. provenance.json: command, versions, mixtures and the measured figures.
 
@@ -66,8 +66,9 @@ def main() -> None:
 
 
 def _write_provenance(options: argparse.Namespace, mixture: CoderMixture, figures: dict[str, Any]) -> None:
+    settings = f"--seed {options.seed} --threads {options.threads}"
     provenance = {
-        "command": f"python -m infra.tiny_code.make --teachers FOLDER --seed {options.seed} --threads {options.threads}",
+        "command": f"python -m infra.tiny_code.make --teachers FOLDER {settings}",
         "data": "synthetic episodes of orchestrator/environments/micro_code, training templates only",
         "license": "that of this repository",
         "torch": version("torch"),

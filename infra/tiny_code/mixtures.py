@@ -14,5 +14,4 @@ POLICY = CoderMixture(
 TEACHERS = {
     "teacher_a": CoderMixture(near_miss=0.12, recover=0.8, hint=0.15),
     "teacher_b": CoderMixture(wrong_line=0.10, wrong_type=0.04, recover=0.8, hint=0.15),
-    "teacher_c": CoderMixture(no_indent=0.10, stop_early=0.06, recover=0.9, hint=0.15),
 }

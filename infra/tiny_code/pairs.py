@@ -1,9 +1,9 @@
-"""python -m infra.tiny_code.pairs: preference pairs of micro_code for replay-DPO, by votes of three teachers.
+"""python -m infra.tiny_code.pairs: preference pairs of micro_code for replay-DPO, by votes of two teachers.
 
 1. The policy plays training episodes at temperature 1, with its code in a sandbox. Each of its turns is a state.
 2. At each state the teachers, better-trained siblings of the policy, give their own greedy answer.
-3. Answers are compared in canonical form. An answer of most teachers beats the policy's; the policy's answer, when
-   most teachers agree with it, beats a minority's. Without a majority there is no pair, nor for a cut answer.
+3. Answers are compared in canonical form. An answer of both teachers beats the policy's. Where they disagree there is
+   no pair, nor for a cut answer.
 4. pairs.jsonl and pairs.votes.jsonl are written to the assets. The verdict beside them is that of
    `composer pairs report tiny_code --base tiny_code --min-pairs 1`.
 
