@@ -48,6 +48,8 @@ def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
         elif os.path.exists(path):
             arguments += ["--ro-bind", "/dev/null", path]
     arguments += ["--ro-bind", f"{image.folder}/etc", "/etc", "--ro-bind", f"{image.folder}/box_init.py", _INIT]
+    # Debian's awk, which and others are links through this folder.
+    arguments += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
     for folder in (WORK, "/tmp"):
         arguments += ["--size", disk_bytes, "--tmpfs", folder]

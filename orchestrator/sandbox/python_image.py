@@ -64,7 +64,7 @@ def python_image(packages: tuple[str, ...]) -> PythonImage:
     """Return the image with pytest and `packages`, made on first use. Raises SandboxError for a missing package."""
     prefix = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
     found = _with_dependencies(["pytest", *packages])
-    parts = [sys.version, prefix, INIT_SOURCE.read_text(), __file__]
+    parts = [sys.version, prefix, INIT_SOURCE.read_text(), Path(__file__).read_text()]
     parts += [f"{name}=={found[name].version}" for name in sorted(found)]
     folder = image_cache() / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     if not folder.is_dir():
@@ -114,7 +114,7 @@ def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distributi
             _copy_distribution(distribution, site)
         # Boxes cannot write bytecode, and compile every module at each start without it.
         compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=prefix)
-        (made / "etc").mkdir()
+        (made / "etc/alternatives").mkdir(parents=True)
         for name, text in _ACCOUNTS.items():
             (made / "etc" / name).write_text(text)
         shutil.copy(INIT_SOURCE, made / INIT_SOURCE.name)
