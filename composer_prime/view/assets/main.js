@@ -118,7 +118,7 @@ async function runPart(run, tab, rest, query) {
 
 async function clusters(run) {
   const list = await ask("runs");
-  const peers = await Promise.all(list.runs.filter((each) => each.joint && each.joint === run.joint).map((each) => ask("run", { run: each.id })));
+  const peers = await Promise.all(list.runs.filter((each) => each.joint && each.joint === run.joint).sort((first, second) => first.id.localeCompare(second.id)).map((each) => ask("run", { run: each.id })));
   return [section(`Clusters of ${run.joint}`, h("p", null, peers.map((peer, index) => h("span", { class: `key c${index % 8}` }, h("a", { href: link(["run", peer.id]) }, peer.id), " ")))), chartGroups(peers).slice(0, 1),
     peers.map((peer) => section(`Rounds as ${peer.id} logged them`, roundsTable(peer)))];
 }

@@ -100,5 +100,5 @@ export function roundsTable(run) {
     ),
   );
   const columns = [{ title: "Round", kind: "n" }, { title: "Step", kind: "n" }, { title: "Clusters with their inner steps" }, { title: "Waited, s", kind: "n" }, { title: "Sent so far", kind: "n" }, { title: "Rejected", kind: "n" }];
-  return table(columns, rows, { id: "rounds" });
+  return table(columns, rows, { class: "rounds" });
 }
