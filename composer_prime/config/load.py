@@ -19,8 +19,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -59,7 +61,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 def resolve(argv: list[str]) -> CommandLine:
     """Parse as `parse_command_line` does. Raises ConfigError with everything that is wrong."""
-    words = [word for word in argv if word not in ("--dry-run", "--resume")]
+    words = [word for word in _at_files(argv) if word not in ("--dry-run", "--resume")]
     if "--resume" in argv:
         words += ["--run.resume", "true"]
     files, flags = read_layers(words)
@@ -135,12 +137,20 @@ _FILE_FLAGS = ("--config", "--config-file", "--config_file", "--cfg", "--conf", 
 """How other programs take a configuration file."""
 
 
+def _at_files(words: list[str]) -> list[str]:
+    """Return `words` with `--config FILE`, as other programs take a file, spelled `@ FILE`."""
+    spelled: list[str] = []
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        is_flag = name in _FILE_FLAGS and (bool(equals) or number + 1 < len(words))
+        spelled += (["@", value] if equals else ["@"]) if is_flag else [word]
+    return spelled
+
+
 def _refuse_stray_files(words: list[str]) -> None:
     for before, word in zip(["", *words], words, strict=False):
-        name, equals, value = word.partition("=")
-        if name in _FILE_FLAGS:
-            file = value if equals else next(iter(words[words.index(word) + 1 :]), "FILE.toml")
-            raise ConfigError(f"there is no {name}: a configuration file stands after an @ sign: {program()} @ {file}")
+        if word.partition("=")[0] in _FILE_FLAGS:
+            raise ConfigError(f"{word} needs a file: {program()} @ FILE.toml")
         if word.endswith(".toml") and not before.startswith("--") and not word.startswith("--"):
             raise ConfigError(f"{word}: a configuration file stands after an @ sign: {program()} @ {word}")
 
@@ -215,14 +225,22 @@ def _print_help(topic: str) -> NoReturn:
     if topic:
         print("\n".join(sections[name] for name in (sections if topic == "all" else chosen)))
         raise SystemExit(0)
-    width = max(map(len, sections))
     print(
         f"{_DESCRIPTION}\n\nSections (--help SECTION lists the keys of one, as --help run; --help all lists every key):"
     )
-    for name, text in sections.items():
-        title = text.partition("\n")[0].partition(": ")[2]
-        print(f"  {name:<{width}}  {title.split(' (')[0].rstrip(' ─╮')}")
+    print("\n".join(_outline(sections)))
     raise SystemExit(0)
+
+
+def _outline(sections: dict[str, str]) -> Iterator[str]:
+    """Yield each top section with its meaning, and below it the names of its parts."""
+    tops = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in sections)
+    for top in tops:
+        title = sections.get(top, "").partition("\n")[0].partition(": ")[2].split(" (")[0].rstrip(" ─╮")
+        yield f"  {top:<13} {title or Config.model_fields[top].description or ''}".rstrip()
+        parts = [name.removeprefix(top).removeprefix(".") for name in sections if name != top and _is_within(name, top)]
+        indent = " " * 16
+        yield from wrap(", ".join(parts), 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _is_within(section: str, topic: str) -> bool:

@@ -342,7 +342,7 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
         raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
     except Exception as error:
         raise EnvironmentNotInstalledError(
-            f"source {source!r}: importing {kind} {plugin_id!r} failed: {type(error).__name__}: {error}"
+            f"source {source!r}: importing {kind} {plugin_id!r} failed: {describe_exception(error)}"
         ) from error
 
 
