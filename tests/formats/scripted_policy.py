@@ -57,10 +57,11 @@ async def play(
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    request = RunRollout(rollout_id="r", task_index=task_index, model="policy", gateway_url=url, timeout_s=timeout_s)
     try:
-        async with environment.serving():
-            return await environment.run(
-                RunRollout(rollout_id="r", task_index=task_index, model="policy", gateway_url=url, timeout_s=timeout_s)
-            )
+        with tempfile.TemporaryDirectory() as boxes:
+            keep_boxes_in(Path(boxes))  # By default they are in the user's cache, named after the rollout.
+            async with environment.serving():
+                return await environment.run(request)
     finally:
         await runner.cleanup()
