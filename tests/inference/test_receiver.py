@@ -474,36 +474,3 @@ def test_running_requests_survive_the_install(loop, engine, receiver, publisher)
 
     done = loop.run(scenario())
     assert len(done.token_ids) == 240 and {span.version for span in done.version_spans} <= {0, 1}
-
-
-# Adapters are added to the model folder's tensors: the engine then scores as the merged model, and the next version,
-# whole or adapters again, replaces them instead of adding to them.
-def test_adapters_are_added_to_the_base(loop, engine, receiver, publisher, reference):
-    for version in (1, 2):
-        manifest = publisher.adapters(version)
-        install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
-        scores = torch.tensor(loop.run(engine.score(CANARY)))
-        assert (scores - torch.tensor(manifest.canary.logprobs)).abs().max() < 1e-4
-        assert (scores - reference.score(CANARY, 0)).abs().max() > 1e-2 and receiver.version == version
-    install(loop, receiver, publisher, publisher.publish(3))
-    assert in_use(loop, engine, reference) == 3
-
-
-# Adapters of another model, or of a kind that this release does not know, are refused; the old weights stay in use.
-@pytest.mark.parametrize(
-    ("change", "error"), [("name", MisfitError), ("shape", MisfitError), ("kind", CorruptWeightsError)]
-)
-def test_adapters_of_another_model(loop, engine, receiver, publisher, reference, change, error):
-    manifest = publisher.adapters(1)
-    if change == "name":
-        manifest = msgspec.structs.replace(manifest, tensors=manifest.tensors | {"model.extra": ""})
-    if change == "shape":
-        name = "model.layers.0.self_attn.q_proj.weight"
-        factors = {f"{name}.lora_A": torch.zeros(2, 7), f"{name}.lora_B": torch.zeros(128, 2)}
-        chunks = publisher.store.put_chunks(safetensors.torch.save(factors))
-        manifest = msgspec.structs.replace(manifest, chunks=chunks)
-    if change == "kind":
-        manifest = msgspec.structs.replace(manifest, kind="delta")
-    with pytest.raises(error, match=r"use the same model\.path|use one release"):
-        install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
-    assert receiver.version == 0 and in_use(loop, engine, reference) == 0
