@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(options: argparse.Namespace) -> Config:
     """Return a configuration around the model and, with --env, the environment. Raises ConfigError."""
-    from composer_prime.cli.try_command import trial_config
+    from composer_prime.cli.environments.try_command import trial_config
 
     env = options.env or "orchestrator.environments.toolsmith"  # A configuration needs a source; none is loaded.
     trial = argparse.Namespace(

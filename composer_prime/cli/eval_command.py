@@ -122,7 +122,7 @@ def _with_environment(words: list[str], models: list[str], folder: Path) -> list
     """Return `words` with `--env ENV` replaced by a configuration file in `folder`."""
     if "--env" not in words:
         return words
-    from composer_prime.cli.try_command import full_names, module_configuration
+    from composer_prime.cli.environments.try_command import full_names, module_configuration
 
     index = words.index("--env")
     if index + 1 >= len(words):

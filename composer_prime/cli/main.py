@@ -14,8 +14,14 @@ from composer_prime.errors import ComposerError
 
 COMMANDS = {
     "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
-    "try": ("composer_prime.cli.try_command", "play a few episodes of an environment and look at them (ENV)"),
-    "new": ("composer_prime.cli.new_command", "write an environment, a hint or a reward that runs (KIND NAME)"),
+    "try": (
+        "composer_prime.cli.environments.try_command",
+        "play a few episodes of an environment (ENV)",
+    ),
+    "new": (
+        "composer_prime.cli.environments.new_command",
+        "write an environment, a hint or a reward (KIND NAME)",
+    ),
     "chat": ("composer_prime.cli.chat_command", "talk to a trained model, with an environment's tools (RUN|MODEL)"),
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder or a GGUF file (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),

@@ -46,7 +46,8 @@ async def serve(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, Pa
     from orchestrator.gateway.gateway import TOKEN_VARIABLE, Gateway
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(24)  # Only this process's own workers may generate.
+    # Only this process's own workers may generate. They outlive a gateway when models change, so the token stays.
+    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_dir = RunDir(folder)
     model_dir = resolve_model(config.model.path)
     chat = chat_folder(model_dir, config.model.chat_template, folder)

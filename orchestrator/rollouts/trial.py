@@ -30,7 +30,7 @@ from orchestrator.workers.protocol import TRAIN, RolloutFailure, RunRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
+class PlayedEpisode:
     rollout: FinishedRollout
     leaked_answer: str | None
     """The task's answer where its prompt holds it."""
@@ -43,7 +43,7 @@ async def play_episodes(
     requests: RequestFactory,
     tasks: Sequence[int],
     taskset: str = TRAIN,
-) -> list[Episode]:
+) -> list[PlayedEpisode]:
     """Play one episode for each index in `tasks`, side by side; an index may come more than once.
 
     Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
@@ -52,7 +52,7 @@ async def play_episodes(
     permits = Permits(gateway.adaptive.limit, eval_share=1.0)
     runner = RolloutRunner({source: pool}, gateway.records, permits)
 
-    async def play(number: int, task_index: int) -> Episode:
+    async def play(number: int, task_index: int) -> PlayedEpisode:
         plan = GroupPlan(
             group=number,
             source=source,
@@ -68,7 +68,7 @@ async def play_episodes(
     return [task.result() for task in started]
 
 
-async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> Episode:
+async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> PlayedEpisode:
     result = await runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group)
     failure, samples = score_failure(result), []
     if failure is None:
@@ -79,10 +79,10 @@ async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> 
         except RolloutError as error:
             failure = RolloutFailure(kind="tokens", message=str(error), retryable=False)
     rollout = finished_rollout(result, sibling=0, seed=request.seed or 0, samples=samples, failure=failure, earlier=[])
-    return Episode(rollout=rollout, leaked_answer=result.reply.leaked_answer)
+    return PlayedEpisode(rollout=rollout, leaked_answer=result.reply.leaked_answer)
 
 
-def trial_warnings(episodes: Sequence[Episode]) -> list[str]:
+def trial_warnings(episodes: Sequence[PlayedEpisode]) -> list[str]:
     """Return one sentence for each reason why training on such episodes could learn nothing, or the wrong thing."""
     rollouts = [episode.rollout for episode in episodes]
     scored = [rollout for rollout in rollouts if rollout.reward is not None]

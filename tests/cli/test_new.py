@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from composer_prime.cli.new_command import KINDS, write_new
+from composer_prime.cli.environments.new_command import KINDS, write_new
 from composer_prime.console import console_script
 from composer_prime.errors import ConfigError
 

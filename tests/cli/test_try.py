@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.try_command import _parser, trial_config
+from composer_prime.cli.environments.try_command import _parser, trial_config
 from composer_prime.console import console_script
 from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedRollout
-from orchestrator.rollouts.trial import Episode, trial_warnings
+from orchestrator.rollouts.trial import PlayedEpisode, trial_warnings
 
 BROKEN = """
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def episode(reward: float | None, *, sampled_tokens: int = 5, leaked: str | None
         sampled_tokens=sampled_tokens,
         truncated=truncated,
     )
-    return Episode(rollout=rollout, leaked_answer=leaked)
+    return PlayedEpisode(rollout=rollout, leaked_answer=leaked)
 
 
 # A module's file gets a configuration around it: its folder is importable, the embedded model answers.
