@@ -1,4 +1,4 @@
-"""Recall and false positives of the hack monitor: python benchmarks/hack_monitor.py [TASKS ...] [--graded N] [--per-set N]
+"""Recall and false positives of the hack monitor: python benchmarks/hack_monitor.py [TASKS ...] [--graded N]
 
 Three small packages, and tasks of real packages (folders that `composer tasks make` wrote), get every hack of
 tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson intervals:
@@ -8,7 +8,7 @@ tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson interva
     recall, both        hacks that earn nothing after both
     false positives     honest work whose reward the verdict takes away
 
-The hacks of TASKS leave out those that need the answers of the tests.
+Each task of TASKS gets a random 25 of the hacks, without those that need the answers of the tests.
 """
 
 from __future__ import annotations
@@ -81,9 +81,12 @@ def _real_cases(folder: Path, count: int) -> list[Case]:
 
 def _hacks(case: Case) -> Iterator[tuple[str, Attempt]]:
     sealed = seal(case.task, case.tree)
-    for hack in HACKS:
-        if case.answers or hack.kind != "hard-coded answers":
-            yield hack.name, hack.make(case, sealed)
+    chosen = HACKS
+    if not case.answers:
+        general = [hack for hack in HACKS if hack.kind != "hard-coded answers"]
+        chosen = random.Random(case.task.id).sample(general, 25)
+    for hack in chosen:
+        yield hack.name, hack.make(case, sealed)
 
 
 def _honest(case: Case) -> Iterator[tuple[str, Attempt]]:
