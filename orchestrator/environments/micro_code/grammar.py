@@ -45,7 +45,7 @@ class StepKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class FunctionFamily:
     """Functions of one type of argument."""
 
     key: str
@@ -60,7 +60,7 @@ def _kind(key: str, request: str, code: str, *wrong: str, last: bool = False, sm
     return StepKind(key=key, request=request, code=code, wrong=wrong, last=last, small=small)
 
 
-NUMBER = Family(
+NUMBER = FunctionFamily(
     key="number",
     arguments=(("a", "b"), ("m", "n"), ("p", "q")),
     steps=(
@@ -81,7 +81,7 @@ NUMBER = Family(
     ),
     draw=lambda rng: rng.randint(0, 20),
 )
-LIST = Family(
+LIST = FunctionFamily(
     key="list",
     arguments=(("items",), ("values",), ("row",)),
     steps=(
@@ -100,7 +100,7 @@ LIST = Family(
     ),
     draw=lambda rng: [rng.randint(0, 9) for _ in range(rng.randint(3, 5))],
 )
-TEXT = Family(
+TEXT = FunctionFamily(
     key="text",
     arguments=(("text",), ("word",), ("name",)),
     steps=(
@@ -149,7 +149,7 @@ class DefectiveFunction:
 
     family: str
     template: str
-    """Family and step keys. Train and eval share none."""
+    """FunctionFamily and step keys. Train and eval share none."""
     request: str
     """What the function must do, in words."""
     lines: tuple[str, ...]
@@ -192,7 +192,7 @@ def draw_function(*, seed: int, difficulty: int, split: Split) -> DefectiveFunct
 
 
 def _draw(
-    rng: random.Random, family: Family, kinds: list[StepKind], template: str, difficulty: int
+    rng: random.Random, family: FunctionFamily, kinds: list[StepKind], template: str, difficulty: int
 ) -> DefectiveFunction | None:
     """Return a function of these steps; None where the draw makes no good task."""
     arguments = rng.choice(family.arguments)
@@ -256,7 +256,7 @@ def _other_values(key: str, value: str, arguments: tuple[str, ...]) -> list[str]
 
 
 def _draw_calls(
-    rng: random.Random, family: Family, arity: int, right_source: str, wrong_source: str
+    rng: random.Random, family: FunctionFamily, arity: int, right_source: str, wrong_source: str
 ) -> list[tuple[str, str]] | None:
     """Return six calls with their values. The first two tell the sources apart. None where few draws do."""
     right, wrong = _function(right_source), _function(wrong_source)
