@@ -56,13 +56,13 @@ class RuntimeConfig(BaseConfig):
     def _settings_of_the_type(self) -> RuntimeConfig:
         if self.allow and self.type not in ("auto", "bubblewrap"):
             raise ValueError(
-                f"orchestrator.source.runtime.allow is {self.allow}, but type is {self.type!r}, which has no allow-list "
+                f"orchestrator.source.runtime.allow is {self.allow}, but type is {self.type!r}, which has none "
                 "here: set type to 'bubblewrap', or use the network policy of that type in settings"
             )
         if self.settings and self.type in ("auto", "bubblewrap", "subprocess"):
             raise ValueError(
                 f"orchestrator.source.runtime.settings has {sorted(self.settings)}, but type {self.type!r} has no "
-                "settings: remove them, or set type to the runtime that they belong to"
+                "settings: remove them, or set type to their runtime"
             )
         return self
 
