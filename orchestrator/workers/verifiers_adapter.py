@@ -211,7 +211,10 @@ class _Tasks:
     def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
         """Make all tasks, or the first one of an endless set. Raises ConfigError when the task set raises here."""
         self._name = f"task set {taskset!r} of source {spec.name!r}"
-        self._rest: Iterator[vf.Task] = iter(env.taskset)
+        try:
+            self._rest: Iterator[vf.Task] = iter(env.taskset)
+        except Exception as error:
+            raise ConfigError(f"{self._name} raised {describe_exception(error)}") from error
         self._made: list[vf.Task] = []
         self._broken: str | None = None
         """Why an endless set makes no more tasks; None while it does."""

@@ -98,6 +98,7 @@ class MineTaskset(vf.Taskset[MineTask, vf.TasksetConfig]):
 GOOD = "yield MineTask(MineData(prompt='Hi.'), self.config.task)"
 MODULES = {
     "raises_in_load": {"top": "", "load": "raise LookupError('no word list')"},
+    "raises_late": {"top": "", "load": f"{GOOD}; raise LookupError('no second task')"},
     "raises_at_import": {"top": "WORDS = {}['words']", "load": GOOD},
     "has_no_task": {"top": "", "load": "yield from ()"},
     "takes_no_split": {"top": "", "load": GOOD},
@@ -127,6 +128,7 @@ def test_plugins_are_named(tmp_path):
     check_sources(config, plan)
     text = "\n".join(plan.problems)
     assert "LookupError: no word list" in text and "raises_in_load.py:19, in load" in text
+    assert "LookupError: no second task" in text and "raises_late.py:19, in load" in text
     assert "KeyError: 'words'" in text and "raises_at_import.py:5" in text
     assert "'has_no_task': its task set 'train'" in text and "has no task" in text
     assert "splt" in text
