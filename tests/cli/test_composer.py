@@ -100,7 +100,7 @@ def test_report_without_matplotlib_names_the_extra(run_dir, capsys, monkeypatch)
 def test_a_plot_is_an_svg_or_a_png_of_one_run(run_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"neither \.svg nor \.png"):
         report_command.main([str(run_dir), "--plot", "r.gif"])
-    with pytest.raises(ConfigError, match="draws one run, not 2"):
+    with pytest.raises(ConfigError, match="shows one run, not 2"):
         report_command.main([str(run_dir), str(run_dir), "--plot", "r.svg"])
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from composer_prime.cli.doctor_command import main, shared_memory, torch_check, what_works
 
 
+@pytest.mark.process
 def test_doctor_reports_each_part_and_says_what_works(capsys, tmp_path):
     # The quick check needs no torch and names every finding with its level, then what can be done and how.
     assert main(["--quick", "--output-dir", str(tmp_path)]) == 0

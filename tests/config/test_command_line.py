@@ -323,7 +323,7 @@ def test_a_configuration_file_may_stand_behind_a_flag(flag):
     # Other programs take it so. Without a file the flag is refused with the way to write it.
     words = flag.format(Path("configs/a1.toml").resolve()).split()
     assert resolve([*words, "--run.name", "x"]).config.run.name == "x"
-    with pytest.raises(ConfigError, match=r"needs a file: \w+ @ FILE\.toml"):
+    with pytest.raises(ConfigError, match=r"needs a file: \S+ @ FILE\.toml"):
         resolve(["@", str(Path("configs/a1.toml").resolve()), "--config"])
 
 

@@ -19,7 +19,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import RequestFactory
-from orchestrator.rollouts.trial import Episode, play_episodes
+from orchestrator.rollouts.trial import PlayedEpisode, play_episodes
 from orchestrator.workers.pool import WorkerPool
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
@@ -45,7 +45,7 @@ def configuration(folder: Path, **taskset: Any) -> Config:
     )
 
 
-async def played(config: Config, gateway: Gateway, pool: WorkerPool, count: int) -> list[Episode]:
+async def played(config: Config, gateway: Gateway, pool: WorkerPool, count: int) -> list[PlayedEpisode]:
     requests = RequestFactory(config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=0)
     return await play_episodes(pool=pool, gateway=gateway, requests=requests, tasks=[0] * count)
 

@@ -160,6 +160,7 @@ def test_missing_model_folder_is_a_problem(tmp_path):
     assert "model.path is 'nowhere'" in problems(tmp_path, "--model.path", "nowhere")
 
 
+@pytest.mark.process
 def test_environment_that_is_not_installed_is_a_problem(tmp_path):
     # Found without importing anything; the module is named.
     text = problems(tmp_path, "--orchestrator.source.0.taskset.id", "orchestrator.environments.swe_bensh")
