@@ -44,7 +44,7 @@ class RuntimeConfig(BaseConfig):
     packages: list[str] = []
     """Installed distributions that the sandbox's Python has beside pytest, each with its dependencies."""
     allow: list[str] = []
-    """Hosts (`pypi.org`, `pypi.org:443`) that the sandbox may reach through a proxy; empty gives no network."""
+    """Hosts (`example.org`, `example.org:443`) that the sandbox may reach through a proxy; empty gives no network."""
     hide: list[str] = []
     """Paths below /usr that the sandbox does not have, such as /usr/bin/strings."""
     warm: int = Field(default=0, ge=0)

@@ -162,7 +162,7 @@ commands("curl_source", "network", "curl -sL https://raw.githubusercontent.com/e
 commands(
     "python_download",
     "network",
-    "python - <<'PY'\nimport urllib.request\nprint(urllib.request.urlopen('https://pypi.org/simple/PACKAGE/').read())\nPY",
+    "python - <<'PY'\nimport urllib.request\nprint(urllib.request.urlopen('https://example.org/simple/PACKAGE/').read())\nPY",
 )
 commands(
     "pip_download",

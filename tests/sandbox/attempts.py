@@ -83,7 +83,7 @@ NETWORK = {
     "the host's loopback": "s = socket.socket(); s.settimeout(5); escaped_if(s.connect_ex(('127.0.0.1', @PORT@)) == 0)",
     "an address outside": "s = socket.socket(); s.settimeout(5); escaped_if(s.connect_ex(('192.0.2.1', 80)) == 0)",
     "datagrams": "s = socket.socket(type=socket.SOCK_DGRAM); escaped_if(tries(s.sendto, b'x', ('192.0.2.1', 53)))",
-    "names": "escaped_if(tries(socket.getaddrinfo, 'pypi.org', 443))",
+    "names": "escaped_if(tries(socket.getaddrinfo, 'example.org', 443))",
     "IPv6": "s = socket.socket(socket.AF_INET6); s.settimeout(5); escaped_if(s.connect_ex(('2001:db8::1', 80)) == 0)",
     "raw sockets": "escaped_if(tries(socket.socket, socket.AF_INET, socket.SOCK_RAW, 1))",
     "packet sockets": "escaped_if(tries(socket.socket, socket.AF_PACKET, socket.SOCK_RAW))",

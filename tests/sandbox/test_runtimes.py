@@ -23,7 +23,7 @@ from tests.sandbox.boxes import SMALL, need_bubblewrap
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"type": "docker", "allow": ["pypi.org"]}, "allow is \\['pypi.org'\\], but type is 'docker'"),
+        ({"type": "docker", "allow": ["example.org"]}, "allow is \\['example.org'\\], but type is 'docker'"),
         ({"type": "subprocess", "settings": {"image": "x"}}, "settings has \\['image'\\], but type 'subprocess'"),
         ({"hide": ["/etc/passwd"]}, "only paths below /usr/"),
         ({"hide": ["/usr/../etc"]}, "only paths below /usr/"),
