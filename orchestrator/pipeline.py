@@ -427,8 +427,9 @@ class Pipeline:
             training.evaluator.forget_after(message.step)
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
-        # A step without samples was taken too; a trainer that attaches takes none.
-        if self.batches.trained > before and training.evaluator.due(message.step, self.batches.last_step):
+        # A step without samples was taken too; a trainer that attaches takes none, but may say that the run is at its end.
+        is_new = self.batches.trained > before or message.step == self.batches.last_step
+        if is_new and training.evaluator.due(message.step, self.batches.last_step):
             training.evaluator.request(message.step, message.version)
         if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
             self.completion.note_checkpoint(message.step)

@@ -149,7 +149,9 @@ class StepServer:
             return
         if await self._is_past(identity, request.step):
             return
-        if request.step > self._batches.last_step and self._finished is None:
+        # StepDone travels on its own: it may be behind this request, and a joint run's last step may still grow.
+        is_noted = self._batches.trained >= request.step - 1
+        if request.step > self._batches.last_step and is_noted and self._finished is None:
             finished = RunFinished(reason=f"all {self._batches.last_step} steps are done", failed=False)
             await self._send(identity, finished)
             return

@@ -25,7 +25,7 @@ from composer_prime.wire.types import (
     StepReply,
     StepRequest,
 )
-from orchestrator.batching.batches import Batch, Batches
+from orchestrator.batching.batches import Batch, Batches, Versions
 from orchestrator.event_loop import Notifier
 from orchestrator.step_server import POLL_S, StepServer
 
@@ -238,13 +238,27 @@ async def test_a_trained_step_is_not_served_again_unasked(serve):
 async def test_the_end_of_the_run_is_an_answer(serve):
     """Steps beyond the last, and any step after a failure, get RunFinished, also those already waiting."""
     async with serve() as (served, trainer):
+        served.batches.restore(versions=Versions(trained=9, newest=9, since=9), formed=9, batches=[])
         await trainer.send(request(step=10))
         finished = await trainer.receive(0, 1.0)
         assert finished == RunFinished(reason="all 9 steps are done", failed=False)
+        served.batches.restore(versions=Versions(), formed=0, batches=[])
         await trainer.send(request(step=1))
         await asyncio.sleep(0.1)
         served.server.finish("no nodes", failed=True)
         assert await trainer.receive(0, 1.0) == RunFinished(reason="no nodes", failed=True)
+
+
+async def test_the_end_waits_for_the_step_before_it(serve):
+    """StepDone may be behind the next request and move the end of a joint run: until then it is no end."""
+    async with serve() as (served, trainer):
+        served.batches.restore(versions=Versions(trained=7, newest=7, since=7), formed=8, batches=[], last_step=8)
+        await trainer.send(request(step=9))
+        assert isinstance(await trainer.receive(0, 10.0), BatchNotReady)
+        served.batches.done(8, 8, last_step=9)
+        served.form(9)
+        await trainer.send(request(step=9))
+        assert isinstance(await trainer.receive(0, 10.0), StepReply)
 
 
 async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):

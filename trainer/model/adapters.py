@@ -68,7 +68,7 @@ def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
-    """Return NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of every adapted parameter, whole.
+    """Return a float32 copy on the CPU of NAME.lora_A [rank, in] and NAME.lora_B [out, rank] of each adapted parameter.
 
     None where an adapter is not that of a plain linear layer, such as one of fused experts. A collective where
     parameters are sharded.
@@ -79,7 +79,8 @@ def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
     parts = {}
     for name, layer in layers.items():
         for side in ("A", "B"):
-            parts[f"{name}.lora_{side}"] = _whole(layer.get_parameter(f"lora_{side}.{_ADAPTER}.weight"))
+            factor = _whole(layer.get_parameter(f"lora_{side}.{_ADAPTER}.weight"))
+            parts[f"{name}.lora_{side}"] = factor.detach().to("cpu", torch.float32, copy=True)
     return parts
 
 

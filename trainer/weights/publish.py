@@ -97,15 +97,15 @@ class Publisher:
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
-            adapters = factors(policy.lm) if policy.adapted else None
-            tensors = whole_tensors(policy, self._world, self.dtype, copied=adapters is None)
+            tensors = whole_tensors(policy, self._world, self.dtype, copied=True)
+            adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if tensors is None:
             return 0
         canary = self._canary.score(tensors)  # here: beside a backward pass the device may have no room for it
         names: list[str] = []  # where only factors are written: what they are added to
         if adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys():
             names = [*tensors]
-            tensors = {name: part.detach().cpu().float().clone() for name, part in adapters.items()}
+            tensors = adapters
         size = sum(tensor.nbytes for tensor in tensors.values())
 
         def write_and_announce() -> None:
