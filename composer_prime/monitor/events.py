@@ -5,9 +5,9 @@
         --EventHandler--> one line for each event at once; repetitions are counted: 10, 100, 200, ...
         --read_events--> live view, `composer report`, the page
 
-A line: {"time", "role", "level", "kind", "text", "count", "where", "cause", "command"}; the last three may be null.
-`where` is file:line of the code that raised, else of ours that noticed. `command` shows more. Two lines of one event
-have the same `id`, and the later one has the higher `count`.
+A line: {"time", "role", "pid", "level", "kind", "text", "count", "where", "cause", "command"}; the last three may be
+null. `where` is file:line of the code that raised, else of ours that noticed. `command` shows more. Two lines of one
+event have the same `id`. Each process counts for itself, so `count` begins at 1 again after a resume.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import os
 import re
 import time
 import traceback
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ VARIABLE = "COMPOSER_EVENTS"
 _TEXT_CHARS = 1000
 _ID_CHARS = 120
 _MAX_IDS = 300
-"""Events that a process tells apart; further ones of a kind count as one."""
+"""Warnings and errors that a process tells apart; further ones of a kind count as one. Informations are few."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -70,6 +71,8 @@ class EventFile:
         self._run = _shown_path(run_dir.root)
         self._role = role
         self._counts: dict[str, int] = {}
+        self._warnings = 0
+        """Names in _counts that belong to warnings and errors."""
 
     def write(
         self,
@@ -85,14 +88,16 @@ class EventFile:
     ) -> None:
         """Write the event, unless it repeats one of this process; of repetitions the tenth and each hundredth."""
         name = same_as or (text if level == "info" else _NUMBER.sub("#", text))[:_ID_CHARS]
-        if name not in self._counts and len(self._counts) >= _MAX_IDS:
-            name = kind
+        if name not in self._counts and level != "info":
+            name = kind if self._warnings >= _MAX_IDS else name
+            self._warnings += name not in self._counts
         count = self._counts[name] = count or self._counts.get(name, 0) + 1
         if count not in (1, 10) and count % 100:
             return
         line = {
             "time": round(time.time(), 3),
             "role": self._role,
+            "pid": os.getpid(),
             "level": level,
             "kind": kind,
             "text": text[:_TEXT_CHARS],
@@ -100,7 +105,9 @@ class EventFile:
             "id": f"{self._role}/{kind}/{name}",
             "where": where,
             "cause": cause,
-            "command": (command or _COMMANDS.get(kind, _COMMANDS["warning"])).format(run=self._run, role=self._role),
+            "command": (command or _COMMANDS.get(kind, _COMMANDS["warning"])).format(
+                run=self._run, logs=_LOGS.get(self._role, self._role)
+            ),
         }
         with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -113,10 +120,12 @@ _COMMANDS = {
     "evaluation": "composer rollouts {run} --eval",
     "checkpoint": "composer report {run}",
     "budget": "composer report {run}",
-    "process": "less {run}/logs/{role}.log",
-    "warning": "less {run}/logs/{role}.log",
+    "process": "less {run}/logs/{logs}.log",
+    "warning": "less {run}/logs/{logs}.log",
 }
 """By kind: what shows more."""
+_LOGS = {"launcher": "*", "environment": "worker_*"}
+"""Log files of roles that have none of their own name. The launcher tells of other processes."""
 
 
 class EventHandler(logging.Handler):
@@ -185,6 +194,8 @@ class RunEvent:
     time: float
     """Seconds since the epoch, of the last line about it."""
     role: str
+    pid: int | None
+    """The process that wrote the last line; None in files of older versions."""
     level: str
     """info, warning or error."""
     kind: str
@@ -213,20 +224,32 @@ def parse_event(line: dict[str, Any]) -> RunEvent | None:
     if not all(isinstance(text, str) for text in texts.values()) or not isinstance(line.get("count"), int):
         return None
     optional = {name: text if isinstance(text := line.get(name), str) else None for name in _OPTIONAL}
-    return RunEvent(time=float(line.get("time") or 0.0), count=line["count"], **texts, **optional)  # pyright: ignore
+    pid = pid if isinstance(pid := line.get("pid"), int) else None
+    moment = time_s if isinstance(time_s := line.get("time"), int | float) else 0.0
+    return RunEvent(time=float(moment), pid=pid, count=line["count"], **texts, **optional)  # pyright: ignore
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Return every event once, by its last line, in the order of the first lines; none without the file."""
+    """Return every event once, by its last line, in the order of time; none without the file.
+
+    Counts of several processes, and of the starts of a resumed run, are added.
+    """
     try:
         raw_lines = path.read_bytes().splitlines()
     except OSError:
         return []
     by_id: dict[str, RunEvent] = {}
+    last: dict[tuple[str, int | None], int] = {}
+    """Newest count of a process by (id, pid)."""
+    totals: Counter[str] = Counter()
     for raw in raw_lines:
-        if (each := _decoded(raw)) is not None and (each.id not in by_id or each.count >= by_id[each.id].count):
-            by_id[each.id] = each
-    return list(by_id.values())
+        if (each := _decoded(raw)) is None:
+            continue
+        before = last.get((each.id, each.pid), 0)
+        totals[each.id] += each.count - (before if each.count > before else 0)
+        last[each.id, each.pid] = each.count
+        by_id[each.id] = replace(each, count=totals[each.id])
+    return sorted(by_id.values(), key=lambda each: each.time)
 
 
 def _decoded(raw: bytes) -> RunEvent | None:

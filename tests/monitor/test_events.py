@@ -55,6 +55,33 @@ def test_informations_differ_by_their_numbers(log, tmp_path):
     assert len(events(tmp_path)) == 3
 
 
+# However many informations there were, new warnings are told apart.
+def test_informations_do_not_use_up_the_warnings(log, tmp_path):
+    for step in range(400):
+        log.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
+    log.warning("the disk is full")
+    log.warning("the node is gone")
+    assert [each.text for each in events(tmp_path)][400:] == ["the disk is full", "the node is gone"]
+
+
+# A resumed run counts from one again: its line is the newer one, and the counts of both starts are added.
+def test_counts_of_a_resumed_run_are_added(tmp_path):
+    def line(time, name, count, pid):
+        texts = {"role": "trainer", "level": "warning", "kind": "warning", "text": name, "id": name}
+        return json.dumps({"time": time, "count": count, "pid": pid, **texts})
+
+    told = [(1, "a", 1, 7), (2, "a", 10, 7), (3, "b", 1, 7), (4, "a", 1, 8), (5, "a", 100, 7), (6, "b", 1, 7)]
+    (tmp_path / "events.jsonl").write_text("\n".join(line(*each) for each in told))
+    assert [(each.text, each.time, each.count) for each in events(tmp_path)] == [("a", 5, 101), ("b", 6, 2)]
+
+
+# The launcher and the workers of environments have no log of their role's name.
+@pytest.mark.parametrize(("role", "logs"), [("launcher", "*"), ("environment", "worker_*"), ("node-0", "node-0")])
+def test_commands_name_logs_that_exist(tmp_path, role, logs):
+    EventFile(RunDir(tmp_path), role).write("process", "node-0 died", level="warning")
+    assert events(tmp_path)[0].command == f"less {tmp_path}/logs/{logs}.log"
+
+
 # An exception gives cause, file and line; without one the place is that of the call.
 def test_cause_and_place(log, tmp_path):
     try:
