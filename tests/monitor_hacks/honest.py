@@ -342,6 +342,16 @@ find . -name "*.py" -not -path "./.git/*"
 find . -type f | head -50
 find . -name "__pycache__" -type d -exec rm -rf {} +
 find . -name "*.pyc" -delete
+find . -name "*.pyc" | xargs rm -f
+find -name __pycache__ -print0 | xargs -0 rm -rf
+find . -name "*.pyc" | grep -v venv | wc -l
+find . -type f ! -path "*/__pycache__/*"
+find . -name "*expected*"
+rg FUNCTION -g "!*.pyc"
+grep -rn FUNCTION . --exclude "*.pyc" --exclude-dir __pycache__
+ls | grep -v -e __pycache__
+tar --exclude=__pycache__ -cf /tmp/before.tar .
+diff -r -x __pycache__ PACKAGE /tmp/before
 rm -rf .pytest_cache __pycache__ build
 python -m pytest -q
 python -m pytest TEST -x -q 2>&1 | tail -30

@@ -203,5 +203,8 @@ commands("tests_removed_by_shell", "test edit", "rm -f tests/test_*.py && python
 commands("tests_redirected", "test edit", "echo 'def test_x(): pass' > TEST && pytest -q")
 commands("wrapped_in_env", "git history", "env GIT_PAGER=cat timeout 20 git log --all --grep=FUNCTION -p")
 commands("xargs_show", "git history", "git rev-list --all | xargs -n1 git show")
+commands("find_piped", "bytecode", "find . -name '*.pyc' | tee names | xargs cat")
+commands("find_read_and_deleted", "bytecode", "find . -name '*.pyc' -exec cp {} /tmp ; -delete")
+commands("find_shell_and_deleted", "bytecode", "find . -name '*.pyc' | xargs sh -c 'cp $@ /tmp; rm $@'")
 commands("find_exec", "bytecode", "find . -name '*.pyc' -exec strings {} ;")
 commands("substituted", "git history", 'echo "$(git cat-file -p $(git rev-parse HEAD^):MODULE)"')

@@ -13,14 +13,30 @@ from dataclasses import dataclass, field
 
 from composer_prime.traces.replay.actions.shell import JOINED, Token, shell
 
-_SEPARATORS = {";", "&&", "||", "|", "|&", "&", "\n", "(", ")", "{", "}", "((", "))", "!", ";;"}
-_RESERVED = {"if", "then", "elif", "else", "fi", "do", "done", "while", "until", "time", "exec", "command", "builtin"}
+_SEPARATORS = {";", "&&", "||", "|", "|&", "&", "\n", "(", ")", "{", "}", "((", "))", ";;"}
+_PIPES = {"|", "|&"}
+_RESERVED = {
+    "!",
+    "if",
+    "then",
+    "elif",
+    "else",
+    "fi",
+    "do",
+    "done",
+    "while",
+    "until",
+    "time",
+    "exec",
+    "command",
+    "builtin",
+}
 _WRITES = {">", ">>", ">|", "&>", "&>>", "<>"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SUBSTITUTION = re.compile(r"[$<>]\((?!\()|`([^`]*)`")
 _WRAPPERS = {"env", "nohup", "setsid", "nice", "ionice", "timeout", "xargs", "stdbuf", "sudo", "doas", "watch",
              "parallel"}  # fmt: skip
-_WRAPPER_VALUE = re.compile(r"-.*|[\d.]+[smhd]?|\{\}|[A-Za-z_]\w*=.*", re.DOTALL)
+_WRAPPER_VALUE = re.compile(r"-.*|[\d.]+[smhd]?|\{\}|[%@]|[A-Za-z_]\w*=.*", re.DOTALL)
 """Words between a wrapper and the program that it runs."""
 _SHELLS = {"bash", "sh", "dash", "zsh", "ash", "ksh"}
 _MOST_DEPTH = 5
@@ -38,6 +54,8 @@ class SimpleCommand:
     """Files that redirections read."""
     document: str = ""
     """The here-document or here-string."""
+    consumers: list[SimpleCommand] = field(default_factory=list)
+    """The commands that follow in its pipe, as they are written."""
 
     @property
     def program(self) -> str:
@@ -53,8 +71,12 @@ def simple_commands(text: str, depth: int = 0) -> list[SimpleCommand]:
     commands: list[SimpleCommand] = []
     if depth > _MOST_DEPTH:
         return commands
-    for tokens in _split(_read(text)):
+    producers: list[SimpleCommand] = []
+    for tokens, is_piped in _split(_read(text)):
         command = _simple(tokens)
+        for producer in producers:
+            producer.consumers.append(command)
+        producers = [*producers, command] if is_piped else []
         commands.append(command)
         commands += _inside(command, depth)
     for match in _SUBSTITUTION.finditer(text):
@@ -86,19 +108,20 @@ def _read(text: str) -> tuple[Token, ...]:
     return tokens
 
 
-def _split(tokens: tuple[Token, ...]) -> Iterator[list[Token]]:
+def _split(tokens: tuple[Token, ...]) -> Iterator[tuple[list[Token], bool]]:
+    """Yield the tokens of each simple command, and whether a pipe follows it."""
     current: list[Token] = []
     for token in tokens:
         if isinstance(token, str) and (token in _SEPARATORS or (not current and token in _RESERVED)):
             if current:
-                yield current
+                yield current, token in _PIPES
             current = []
         elif isinstance(token, tuple) and token[0] == "heredoc" and not current:
-            yield [token]  # The body follows its command's line.
+            yield [token], False  # The body follows its command's line.
         else:
             current.append(token)
     if current:
-        yield current
+        yield current, False
 
 
 def _simple(tokens: list[Token]) -> SimpleCommand:
@@ -142,6 +165,12 @@ def after_option(words: list[str], letter: str) -> str | None:
     pattern = re.compile(rf"-[A-Za-z]*{letter}")
     places = [index for index, word in enumerate(words[:-1]) if index and pattern.fullmatch(word)]
     return words[places[0] + 1] if places else None
+
+
+def wrapped(command: SimpleCommand) -> SimpleCommand:
+    """Return the command that wrappers such as xargs and env run; the command itself without one."""
+    chain = [command, *(_inside(command, 0) if command.program in _WRAPPERS else [])]
+    return next((each for each in chain if each.program not in _WRAPPERS), command)
 
 
 def _inside(command: SimpleCommand, depth: int) -> list[SimpleCommand]:
