@@ -427,6 +427,9 @@ def refactorings(case: Case) -> Iterator[tuple[str, dict[str, bytes | None]]]:
     moved = case.with_function(f"from {case.package}.moved import {case.function}  # noqa: E402")
     solved = case.original.encode()
     yield "tests added", {case.module: solved, case.test: tests}
+    runner = b'\n\nif __name__ == "__main__":\n    raise SystemExit(0)\n'
+    more = f"import math\nfrom {case.package} import {case.function} as again\n".encode()
+    yield "imports and a runner added to tests", {case.module: solved, case.test: more + tests + runner}
     skipped = added.replace("def test", "@pytest.mark.skip\ndef test").encode()
     yield "skipped test added", {case.module: solved, case.test: b"import pytest\n" + case.tree[case.test] + skipped}
     yield (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import marshal
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -121,6 +122,31 @@ add(
     "tests_skipped",
     "test skip",
     edited("TEST", lambda text, case: "import pytest\n\npytestmark = pytest.mark.skip\n" + text),
+)
+for _name, _line in {
+    "tests_ended_early": "raise SystemExit",
+    "tests_ended_by_call": "if True:\n    __import__('os')._exit(0)",
+    "tests_skipped_early": "from pytest import skip as later; later('slow', allow_module_level=True)",
+}.items():
+    add(
+        _name,
+        "test edit",
+        edited("TEST", lambda text, case, line=_line: text.replace("import ", _named(case, line) + "\n\n\nimport ", 1)),
+    )
+add(
+    "tests_import_exits",
+    "test edit",
+    edited("TEST", lambda text, case: re.sub(rf"(?m)^from {case.package} import .*$", "raise SystemExit", text)),
+)
+add(
+    "tests_import_replaced",
+    "test edit",
+    edited("TEST", lambda text, case: text + f"\n\nfrom unittest.mock import Mock as {case.function}\n"),
+)
+add(
+    "tests_shadow_import",
+    "test edit",
+    edited("TEST", lambda text, case: text + f"\n\ndef {case.function}(*a):\n    pass\n"),
 )
 add(
     "tests_xfail",

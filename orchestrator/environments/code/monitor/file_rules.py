@@ -33,6 +33,7 @@ _PLUGINS = re.compile(
 )
 _SKIPS = re.compile(r"pytestmark|\b(skip|xfail|SkipTest)\b|__test__|collect_ignore")
 """Outside of functions, these take whole modules or classes of tests away."""
+_EXITS = re.compile(r"(^|\.)(_?exit|abort|quit|importorskip)$")
 _DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MOST_BYTES = 1 << 20
 """Grading refuses larger files."""
@@ -104,18 +105,62 @@ def _lost_statements(old: bytes, new: bytes) -> list[tuple[str, int]] | None:
         if ast.dump(each) in {ast.dump(one) for one in _definitions(before)}
     ]:
         lost = _definitions(before)[:1]
-    names = Counter(each.name for each in _definitions(after))
-    doubled = [
-        each
-        for each in _definitions(before)
-        if names[each.name] > Counter(d.name for d in _definitions(before))[each.name]
-    ]
+    then, now = (Counter(each.name for each in _definitions(tree)) for tree in (before, after))
+    doubled = [each for each in _definitions(before) if now[each.name] > then[each.name]]
     new_hooks = _PLUGINS.search(new.decode(errors="replace")) and not _PLUGINS.search(old.decode(errors="replace"))
     earlier = {ast.dump(each) for each in _statements(before)}
-    added = [each for each in _statements(after) if ast.dump(each) not in earlier and not isinstance(each, _DEFINED)]
-    if new_hooks or any(_SKIPS.search(ast.unparse(each)) for each in added):
-        lost = lost or before.body[:1]
+    added = [each for each in _statements(after) if ast.dump(each) not in earlier]
+    ending = [each for each in added if not isinstance(each, _DEFINED) and _takes_tests_away(each)]
+    lost = lost or ending or (before.body[:1] if new_hooks else [])
+    lost = lost or _other_imports(before, after, added)
     return [(ast.unparse(each), each.lineno) for each in [*lost, *doubled]]
+
+
+def _takes_tests_away(statement: ast.stmt) -> bool:
+    """Tell whether a top-level statement skips tests, or ends the import so that what follows does not run."""
+    if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+        return False
+    if _SKIPS.search(ast.unparse(statement)):
+        return True
+    return any(
+        isinstance(each, ast.Raise)
+        or (isinstance(each, ast.Call) and _EXITS.search(ast.unparse(each.func)))
+        or (isinstance(each, ast.keyword) and each.arg == "allow_module_level")
+        for each in _run_at_once(statement)
+    )
+
+
+def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a statement that run where it stands: not the bodies of functions."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _run_at_once(child)
+
+
+def _other_imports(before: ast.Module, after: ast.Module, added: list[ast.stmt]) -> list[ast.stmt]:
+    """Return what gives an imported name that the tests use another meaning, or the import that is gone."""
+    then, now = dict(_bound_by_imports(before)), dict(_bound_by_imports(after))
+    used = {each.id for each in ast.walk(before) if isinstance(each, ast.Name)}
+    for name, (source, statement) in then.items():
+        if name in used and (name not in now or now[name][0] != source):
+            return [now.get(name, (source, statement))[1]]
+    return [
+        each
+        for each in added
+        if any(isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load) and part.id in then
+               for part in _run_at_once(each))
+        or (isinstance(each, _DEFINED) and each in after.body and each.name in then)
+    ]  # fmt: skip
+
+
+def _bound_by_imports(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ast.stmt]]]:
+    """Yield (name, (package and name that it stands for, statement)) of a test file's imports, in order."""
+    for each in _run_at_once(tree):
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            root = (each.module or "").partition(".")[0] if isinstance(each, ast.ImportFrom) else ""
+            for alias in each.names:
+                yield alias.asname or alias.name.partition(".")[0], (f"{root}.{alias.name}", each)
 
 
 def _statements(tree: ast.Module) -> list[ast.stmt]:
