@@ -80,7 +80,7 @@ class Evaluator:
         return bool(self.sources and every and (step % every == 0 or step == last_step))
 
     def request(self, step: int, version: int) -> None:
-        """Evaluate `version`, the newest after `step`, unless that is done (a resumed run), under way or due already."""
+        """Evaluate `version`, the newest after `step`, unless that is done (a resumed run), under way or due."""
         if self.run_dir.eval_rollouts(step).exists() or step == self.running or self._requested == (step, version):
             return
         if self._requested is not None:

@@ -427,7 +427,7 @@ class Pipeline:
             training.evaluator.forget_after(message.step)
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
-        # A step without samples was taken too; a trainer that attaches takes none, but may say that the run is at its end.
+        # A step without samples was taken too. A trainer that attaches takes none, but may say that the run ends here.
         is_new = self.batches.trained > before or message.step == self.batches.last_step
         if is_new and training.evaluator.due(message.step, self.batches.last_step):
             training.evaluator.request(message.step, message.version)

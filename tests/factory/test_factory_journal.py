@@ -43,6 +43,15 @@ def test_journal_goes_on(tmp_path: Path) -> None:
     assert [one.id for one in read_tasks(tmp_path)] == ["a/0"]
 
 
+# Tasks of the same place in the order go by their ids, whatever the hashes of the process are.
+def test_journal_breaks_ties_by_id(tmp_path: Path) -> None:
+    journal = MakingJournal(tmp_path)
+    for number in (5, 3, 8, 1, 7, 2):
+        journal.add(msgspec.structs.replace(verdict(number), order=0), task(number))
+    assert journal.finish(None) == 6
+    assert [one.id for one in read_tasks(tmp_path)] == [f"a/{number}" for number in (1, 2, 3, 5, 7, 8)]
+
+
 # A kill between task and verdict, or within a line, costs that candidate and nothing else.
 def test_journal_drops_torn_lines(tmp_path: Path) -> None:
     filled(tmp_path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import random
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -62,6 +64,41 @@ def test_unpack_refuses_what_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(b"no archive")
     with pytest.raises(ConfigError, match=r"a\.tar\.gz cannot be unpacked"):
         source.unpack(tmp_path / "a.tar.gz", tmp_path / "tree")
+
+
+def spoiled(path: Path, mode: Literal["w:gz", "w:xz"]) -> Path:
+    """Write an archive whose compressed bytes are wrong in the middle."""
+    with tarfile.open(path, mode) as archive:
+        entry = tarfile.TarInfo("a/noise.py")
+        noise = random.Random(0).randbytes(20_000)
+        entry.size = len(noise)
+        archive.addfile(entry, io.BytesIO(noise))
+    content = bytearray(path.read_bytes())
+    content[1000:1200] = bytes(200)
+    content[-1000:-800] = bytes(200)
+    path.write_bytes(content)
+    return path
+
+
+# Every way in which an archive can be broken is a refusal that names it, so that other sources go on.
+@pytest.mark.parametrize("kind", ["gz", "xz", "encrypted", "file and folder"])
+def test_unpack_refuses_broken_archives(tmp_path: Path, kind: str) -> None:
+    if kind == "gz":
+        path = spoiled(tmp_path / "a.tar.gz", "w:gz")
+    elif kind == "xz":
+        path = spoiled(tmp_path / "a.tar.xz", "w:xz")
+    elif kind == "encrypted":
+        path = tmp_path / "a.zip"
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("a.py", "x")
+        content = bytearray(path.read_bytes())
+        content[6] |= 1  # the flag, in the entry and in the directory
+        content[content.index(b"PK\x01\x02") + 8] |= 1
+        path.write_bytes(content)
+    else:
+        path = write_archive(tmp_path / "a.tar.gz", {"a": "x", "a/b.py": "x"})
+    with pytest.raises(ConfigError, match=rf"{path.name} cannot be unpacked: \S"):
+        source.unpack(path, tmp_path / "tree")
 
 
 # A tree tells its sources, tests, license and parts that would have to be compiled.

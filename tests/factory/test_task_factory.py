@@ -106,6 +106,10 @@ def test_area():
         shapes.area(1)
     except Exception:
         pass
+
+
+def test_nothing():
+    assert shapes.__name__ == "shapes_made.shapes"
 """
 HANGING_TESTS = """
 import signal, time
@@ -222,3 +226,24 @@ def test_make_ends_on_sigterm_and_goes_on(tmp_path: Path) -> None:
     assert make(source, out, "--mutations", "8") == 0
     report = report_of(out)
     assert report["made_in_this_run"] == report["tasks"] - first > 0
+
+
+# A number that cannot be is refused before any work, by each command, with the least one.
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("make", "--jobs", "0"),
+        ("make", "--limit", "-1"),
+        ("make", "--suite-timeout", "nan"),
+        ("import", "--jobs", "-2"),
+        ("import", "--shown-tests", "-1"),
+        ("check", "--jobs", "0"),
+        ("check", "--sample", "0"),
+        ("check", "--times", "-3"),
+    ],
+)
+def test_numbers_that_are_too_small_are_refused(tmp_path: Path, command: str, option: str, value: str) -> None:
+    out = [] if command == "check" else ["-o", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match=rf"{option} {value}\S* is below its least value (\S+): give \1 or more"):
+        main([command, str(tmp_path / "in"), *out, option, value])
+    assert not (tmp_path / "out").exists()

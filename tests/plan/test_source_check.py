@@ -62,8 +62,13 @@ def test_a_check_that_takes_too_long_is_named(tmp_path):
 def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
     # Through the code of the environment workers: the plugins, every task, the harness, and the renderer where the
     # model's files are here. Each source has enough tasks for training, and for evaluation where that is on.
+    # A configuration whose tasks a command makes names that command.
     config = config_of(name, tmp_path / "out")
     problems, tasks = worker_side.open_sources(config, tmp_path)
+    if name.startswith("qwen3-8b/code-"):
+        assert all("tasks.jsonl: no such file; make tasks with `composer tasks make" in each for each in problems)
+        assert len(problems) == len(config.orchestrator.source)
+        return
     assert problems == []
     for source in config.orchestrator.source:
         assert (tasks[source.name]["train"] or 0) >= config.orchestrator.groups_per_step

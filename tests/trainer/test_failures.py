@@ -16,6 +16,7 @@ import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
 
+from composer_prime.monitor.events import read_events
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import check_ledger, effective, left_out
 from composer_prime.run.run_dir import read_run_id
@@ -73,7 +74,7 @@ def overflowing(step: int):
 
 def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
     # Step 2 of 4 overflows on one of two ranks: both go on to the end, version 2 has the weights of version 1, the
-    # ledger counts no sample of the step, log and metrics name the task, group and rollout.
+    # ledger counts no sample of the step, log and events name the task, group and rollout.
     run = make_run(run={"max_steps": 4}, trainer={"weights": {"keep": 9}})
     with StepPeer(run.dir, lambda step: (overflowing if step == 2 else make_samples)(step), max_steps=4) as peer:
         codes, outputs = run.train(2)
@@ -83,7 +84,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
     assert "s2-5/0" in left_out(run.dir.ledger)
     lines = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
     assert [line["optim/skipped"] for line in lines if "optim/skipped" in line] == [0, 1, 0, 0]
-    (problem,) = [line["problem"] for line in lines if "problem" in line]
+    (problem,) = [each.text for each in read_events(run.dir.root / "events.jsonl") if "NaN" in each.text]
     assert "step 2: NaN or infinity" in problem and "task task, group s2, rollout s2-5" in problem
     assert all(problem in output for output in outputs)
     keys, store = RunKeys(run.dir.keys), WeightStore(run.dir.weights)
