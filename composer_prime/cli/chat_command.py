@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +139,7 @@ async def _chat(config: Config, options: argparse.Namespace) -> int:
             if environment is not None:
                 print(f"task: {_use_task(talk, environment, options.task)}   (/task asks it)", file=sys.stderr)
             print("/quit leaves, /help lists the commands", file=sys.stderr)
-            while (text := await asyncio.to_thread(_read)) is not None:
+            while (text := await _next_line()) is not None:
                 if not await _obey(talk, environment, text):
                     break
     finally:
@@ -170,12 +172,45 @@ async def _obey(talk: Conversation, environment: Any, text: str) -> bool:
     return True
 
 
+async def _next_line() -> str | None:
+    """Return a line that the user typed; None at the end of the input.
+
+    A daemon thread waits for it: Ctrl-C must end the program, and nothing ends a thread that waits for Enter.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str | None] = loop.create_future()
+
+    def give(text: str | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(text)
+        else:
+            answer.set_exception(error)
+
+    def read() -> None:
+        text, error = None, None
+        try:
+            text = _read()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # The conversation has ended.
+            loop.call_soon_threadsafe(give, text, error)
+
+    threading.Thread(target=read, name="chat-line", daemon=True).start()
+    return await answer
+
+
 def _read() -> str | None:
-    """Return a line that the user typed; None at the end of the input."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        try:
+            return input("> ")
+        except EOFError:
+            return None
+    # Not through sys.stdin: a thread that waits in it holds its lock, and Python aborts when it ends meanwhile.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as typed:
+        line = typed.readline()
+    return line.decode(errors="replace").rstrip("\r\n") if line else None
 
 
 def _environment(config: Config) -> Any:

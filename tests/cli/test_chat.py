@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +18,53 @@ def talk(*words: str, text: str) -> subprocess.CompletedProcess[str]:
         [*console_script("composer"), "chat", *words], input=text, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
+
+
+PROMPT = """
+import asyncio
+from composer_prime.cli.chat_command import _next_line
+async def twice():
+    print(f"heard {await _next_line()}")
+    await _next_line()
+try:
+    asyncio.run(twice())
+except KeyboardInterrupt:
+    print("left")
+"""
+
+
+# Ctrl-C at the prompt ends the program without another Enter, and the process ends cleanly.
+@pytest.mark.process
+def test_ctrl_c_at_the_prompt():
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-u", "-c", PROMPT], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    os.write(ours, b"one\n")
+    while b"heard one" not in shown or not shown.endswith(b"> "):
+        shown += os.read(ours, 100)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(100) == 0
+    assert b"left" in os.read(ours, 100)
+    os.close(ours)
+
+
+# So it does where the input is a pipe that stays open and empty.
+@pytest.mark.process
+def test_ctrl_c_while_a_pipe_is_read():
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", PROMPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdin is not None
+    process.stdin.write("one\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "heard one\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(100) == 0
+    assert process.stdout.read() == "left\n"
+    process.stdin.close()
+    process.stdout.close()
 
 
 # Lines are answered, commands are obeyed, and the end of the input ends it.
