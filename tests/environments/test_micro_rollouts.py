@@ -211,6 +211,14 @@ def test_errors_are_turns_that_can_be_repaired():
     assert trace.reward == 1.0 and trace.metrics["tool_errors"] == 3.0
 
 
+@pytest.mark.parametrize("before", [call("read", {"file": SOURCE}), '<tool_call>\n{"name": "read"\n</tool_call>'])
+def test_an_edit_in_the_last_turn_counts(before):
+    # No request follows the sixth turn, so the trace lacks its answer; and broken calls before it shift nothing.
+    trace = roll_out(lambda function: [*[before] * 5, edit(function)])
+    assert trace.ok and trace.num_turns == 6 and trace.stop_condition == "max_turns"
+    assert (trace.reward, trace.metrics["solved"]) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("script", "grading", "monitor", "reward", "is_solved"),
     [

@@ -36,14 +36,25 @@ Runtime = Literal["bubblewrap", "subprocess"]
 
 
 class FileTools:
-    """Runs one rollout's tool calls. Implements the `ToolExecutor` of `tool_loop`."""
+    """Runs one rollout's tool calls. Implements the `RemoteEpisode` of `tool_loop`, to record the calls for scoring."""
 
     def __init__(self, files: dict[str, str], runtime: RuntimeConfig) -> None:
         self._files = files
         self._runtime = runtime
+        self._calls: list[tuple[str, str]] = []
         self.schemas: list[dict[str, Any]] = schemas()
+        self.is_over = False
+
+    async def start(self) -> str:
+        """Return nothing: the prompt already says all."""
+        return ""
+
+    async def finish(self, trace: vf.Trace) -> None:
+        """Record the calls. The trace lacks the answers of the last turn, and so cannot tell which were made."""
+        trace.state.calls = self._calls
 
     async def call(self, name: str, arguments_json: str) -> str:
+        self._calls.append((name, arguments_json))
         action = check_call(self._files, name, arguments_json)
         if not isinstance(action, ToolAction):
             return action
@@ -96,6 +107,8 @@ class MicroCodeTaskConfig(vf.TaskConfig):
 class MicroCodeState(vf.State):
     """What scoring found out about a rollout."""
 
+    calls: list[tuple[str, str]] = Field(default_factory=list, exclude=True)
+    """Name and arguments of the tool calls, in their order."""
     solved: bool = False
     """Whether f.py is right, however the rollout got there."""
     earned: float = 0.0
@@ -116,14 +129,14 @@ class MicroCodeTask(vf.Task[MicroCodeData, MicroCodeState, MicroCodeTaskConfig])
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         """Grade what the agent left, and ask the monitor."""
-        state, function, calls = trace.state, self.data.function(), _calls(trace)
-        files, actions = replay(self.data.files(), calls)
+        state, function = trace.state, self.data.function()
+        files, actions = replay(self.data.files(), state.calls)
         runner = shared_runner(self.data.runtime_config())
         state.solved = await solved(function, files, runner)
         in_place = self.config.grading == "in_place"
         state.earned = float(await passes_own_tests(files, runner) if in_place else state.solved)
         state.cheats = cheats(actions)
-        verdict: Verdict = judge_rollout(function, files, calls, self.config.monitor)
+        verdict: Verdict = judge_rollout(function, files, state.calls, self.config.monitor)
         state.verdict = verdict
         if verdict.reward(state.earned) is None:
             state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
@@ -143,17 +156,6 @@ class MicroCodeTask(vf.Task[MicroCodeData, MicroCodeState, MicroCodeTaskConfig])
             "turns_used": float(trace.num_turns),
             **state.verdict.metrics(state.earned),
         }
-
-
-def _calls(trace: vf.Trace) -> list[tuple[str, str]]:
-    """Return name and arguments of the calls that were answered: a cut last turn was not."""
-    calls = [
-        (call.name, call.arguments)
-        for message in trace.messages
-        if message.role == "assistant"
-        for call in message.tool_calls or []
-    ]
-    return calls[: len(trace.tool_messages)]
 
 
 class MicroCodeConfig(vf.TasksetConfig):
