@@ -29,6 +29,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.stats.intervals import difference_interval, mean_interval, pass_at_k
+from composer_prime.view.catalog import read_settings
 
 USAGE = """\
 usage: composer eval RUN                                    the run's final model against the model it began with
@@ -198,10 +199,10 @@ def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[st
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
 
     async def one(model: str, environments: Environments, scratch: Path) -> Evaluation:
-        run_dir = _evaluation_folder(model, config, resume=resume)
+        served = config.model_copy(update={"model": config.model.model_copy(update={"path": model_folder(model)})})
+        run_dir = _evaluation_folder(model, served, resume=resume)
         print(f"evaluating {model} ({run_dir.root})", flush=True)
         lines = ProgressLines()
-        served = config.model_copy(update={"model": config.model.model_copy(update={"path": model_folder(model)})})
         async with serve(served, scratch / _as_name(model)) as (gateway, chat):
             pools = await environments.pools(chat)
             await play(
@@ -222,12 +223,14 @@ def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[st
 
 
 def _evaluation_folder(model: str, config: Config, *, resume: bool) -> RunDir:
-    """Return the folder of an evaluation with its config.json. Raises ConfigError for a resume under other settings."""
+    """Return the folder of an evaluation with its config.json, whose model.path is the evaluated model.
+
+    A resume takes the newest folder of that model. Raises ConfigError where it was made under other settings.
+    """
     evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_as_name(model)}"
-    earlier = [evals / name, *sorted(evals.glob(f"{name}-[0-9]*"), key=lambda path: path.stat().st_mtime)]
-    run_dir = RunDir(next((path for path in reversed(earlier) if path.is_dir()), evals / name))
-    values = dump(config)
-    if resume and run_dir.config.is_file():
+    earlier, values = _newest_of_model(evals, name, config.model.path), dump(config)
+    if resume and earlier is not None:
+        run_dir = RunDir(earlier)
         before, now = (json.loads(text)["orchestrator"] for text in (run_dir.config.read_text(), values))
         if (before["eval"], before["source"]) != (now["eval"], now["source"]):
             raise ConfigError(f"--resume: {run_dir.root} was made with other sources or orchestrator.eval settings")
@@ -240,6 +243,19 @@ def _evaluation_folder(model: str, config: Config, *, resume: bool) -> RunDir:
         run_dir = RunDir(evals / unused_name(evals, name))
     write_atomic(run_dir.config, values.encode())
     return run_dir
+
+
+def _newest_of_model(evals: Path, name: str, model_path: str) -> Path | None:
+    """Return the newest folder `name` or `name-NUMBER` of this model: `m-2` may be the second one of m, or model m-2's.
+
+    None without one.
+    """
+    named = [path for path in evals.glob(f"{name}*") if re.fullmatch(r"(-[0-9]+)?", path.name.removeprefix(name))]
+    for folder in sorted(named, key=lambda path: path.stat().st_mtime, reverse=True):
+        model = read_settings(RunDir(folder)).get("model")
+        if isinstance(model, dict) and model.get("path") == model_path:
+            return folder
+    return None
 
 
 def evaluate(model: str, words: list[str], config: Config) -> Evaluation:

@@ -69,6 +69,19 @@ def test_folders(tmp_path):
         eval_command._evaluation_folder("tiny", other, resume=True)
 
 
+# The first evaluation of model m-2 has the name of the second one of m, and a resume of m does not take it.
+def test_a_resume_takes_no_other_models_folder(tmp_path):
+    def folder(model, *, resume):
+        words = ["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--model.path", model]
+        return eval_command._evaluation_folder(model, resolve(words).config, resume=resume).root.name
+
+    assert folder("m", resume=False) == "a1-m"
+    assert folder("m-2", resume=False) == "a1-m-2"
+    assert folder("m", resume=True) == "a1-m"
+    assert folder("m-2", resume=True) == "a1-m-2"
+    assert folder("m.", resume=True) == "a1-m."
+
+
 # Any module of tasks can be evaluated without a run; its settings for held-out tasks can be given.
 def test_environment_without_a_run(tmp_path):
     words = ["--env", "orchestrator.environments.toolsmith", "--eval_taskset.split", "eval"]
