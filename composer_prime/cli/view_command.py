@@ -10,6 +10,7 @@ import argparse
 import errno
 import webbrowser
 from pathlib import Path
+from urllib.parse import quote
 
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
@@ -29,7 +30,7 @@ def main(words: list[str]) -> int:
     server = _listen(ViewServer, workspace, options.port)
     runs = workspace.runs()
     name = next(iter(runs)) if len(runs) == 1 else None
-    address = f"{server.address}#/run/{name}" if name else server.address
+    address = f"{server.address}#/run/{quote(name, safe='')}" if name else server.address
     print(f"{pluralize(len(runs), 'run')}: {address}   (Ctrl-C ends the page; the runs go on)", flush=True)
     if options.open:
         webbrowser.open(address)

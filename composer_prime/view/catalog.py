@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ def find_runs(folders: list[Path]) -> dict[str, FoundRun]:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}: name the folder that holds the runs, such as outputs")
         for root in _run_directories(folder, 0):
-            name = root.name if root == folder else root.relative_to(folder).as_posix()
-            run_id = name if name not in runs else f"{folder.name}/{name}"
+            top = folder.resolve().name
+            name = top if root == folder else root.relative_to(folder).as_posix()
+            names = chain([name, f"{top}/{name}"], (f"{top}/{name}-{number}" for number in count(2)))
+            run_id = next(each for each in names if each not in runs)
             is_cluster = bool(read_settings(RunDir(root)).get("diloco"))
-            joint = run_id.rpartition("/")[0] or folder.name if is_cluster else None
+            joint = run_id.rpartition("/")[0] or top if is_cluster else None
             runs[run_id] = FoundRun(run_id=run_id, run_dir=RunDir(root), joint=joint)
     return runs
 
@@ -88,7 +91,7 @@ def run_state(run_dir: RunDir, step: int, settings: dict[str, Any], ended: str |
     if ended in ("failed", "interrupted"):
         return ended
     steps = max_steps(settings)
-    if steps and step >= steps:
+    if steps and (step >= steps or ended == "finished"):  # A joint run may end by its outer steps.
         return "finished"
     if steps == 0 and any(run_dir.root.glob("rollouts/eval_*.jsonl")):
         return "evaluated"

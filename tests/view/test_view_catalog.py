@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,17 @@ def test_runs_are_found_below_a_folder(tmp_path):
         find_runs([tmp_path / "absent"])
 
 
+# A run has a name wherever the command is typed, and runs of one name in several folders are all there.
+def test_every_run_has_an_id_of_its_own(tmp_path, monkeypatch):
+    roots = [make_run(tmp_path / place / "x" / "a1", steps=1).root for place in ("one", "two", "three")]
+    monkeypatch.chdir(roots[0])
+    assert list(find_runs([Path()])) == ["a1"]
+    found = find_runs([root.parent for root in roots])
+    assert {run_id: run.run_dir.root for run_id, run in found.items()} == dict(
+        zip(["a1", "x/a1", "x/a1-2"], roots, strict=True)
+    )
+
+
 # A link below the folder that leads elsewhere is no way out of it.
 def test_a_link_below_a_run_folder_is_not_followed(tmp_path):
     outside = make_run(tmp_path / "elsewhere" / "secret").root
@@ -47,11 +59,13 @@ def test_the_list_tells_states_apart(tmp_path):
     make_run(tmp_path / "done")
     failed = make_run(tmp_path / "failed", steps=3)
     MetricsFile(failed.metrics, "launcher").log(2, {"event": "ended", "state": "failed", "problem": "node died"})
+    joined = make_run(tmp_path / "joined", steps=3, run={"name": "joined", "seed": 0, "max_steps": 20})
+    MetricsFile(joined.metrics, "launcher").log(3, {"event": "ended", "state": "finished"})
     running = make_run(tmp_path / "running", steps=3)
     (running.root / ".launcher.lock").write_text(f"{os.getpid()}\n")
     rows = {row["id"]: row for row in Workspace([tmp_path], tmp_path / "cache").run_list()["runs"]}
     states = {run_id: row["state"] for run_id, row in rows.items()}
-    assert states == {"done": "finished", "failed": "failed", "running": "running"}
+    assert states == {"done": "finished", "failed": "failed", "running": "running", "joined": "finished"}
     assert rows["done"]["held_out"][-1]["mean"] == 7 / 8
     assert rows["done"]["reward"] == pytest.approx(0.35)
     assert rows["failed"]["differs"] == {} and rows["done"]["differs"] == {"run.max_steps": 12}
