@@ -40,6 +40,9 @@ Each class is also the standard-library error that a caller without this module 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ComposerError(Exception):
     """Root of every error that composer-prime raises on purpose."""
@@ -189,3 +192,17 @@ class RoleFailedError(ComposerError, RuntimeError):
 
 class DeadlineError(ComposerError, TimeoutError):
     """A wait went past its deadline. The message names what was waited for and since when."""
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise the first ComposerError of an exception group by itself: it is what the tasks of a TaskGroup ended by."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        found: BaseException | None = group.subgroup(ComposerError)
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
+        if found is None:
+            raise
+        raise found from group

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
+from composer_prime.errors import plain_errors
 from composer_prime.monitor.rollouts import read_rollouts
 from composer_prime.run.run_dir import RunDir
 from orchestrator.evals import play_held_out
@@ -56,9 +57,10 @@ async def evaluate(
         count += 1
         on_progress(count, len(places))
 
-    async with asyncio.TaskGroup() as group:
-        for place in places:
-            group.create_task(play(*place))
+    with plain_errors():
+        async with asyncio.TaskGroup() as group:
+            for place in places:
+                group.create_task(play(*place))
 
 
 def _places(config: OrchestratorConfig, source: SourceConfig, pool: WorkerPool) -> list[tuple[str, int, int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from composer_prime.console import pluralize
-from composer_prime.errors import RolloutError
+from composer_prime.errors import RolloutError, plain_errors
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout import (
@@ -63,8 +63,9 @@ async def play_episodes(
         request = msgspec.structs.replace(requests.training(plan, 0, 0), taskset=taskset)
         return await _play(runner, plan, request)
 
-    async with asyncio.TaskGroup() as group:
-        started = [group.create_task(play(number, index)) for number, index in enumerate(tasks)]
+    with plain_errors():
+        async with asyncio.TaskGroup() as group:
+            started = [group.create_task(play(number, index)) for number, index in enumerate(tasks)]
     return [task.result() for task in started]
 
 
