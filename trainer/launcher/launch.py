@@ -73,10 +73,13 @@ def launch(config: Config, commands: Commands | None = None) -> int:
             run_dir=run_dir, roles=roles, guard=guard, config=config, on_event=monitor.process_event
         )
         failure = _run(monitor, supervisor, signals)
-    status = signals.status if failure is None else FAILED
-    _write_costs(monitor, supervisor)
-    monitor.close()
-    _write_pages(prepared, monitor, status, failure)
+        status = signals.status if failure is None else FAILED
+        state = "finished" if status == 0 else "interrupted" if status >= 128 else "failed"
+        _write_costs(monitor, supervisor)
+        monitor.note_end(state, failure)
+    with suppress(KeyboardInterrupt):  # Ctrl-C skips what is left of closing, never the summary.
+        monitor.close()
+    _write_pages(prepared, status, state)
     print(run_summary(prepared, monitor.progress, status, monitor.peak_bytes), flush=True)
     if failure is not None:  # Its cause is the last word.
         print(f"\nthe run failed: {failure}", file=sys.stderr)
@@ -124,10 +127,8 @@ def _answers_text(supervisor: Supervisor) -> str:
     return f"teachers may answer what they were asked, at most {answers_s:g} s" if asks and answers_s else ""
 
 
-def _write_pages(prepared: Prepared, monitor: _RunMonitor, status: int, failure: str | None) -> None:
-    """Note how the run ended; write report.html and the model card. What goes wrong with them does not fail the run."""
-    state = "finished" if status == 0 else "interrupted" if status >= 128 else "failed"
-    monitor.note_end(state, failure)
+def _write_pages(prepared: Prepared, status: int, state: str) -> None:
+    """Write report.html and the model card. What goes wrong with them, or Ctrl-C, does not fail the run."""
     try:
         from composer_prime.view.model_card import write_model_card
         from composer_prime.view.report_html import write_report
@@ -135,7 +136,7 @@ def _write_pages(prepared: Prepared, monitor: _RunMonitor, status: int, failure:
         write_report(prepared.run_dir, state=state)
         if status == 0 and prepared.config.run.max_steps:
             write_model_card(prepared.run_dir)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         note = f"report.html could not be written ({type(error).__name__}: {error}); the run is not affected"
         print(note, file=sys.stderr, flush=True)
 
