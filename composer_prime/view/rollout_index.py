@@ -29,6 +29,8 @@ from composer_prime.run.run_dir import RunDir
 _FORMAT = 1
 """Version of the tables. A cached index of another version is made again."""
 _UNUSED_DAYS = 60.0
+_HOLD_S = 5.0
+"""Time after which who reads on commits, so that another process's page can write as well."""
 _FILE = re.compile(r"(step|eval)_(\d{1,12})\.jsonl|failed\.jsonl")
 _COLUMNS = (
     "file", "offset", "length", "kind", "step", "rollout_id", "grp", "source", "task_id", "status", "reward",
@@ -102,10 +104,12 @@ class RolloutIndex:
         """Threads that wait for the lock to answer somebody; who reads in the background lets them go first."""
         self._distinct: dict[tuple[str, str], list[Any]] = {}
         with self._connection() as database:
+            database.execute("BEGIN IMMEDIATE")  # Another page may make it at the same time.
             if database.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
                 for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
                     database.execute(f"DROP TABLE {table}")
-                database.executescript(_SCHEMA)
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    database.execute(statement)
                 database.execute(f"PRAGMA user_version = {_FORMAT}")
 
     @contextmanager
@@ -138,15 +142,15 @@ class RolloutIndex:
         """Take in the file of one step now, so that a link to it works before the rest has been read."""
         name = "failed.jsonl" if kind == "failed" else f"{kind}_{step or 0:06d}.jsonl"
         with self._answering(), self._connection() as database:
-            files = self._files()
-            if name in files and name in self._stale(database, files):
-                self._take_file(database, name, files[name])
+            files = {each: stat for each, stat in self._files().items() if each == name}
+            for stale in self._locked_stale(database, files):
+                self._take_file(database, stale, files[stale])
 
     def ensure_evaluations(self) -> None:
         """Take in every evaluation now: a verdict on some of them would be wrong."""
         with self._answering(), self._connection() as database:
             files = {name: stat for name, stat in self._files().items() if name.startswith("eval_")}
-            for name in self._stale(database, files):
+            for name in self._locked_stale(database, files):
                 self._take_file(database, name, files[name])
 
     def read_all(self) -> None:
@@ -154,7 +158,7 @@ class RolloutIndex:
         left = 1
         while left:
             with self._lock:
-                left = self._take_files(float("inf"), yields=True).files_left
+                left = self._take_files(time.monotonic() + _HOLD_S, yields=True).files_left
             time.sleep(0.002)
 
     def _files(self) -> dict[str, os.stat_result]:
@@ -174,14 +178,21 @@ class RolloutIndex:
         known = {name: stamp for name, *stamp in rows}
         return [name for name, stat in files.items() if known.get(name) != _stamp(stat)]
 
+    def _locked_stale(self, database: sqlite3.Connection, files: dict[str, os.stat_result]) -> list[str]:
+        """Return the stale names. Where there are any, this process alone may write until the connection closes."""
+        if not self._stale(database, files):
+            return []
+        database.execute("BEGIN IMMEDIATE")
+        return self._stale(database, files)  # Another process may have taken them in meanwhile.
+
     def _take_files(self, until: float, *, yields: bool = False) -> IndexState:
         """Read changed files until the time is up, at least one; with `yields` until another thread asks."""
         files = self._files()
         with self._connection() as database:
+            stale = self._locked_stale(database, files)
             gone = [(name,) for (name,) in database.execute("SELECT name FROM files") if name not in files]
             database.executemany("DELETE FROM rollouts WHERE file IN (SELECT number FROM files WHERE name = ?)", gone)
             database.executemany("DELETE FROM files WHERE name = ?", gone)
-            stale = self._stale(database, files)
             left = len(stale)
             for name in stale:
                 self._take_file(database, name, files[name])
@@ -210,7 +221,7 @@ class RolloutIndex:
                     if row := _row(number, done, kind, raw):
                         rows.append(row)
                     done += len(raw)
-        except FileNotFoundError:
+        except OSError:
             return
         marks = ", ".join("?" * len(_COLUMNS))
         database.executemany(f"INSERT INTO rollouts VALUES ({marks})", rows)

@@ -32,7 +32,7 @@ def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
     if (step := _integer(query, "step")) is not None:
         index.ensure(kind, step)
     state = index.update()
-    limit = min(_integer(query, "limit") or 100, _MAX_ROWS)
+    limit = max(1, min(_integer(query, "limit") or 100, _MAX_ROWS))
     order = _ORDERS.get(query.get("sort", ""), _ORDERS[""])
     rows = index.select(where, values, order=order, limit=limit, offset=_integer(query, "offset") or 0)
     return {
@@ -180,7 +180,7 @@ def _integer(query: Query, name: str) -> int | None:
     text = query.get(name, "")
     if not text:
         return None
-    if not text.removeprefix("-").isdigit() or len(text) > 15:
+    if not text.removeprefix("-").isdecimal() or len(text) > 15:
         raise ConfigError(f"{name}={text!r} is no whole number")
     return int(text)
 

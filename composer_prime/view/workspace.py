@@ -125,12 +125,12 @@ class Workspace:
     def evaluation(self, query: Query) -> dict[str, Any]:
         """Return what training fixed and broke."""
         found = self.find(query)
-        steps = [int(text) if (text := query.get(name, "")).isdigit() else None for name in ("before", "after")]
+        steps = [int(text) if (text := query.get(name, "")).isdecimal() else None for name in ("before", "after")]
         return evaluation_difference(self._evaluations(found), *steps, threshold=self._threshold(found))
 
     def pairs(self, query: Query) -> dict[str, Any]:
         found = self.find(query)
-        offset = int(text) if (text := query.get("offset", "")).isdigit() else 0
+        offset = int(text) if (text := query.get("offset", "")).isdecimal() else 0
         return pair_list(found.run_dir, read_settings(found.run_dir), offset)
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:

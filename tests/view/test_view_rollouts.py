@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -43,16 +44,28 @@ def test_filters(index):
     assert len(ids(index, kind="eval", step="3", min="1")) == 7
     assert ids(index, sort="-reward", limit="1", step="1") == ["g000002-1"]
     assert ids(index, step="1", limit="2", offset="6") == ["g000003-2", "g000003-3"]
+    assert len(ids(index, limit="-5")) == 1
 
 
 # Text of a filter is text: neither SQL nor a pattern.
-@pytest.mark.parametrize("text", ["%", "_", "' OR 1=1 --", "\\", 'task"; DROP TABLE rollouts'])
+@pytest.mark.parametrize("text", ["%", "_", "²", "' OR 1=1 --", "\\", 'task"; DROP TABLE rollouts'])
 def test_a_filter_is_no_pattern_and_no_sql(index, text):
     assert ids(index, q=text) == [] == ids(index, task=text)
     assert rollout_list(index, {"source": text, "status": text})["total"] == 0
     assert rollout_list(index, {"sort": text, "error": text})["total"] == 24
     with pytest.raises(ConfigError, match="is no whole number"):
         rollout_list(index, {"step": text})
+
+
+# Several pages may read one run at the same time: every rollout is in the index once.
+def test_indexes_that_share_a_file(run_dir, tmp_path):
+    def read(_: int) -> None:
+        RolloutIndex(run_dir, tmp_path / "shared").read_all()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(read, range(4)))
+    index = RolloutIndex(run_dir, tmp_path / "shared")
+    assert [index.count("kind = ?", [kind]) for kind in ("step", "eval", "failed")] == [24, 16, 1]
 
 
 # The verdict of the monitor for hacks and the nodes of a rollout can be filtered by, where the run records them.
