@@ -7,7 +7,8 @@ trusted, and for machines without a sandbox.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
+import functools
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from composer_prime.run.process import signal_session
 from orchestrator.sandbox.box import NOTHING, WORK, Box, CommandResult, inside_path
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.output import CommandStreams
@@ -30,6 +32,29 @@ _SIGNAL_LIMITS = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 # A limit that the system refuses (macOS has no -v) must not stop the command.
 _WITH_LIMITS = """ulimit -c 0; ulimit -t "$0" 2>/dev/null; ulimit -v "$1" 2>/dev/null; ulimit -f "$2" 2>/dev/null
 shift 2; exec "$@\""""
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a command and end what it left in its session. Returns its status."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13.
+        status = process.wait()
+        signal_session(process.pid, signal.SIGKILL)
+        return status
+    # Until it is collected, no other process can get its pid.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    signal_session(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+@functools.cache
+def _ends_with_parent() -> list[str]:
+    """Return the words before a command that end it with this process; none where setpriv cannot do so."""
+    words = [shutil.which("setpriv") or "setpriv", "--pdeathsig", "KILL"]
+    try:
+        works = subprocess.run([*words, "true"], capture_output=True, timeout=END_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return words if works.returncode == 0 else []
 
 
 class SubprocessBox(Box):
@@ -96,6 +121,7 @@ class SubprocessBox(Box):
                 )
             finally:
                 self._end_command()
+                self._process = None
                 streams.close()
 
     async def _run_to_end(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams,
@@ -103,30 +129,34 @@ class SubprocessBox(Box):
         limits = self.runtime.limits
         amounts = [str(limits.cpu_s), str(int(limits.memory_gb * _MIB)), str(int(limits.file_mb * 2048))]
         stdin, stdout, stderr = [*streams.child_fds] if streams.has_stdin else [subprocess.DEVNULL, *streams.child_fds]
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _WITH_LIMITS, *amounts, *argv],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=self._outside(cwd),
-            env={**self._env, **env},
-            start_new_session=True,
-        )
+        folder = self._outside(cwd)
+        try:
+            self._process = subprocess.Popen(
+                [*_ends_with_parent(), "/bin/sh", "-c", _WITH_LIMITS, *amounts, *argv],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=folder,
+                env={**self._env, **env},
+                start_new_session=True,
+            )
+        except OSError as error:  # Words that are too long, no such folder: what the command gave is to blame.
+            culprit = argv[0] if os.path.isdir(folder) else cwd
+            os.write(stderr, f"{culprit}: {error.strerror}\n".encode(errors="replace"))
+            streams.handed_over()
+            return 127 if error.errno == errno.ENOENT else 126
         streams.handed_over()
-        waiting = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+        waiting = asyncio.ensure_future(asyncio.to_thread(_wait, self._process))
         done, _ = await asyncio.wait([waiting], timeout=timeout_s)
         if not done:
             assert callable(end)
             end("wall_s")
-        status = await waiting
-        self._end_command()
-        return status
+        return await waiting
 
     def _end_command(self) -> None:
-        """End the command's session. A process that left it, by setsid, is not found."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End the command's session while it runs. A process that left it, by setsid, is not found."""
+        if self._process is not None and self._process.returncode is None:
+            signal_session(self._process.pid, signal.SIGKILL)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()
@@ -139,15 +169,22 @@ class SubprocessBox(Box):
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         self._check_open()
-        work_fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
+        name = str(self._outside(path).relative_to(self._work))
         try:
-            return read_regular(work_fd, str(self._outside(path).relative_to(self._work)), max_bytes)
+            work_fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise FileNotFoundError(f"the sandbox has no regular file {path!r}: {error.strerror}") from error
+        try:
+            return read_regular(work_fd, name, max_bytes)
         finally:
             os.close(work_fd)
 
     async def list_files(self) -> dict[str, int]:
         self._check_open()
-        work_fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            work_fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # A command took the permission away, or the folder.
+            return {}
         try:
             return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files)
         finally:
