@@ -11,6 +11,8 @@ package under test. So the image is made once, in a cache folder, and bound read
 from __future__ import annotations
 
 import compileall
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -18,6 +20,8 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,6 +33,8 @@ from packaging.utils import canonicalize_name
 from composer_prime.errors import SandboxError
 
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
+_UNUSED_S = 30 * 86_400.0
+_LOCK = threading.Lock()
 _LEFT_OUT = (
     "test",
     "tests",
@@ -59,17 +65,26 @@ class PythonImage:
         return f"{self.prefix}/bin/python"
 
 
-@functools.cache
 def python_image(packages: tuple[str, ...]) -> PythonImage:
     """Return the image with pytest and `packages`, made on first use. Raises SandboxError for a missing package."""
+    with _LOCK:
+        image, distributions = _image_of(packages)
+        if not image.folder.is_dir():
+            _make_once(image, distributions)
+    with contextlib.suppress(OSError):  # Another user made it.
+        os.utime(image.folder)
+    return image
+
+
+@functools.cache
+def _image_of(packages: tuple[str, ...]) -> tuple[PythonImage, list[metadata.Distribution]]:
+    """Return where the image is or will be, and what it holds."""
     prefix = "/opt/python" if sys.base_prefix == "/usr" else sys.base_prefix
     found = _with_dependencies(["pytest", *packages])
     parts = [sys.version, prefix, INIT_SOURCE.read_text(), Path(__file__).read_text()]
     parts += [f"{name}=={found[name].version}" for name in sorted(found)]
     folder = image_cache() / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    if not folder.is_dir():
-        _make(folder, prefix, list(found.values()))
-    return PythonImage(folder=folder, prefix=prefix)
+    return PythonImage(folder=folder, prefix=prefix), list(found.values())
 
 
 def image_cache() -> Path:
@@ -103,9 +118,33 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
     return found
 
 
+def _make_once(image: PythonImage, distributions: Sequence[metadata.Distribution]) -> None:
+    """Make the image unless another process does so meanwhile, and remove those that nobody uses."""
+    cache = image.folder.parent
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            for folder in (cache, cache.parent):
+                folder.chmod(0o755)  # Boxes have another user id, and the umask may be 077.
+        with open(cache / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not image.folder.is_dir():
+                _make(image.folder, image.prefix, distributions)
+            _remove_unused(cache)
+    except OSError as error:
+        raise SandboxError(f"the sandboxes' Python could not be copied to {image.folder}: {error}") from error
+
+
+def _remove_unused(cache: Path) -> None:
+    """Remove images, and halves of them, that nobody used for a month."""
+    for folder in cache.iterdir():
+        with contextlib.suppress(OSError):
+            if folder.is_dir() and time.time() - folder.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distribution]) -> None:
-    """Make the image beside its place, then rename it, so that several processes can do so at once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """Make the image beside its place, then rename it, so that half an image is never used."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
         _copy_interpreter(made / "python")
@@ -122,9 +161,6 @@ def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distributi
             if not path.is_symlink():
                 path.chmod(0o755 if path.is_dir() or os.access(path, os.X_OK) else 0o644)
         made.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():
-            raise SandboxError(f"the sandboxes' Python could not be copied to {folder}: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
