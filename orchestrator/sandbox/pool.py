@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.launch import START_TIMEOUT_S
 
 _POOLS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, BoxPool]] = weakref.WeakKeyDictionary()
 
@@ -47,7 +49,17 @@ class BoxPool:
     async def _fill(self) -> None:
         while len(self._waiting) < self._runtime.warm and not self._closed:
             box = await BubblewrapBox.open(self._runtime)
-            await box.preload()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await box.preload()
+            except BaseException as error:
+                await box.close()
+                if isinstance(error, OSError | TimeoutError):
+                    raise SandboxError(
+                        f"a sandbox ended or took more than {START_TIMEOUT_S:g} s to import pytest; "
+                        "look at the machine's load and free memory"
+                    ) from error
+                raise
             self._waiting.append(box)
 
     async def filled(self) -> None:
