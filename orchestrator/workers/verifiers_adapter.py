@@ -372,7 +372,8 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
 def _verdict(main: vf.Trace | None) -> dict[str, Any]:
     """Return what the environment's monitor says, where the state of the trace has it."""
     verdict = getattr(main.state, "verdict", None) if main is not None else None
-    return verdict.record() if verdict is not None else {}
+    record = getattr(verdict, "record", None)  # A state of somebody else's may have a verdict of another kind.
+    return record() if callable(record) else {}
 
 
 def answer_in_prompt(data: vf.TaskData) -> str | None:
