@@ -152,6 +152,16 @@ async def test_edits(play: Played) -> None:
     assert "cannot be written as UTF-8" in await play("create", path="u.py", text="\ud800")
 
 
+# An edit of a file that is too large to keep cannot be taken back, and nothing is removed instead.
+@process
+async def test_an_edit_of_a_large_file_is_not_undone(play: Played) -> None:
+    await play("bash", command="head -c 5000000 /dev/zero >large")
+    await play("create", path="large", text="x = 1")
+    assert await play("undo_edit", path="large") == "Error: no edit of large to undo"
+    assert "x = 1" in await play("view", path="large")
+    assert "cannot be written as UTF-8" in await play("view", path="\ud800")
+
+
 # Matches come with file and line; no match is no error, a broken expression is.
 @process
 async def test_search(play: Played) -> None:

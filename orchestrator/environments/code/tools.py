@@ -13,6 +13,7 @@ templates know.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -209,12 +210,17 @@ class CodeTools:
         return f"{path} is as before its last edit."
 
     async def _edit(self, path: str, text: str) -> None:
+        before: bytes | None = None
+        known = True
         try:
-            before: bytes | None = await self._box.read_file(path, MAX_VIEW_BYTES)
+            before = await self._box.read_file(path, MAX_VIEW_BYTES)
         except (OSError, ValueError):
-            before = None
+            known = path not in await self._box.list_files()
         await self._write(path, _encoded(text))
-        self._history.setdefault(path, []).append(before)
+        if known:
+            self._history.setdefault(path, []).append(before)
+        else:  # What stood there is lost, so no earlier edit can be undone either.
+            self._history.pop(path, None)
 
     async def _write(self, path: str, content: bytes) -> None:
         try:
@@ -265,7 +271,10 @@ def _plain(path: str) -> str:
     """Return a path relative to the work folder. Raises ToolFailure for one outside."""
     inside = path.removeprefix(f"{WORK}/") if path.startswith(f"{WORK}/") else path
     try:
+        os.fsencode(inside)
         return check_path(inside)
+    except UnicodeEncodeError:
+        raise ToolFailure(f"the path {path!r} cannot be written as UTF-8") from None
     except ValueError:
         raise ToolFailure(f"the path {path!r} is not in the work folder {WORK}") from None
 
