@@ -46,7 +46,7 @@ def model_card(run_dir: RunDir) -> str:
     rewards = [line["reward/mean"] for line in trained.values() if isinstance(line.get("reward/mean"), int | float)]
     base = str(_at(settings, "model", "path") or "unknown")
     sections = {
-        "Base": f"`{base}`",
+        "Base": f"`{_without_folders(base)}`",
         "Training": _training(settings, trained),
         "Data": _data(settings),
         "Objective": _objective(settings),
@@ -80,11 +80,11 @@ def _data(settings: dict[str, Any]) -> str:
     rows = []
     for source in sources if isinstance(sources, list) else []:
         taskset = source.get("taskset")
-        rows.append(f"- `{source.get('name')}`: `{json.dumps(taskset, sort_keys=True)}`")
+        rows.append(f"- `{source.get('name')}`: `{json.dumps(_without_folders(taskset), sort_keys=True)}`")
         if held_out := source.get("eval_taskset"):
-            rows.append(f"  - held out: `{json.dumps(held_out, sort_keys=True)}`")
+            rows.append(f"  - held out: `{json.dumps(_without_folders(held_out), sort_keys=True)}`")
     pairs = _at(settings, "orchestrator", "preferences", "pairs")
-    rows += [f"- preference pairs: `{pairs}`"] if pairs else []
+    rows += [f"- preference pairs: `{_without_folders(pairs)}`"] if pairs else []
     return "\n".join(rows) or "No source is recorded."
 
 
@@ -113,6 +113,17 @@ def _results(run_dir: RunDir) -> list[str]:
         change = difference_interval(first, scores).text(sign=True) if is_comparable else ""
         rows.append(f"| {step} | {mean.text()} | {mean.count} | {change} |")
     return rows
+
+
+def _without_folders(value: Any) -> Any:
+    """Return `value` with only the last part of absolute paths: a card is published, and folders name people."""
+    if isinstance(value, dict):
+        return {name: _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return Path(value).name
+    return value
 
 
 def _at(settings: dict[str, Any], *names: str) -> Any:
