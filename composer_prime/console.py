@@ -52,7 +52,7 @@ def fail(error: Exception, *, command: str | None = None) -> NoReturn:
 
     `command` is what the user typed, where the name of the process does not tell.
     """
-    print(f"{command or program()}: {error}", file=sys.stderr)
+    print(f"{command or program()}: {printable(str(error))}", file=sys.stderr)
     raise SystemExit(EXIT_USAGE)
 
 
@@ -134,6 +134,21 @@ def clock(seconds: float) -> str:
 def pluralize(count: int, noun: str, plural: str | None = None) -> str:
     """Return `1 step` or `2 steps`; `plural` where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+_CONTROLS = (
+    {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+    | {127: "\u2421"}
+    | dict.fromkeys(range(128, 160), "\ufffd")
+)
+
+
+def printable(text: str) -> str:
+    """Return text of a model or an environment for a terminal: control characters but line feeds and tabs as symbols.
+
+    An escape sequence could otherwise clear the screen, or set the title and the clipboard.
+    """
+    return text.translate(_CONTROLS)
 
 
 def what_is_wrong(sentences: list[str]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.config.load import make_importable
+from composer_prime.console import printable
 from composer_prime.errors import ConfigError, EngineError
 from composer_prime.model_source import resolve_model
 
@@ -93,7 +94,7 @@ class Conversation:
             message, usage = await self._ask()
             self.messages.append(message)
             if message.get("content"):
-                print(message["content"])
+                print(printable(message["content"]))
             calls = message.get("tool_calls") or []
             if not calls or self.tools is None:
                 print(f"  [{usage['completion_tokens']} tokens, {usage['total_tokens']} in all]", file=sys.stderr)
@@ -101,7 +102,7 @@ class Conversation:
             for call in calls:
                 function = call["function"]
                 answer = await self.tools.call(function["name"], function["arguments"])
-                print(f"  -> {function['name']}({function['arguments']})\n  <- {answer}")
+                print(printable(f"  -> {function['name']}({function['arguments']})\n  <- {answer}"))
                 self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
         print(f"  [stopped after {_TOOL_ROUNDS} rounds of tool calls]", file=sys.stderr)
 

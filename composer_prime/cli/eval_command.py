@@ -23,7 +23,7 @@ from statistics import fmean
 
 from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config, resolve
-from composer_prime.console import INTERRUPTED, ProgressLines, console_script, pluralize
+from composer_prime.console import INTERRUPTED, ProgressLines, console_script, pluralize, printable
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
@@ -79,7 +79,7 @@ def main(words: list[str]) -> int:
             scored |= {model: evaluate(model, rest, config) for model in missing}
         elif missing:
             scored |= evaluate_here(missing, config, resume=resume)
-    print("\n".join(["", *report({model: scored[model] for model in models}, config)]))
+    print(printable("\n".join(["", *report({model: scored[model] for model in models}, config)])))
     return 0
 
 
@@ -287,7 +287,7 @@ def _scores_with_notice(path: Path) -> Scores:
     failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
     if failures:
         failed = pluralize(len(failures), "rollout")
-        print(f"{failed} failed and left out, the first with: {failures[0]}", flush=True)
+        print(f"{failed} failed and left out, the first with: {printable(failures[0])}", flush=True)
     return scores(path)
 
 

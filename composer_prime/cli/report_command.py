@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from time import localtime, strftime
 
-from composer_prime.console import gib, pluralize
+from composer_prime.console import gib, pluralize, printable
 from composer_prime.errors import ComposerError, ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
         print(f"wrote {write_html(open_run(options.run[0]), options.html)}")
         return 0
     for folder in options.run:
-        print("\n".join([*report_run(open_run(folder), options.bins), ""]))
+        print(printable("\n".join([*report_run(open_run(folder), options.bins), ""])))
     if options.plot:
         plot_rewards(open_run(options.run[0]), options.plot)
         print(f"wrote {options.plot}")

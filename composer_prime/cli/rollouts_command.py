@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from composer_prime.console import pluralize
+from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
 from composer_prime.run.run_dir import RunDir
@@ -17,11 +17,11 @@ def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     run_dir = open_run(options.run)
     if options.id:
-        print("\n".join(show(find(run_dir, options.id))))
+        print(printable("\n".join(show(find(run_dir, options.id)))))
         return 0
     chosen = [rollout for rollout in select(run_dir, options) if passes(rollout, options)]
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
-    print("\n".join(hack_listing(shown) if options.hacks else listing(shown)))
+    print(printable("\n".join(hack_listing(shown) if options.hacks else listing(shown))))
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
     print(f"{count}; show one with: composer rollouts {options.run} ROLLOUT_ID")
     return 0

@@ -40,6 +40,12 @@ def test_step_line_leaves_out_what_is_missing():
     assert step_line(full, 4) == "step 2/4  reward 0.500 ±0.50  loss +0.2500  50 tok/s  2.0 s (waited 0.5 s)"
 
 
+def test_text_of_a_model_cannot_steer_the_terminal(capsys):
+    # Escape sequences are shown as symbols; lines and tabs stay what they are.
+    PlainView(Config.model_validate(CONFIG)).event("\x1b]0;title\x07 one\n\ttwo\x9b2J \x7f é")
+    assert capsys.readouterr().out.endswith("␛]0;title␇ one\n\ttwo\ufffd2J ␡ é\n")
+
+
 def test_channels_say_their_figures_only_where_they_are_on():
     # Every line has counts of turns and pairs; only the losses tell that a channel is on.
     (off,) = RunProgress().update([line(1, **{"sdpo/turns": 0.0, "dpo/pairs": 0.0})])

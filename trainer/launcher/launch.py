@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from composer_prime.config import Config
+from composer_prime.console import printable
 from composer_prime.errors import RoleFailedError
 from composer_prime.monitor.events import EventFile, parse_event
 from composer_prime.monitor.metrics_file import MetricsFile, Tail
@@ -82,7 +83,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     _write_pages(prepared, status, state)
     print(run_summary(prepared, monitor.progress, status, monitor.peak_bytes), flush=True)
     if failure is not None:  # Its cause is the last word.
-        print(f"\nthe run failed: {failure}", file=sys.stderr)
+        print(f"\nthe run failed: {printable(failure)}", file=sys.stderr)
     prepared.lock.close()
     return status
 

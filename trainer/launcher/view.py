@@ -11,7 +11,7 @@ from collections import deque
 from statistics import fmean
 
 from composer_prime.config import Config
-from composer_prime.console import clock, gib, pluralize, silence
+from composer_prime.console import clock, gib, pluralize, printable, silence
 from composer_prime.monitor.progress import TREND_STEPS, RoundProgress, RunProgress, StepProgress, ends, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
@@ -84,7 +84,7 @@ class PlainView:
     def event(self, text: str) -> None:
         """Show one line: a restart, a warning."""
         try:
-            print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+            print(f"[{time.strftime('%H:%M:%S')}] {printable(text)}", flush=True)
         except BrokenPipeError:
             silence()
             print("trainer: nobody reads this output any more; the run goes on, its logs are in logs/", file=sys.stderr)
@@ -140,7 +140,7 @@ class LiveView:
     def begin(self, progress: RunProgress) -> None: ...
 
     def event(self, text: str) -> None:
-        self._events.append(f"{time.strftime('%H:%M:%S')} {text}")
+        self._events.append(f"{time.strftime('%H:%M:%S')} {printable(text)}")
         self._drawn = 0.0
 
     def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:

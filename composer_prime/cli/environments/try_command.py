@@ -23,7 +23,7 @@ from composer_prime.cli.eval_command import model_folder
 from composer_prime.cli.rollouts_command import show
 from composer_prime.config import Config
 from composer_prime.config.load import read_config, resolve
-from composer_prime.console import pluralize
+from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import failure_text
@@ -205,10 +205,10 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     if options.json:
         print("\n".join(json.dumps(line) for line in lines))
     else:
-        print("\n".join([*_transcripts(lines, schemas=options.schemas), *_summary(lines)]))
+        print(printable("\n".join([*_transcripts(lines, schemas=options.schemas), *_summary(lines)])))
         print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
     for warning in trial_warnings(episodes):
-        print(f"warning: {warning}", file=sys.stderr if options.json else sys.stdout)
+        print(f"warning: {printable(warning)}", file=sys.stderr if options.json else sys.stdout)
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
 
 
