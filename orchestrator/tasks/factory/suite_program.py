@@ -18,6 +18,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -275,22 +276,51 @@ def _child(run: dict, job: dict, root: str, sending: int, said: int) -> None:
         os._exit(status)
 
 
-class Overlay:
-    """Write files over the tree, and put the old ones back. Bytecode of both is removed."""
+class PristineTree:
+    """Writes a run's files over the tree in the current folder, and afterwards puts everything back.
 
-    def __init__(self, files: dict):
-        self.files = files
-        self.before: dict = {}
+    Broken code leaves files behind and removes others. The next run must not see that. Bytecode stays, because it costs
+    time to make; only that of changed files is removed.
+    """
 
-    def __enter__(self) -> None:
-        for name, text in self.files.items():
-            path = Path(name)
-            self.before[name] = path.read_bytes() if path.exists() else None
-            self._put(path, None if text is None else text.encode())
+    def __init__(self):
+        self.folders, names = _walk()
+        self.content = {name: Path(name).read_bytes() for name in names if Path(name).is_file()}
+        self.links = names - self.content.keys()
+        self.modes = {name: os.stat(name).st_mode for name in self.content}
+        self.states = {name: _state(name) for name in self.content}
+        # A sandbox has a temporary folder of its own, its HOME. Another folder may hold what is not ours to remove.
+        temporary = tempfile.gettempdir()
+        self.temporary = Path(temporary) if temporary == os.environ.get("HOME") else None
+        self.kept = set(os.listdir(temporary)) if self.temporary else set()
 
-    def __exit__(self, *error) -> None:
-        for name, content in self.before.items():
-            self._put(Path(name), content)
+    def write(self, files: dict) -> None:
+        """Write path -> text; None removes a file."""
+        for name, text in files.items():
+            self._put(Path(name), None if text is None else text.encode())
+
+    def restore(self) -> None:
+        """Put the tree back as it was, and empty the temporary folder of what is new."""
+        folders, names = _walk()
+        for folder in folders - self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for name in names - self.content.keys() - self.links:
+            self._put(Path(name), None)
+        for folder in self.folders - folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in self.content.items():
+            if name not in names or _state(name) != self.states[name]:
+                self._put(Path(name), None)
+                self._put(Path(name), content)
+                os.chmod(name, self.modes[name])
+                self.states[name] = _state(name)
+        for left in self.temporary.iterdir() if self.temporary else ():
+            if left.name in self.kept:
+                continue
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
     def _put(self, path: Path, content: bytes | None) -> None:
         for stale in path.parent.glob(f"__pycache__/{path.stem}.*"):
@@ -300,6 +330,24 @@ class Overlay:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+
+
+def _walk() -> tuple[set[str], set[str]]:
+    """Return the folders and the files below the current folder, without bytecode."""
+    folders: set[str] = set()
+    files: set[str] = set()
+    for place, inner, names in os.walk("."):
+        links = [name for name in inner if os.path.islink(os.path.join(place, name))]
+        inner[:] = [name for name in inner if name != "__pycache__" and name not in links]
+        folders.update(os.path.join(place, name) for name in inner)
+        files.update(os.path.join(place, name) for name in (*names, *links))
+    return folders, files
+
+
+def _state(name: str) -> tuple[int, int, int]:
+    """Return what tells a changed file. Code can set the time of change of the content, but not that of the file."""
+    found = os.lstat(name)
+    return found.st_ctime_ns, found.st_mtime_ns, found.st_size
 
 
 def _cpu_seconds() -> float:
@@ -322,9 +370,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     played = []
+    pristine = PristineTree()
     for run in job["runs"]:
-        with Overlay(run["files"]):
+        pristine.write(run["files"])
+        try:
             played.append(play(run, job, root))
+        finally:
+            pristine.restore()
     with os.fdopen(answer, "w") as out:
         json.dump({"runs": played, "cpu_s": _cpu_seconds()}, out)
 
