@@ -70,7 +70,7 @@ def spoiled(path: Path, mode: Literal["w:gz", "w:xz"]) -> Path:
     """Write an archive whose compressed bytes are wrong in the middle."""
     with tarfile.open(path, mode) as archive:
         entry = tarfile.TarInfo("a/noise.py")
-        noise = random.Random(0).randbytes(20_000)
+        noise = random.Random(0).randbytes(20_000).hex().encode()
         entry.size = len(noise)
         archive.addfile(entry, io.BytesIO(noise))
     content = bytearray(path.read_bytes())

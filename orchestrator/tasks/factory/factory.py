@@ -126,8 +126,7 @@ class TaskFactory:
         """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled."""
         started, cpu_before = time.monotonic(), cpu_seconds()
         before = len(self.journal.verdicts)
-        async with await open_box(self.runtime):
-            pass  # without sandboxes every candidate would be refused for it
+        await self._try_box()  # without sandboxes every candidate would be refused for it
         places = asyncio.Semaphore(max(self.jobs, 1))
         try:
             async with asyncio.TaskGroup() as group:
@@ -140,6 +139,11 @@ class TaskFactory:
             self.journal.write_report(report)
         return report
 
+    async def _try_box(self) -> None:
+        """Open a box and close it. Raises SandboxError, where no candidate is at fault."""
+        async with await open_box(self.runtime):
+            pass
+
     async def _make_source(self, source: str, places: asyncio.Semaphore) -> None:
         async with places:
             self.watcher.source_begun(source)
@@ -150,7 +154,7 @@ class TaskFactory:
                 await self._make_tree(tree)
                 if self.settings.history:
                     await self._make_history(Path(source))
-            except (ConfigError, SandboxError) as error:
+            except (ConfigError, SandboxError, OSError) as error:
                 problem = self.problems[source] = str(error)
             self.watcher.source_ended(source, problem)
 
@@ -257,25 +261,32 @@ class TaskFactory:
 
         async def worker() -> None:
             for batch in batches:
-                if self._enough(work.tree.name, orders):
+                if self._enough(orders):
                     return
                 for proof in await self._prove_batch(work, batch):
-                    self._record(work, proof, orders[proof.candidate.id])
+                    self._record(work, proof, work.tree.name, orders[proof.candidate.id])
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.jobs):
-                group.create_task(worker())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.jobs):
+                    group.create_task(worker())
+        except ExceptionGroup as group:  # The first one ended the others.
+            raise group.exceptions[0] from group
 
-    async def _prove_batch(self, work: _Work, batch: Sequence[TaskCandidate]) -> list[Proof]:
-        """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused."""
+    async def _prove_batch(self, work: _Work, batch: Sequence[TaskCandidate], *, is_again: bool = False) -> list[Proof]:
+        """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
+
+        A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
+        """
         try:
             return await prove(batch, work.index, work.baseline, work.play)
         except SandboxError as error:
-            if len(batch) == 1:
+            if is_again:
+                await self._try_box()
                 return [Proof(candidate=batch[0], reason="the box ended", detail=str(error)[:300])]
-        return [proof for candidate in batch for proof in await self._prove_batch(work, [candidate])]
+        return [proof for one in batch for proof in await self._prove_batch(work, [one], is_again=len(batch) == 1)]
 
-    def _enough(self, source: str, orders: dict[str, int]) -> bool:
+    def _enough(self, orders: dict[str, int]) -> bool:
         """Tell whether the candidates before the first one that is not done give `limit` tasks."""
         if self.settings.limit is None:
             return False
@@ -287,7 +298,7 @@ class TaskFactory:
             proven += not verdict.reason
         return proven >= self.settings.limit
 
-    def _record(self, work: _Work, proof: Proof, order: int) -> None:
+    def _record(self, work: _Work, proof: Proof, source: str, order: int) -> None:
         task = None
         if not proof.reason:
             chosen = self.settings
@@ -300,7 +311,7 @@ class TaskFactory:
                 hide_tests=chosen.hide_tests,
                 name_tests=chosen.name_tests,
             )
-        self._note(proof, work.tree.name, order, task)
+        self._note(proof, source, order, task)
 
     def _note(self, proof: Proof, source: str, order: int, task: CodeTask | None) -> None:
         verdict = CandidateVerdict(
@@ -316,13 +327,16 @@ class TaskFactory:
         self.watcher.verdict(verdict)
 
     async def _make_history(self, repository: Path) -> None:
-        """Make tasks of commits."""
+        """Make tasks of commits. They count as a source of their own, also for the limit."""
         commits = await asyncio.to_thread(source_commits, repository, self.settings.history)
         name = tree_name(repository.resolve())
+        source = f"{name} history"
+        orders = {_commit_id(name, commit): order for order, commit in enumerate(commits)}
         waiting = [commit for commit in commits if _commit_id(name, commit) not in self.journal.verdicts]
-        self.watcher.candidates_found(f"{name} history", len(commits), len(commits) - len(waiting))
+        self.watcher.candidates_found(source, len(commits), len(commits) - len(waiting))
         for commit in waiting:
-            tree = f"{name}-{commit.commit[:12]}"
+            if self._enough(orders):
+                return
             candidate = TaskCandidate(
                 id=_commit_id(name, commit),
                 kind="history",
@@ -332,13 +346,19 @@ class TaskFactory:
                 added=commit.added,
                 message=commit.message,
             )
+            order = orders[candidate.id]
             try:
-                await self._make_commit(repository, tree, commit, candidate)
-            except ConfigError as error:
+                work, proof = await self._prove_commit(repository, f"{name}-{commit.commit[:12]}", commit, candidate)
+                self._record(work, proof, source, order)
+            except (ConfigError, SandboxError) as error:
+                if isinstance(error, SandboxError):
+                    await self._try_box()
                 refused = Proof(candidate=candidate, reason="the commit's tree cannot be used", detail=str(error)[:300])
-                self._note(refused, tree, commits.index(commit), None)
+                self._note(refused, source, order, None)
 
-    async def _make_commit(self, repository: Path, name: str, commit: SourceCommit, candidate: TaskCandidate) -> None:
+    async def _prove_commit(
+        self, repository: Path, name: str, commit: SourceCommit, candidate: TaskCandidate
+    ) -> tuple[_Work, Proof]:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
         files = await asyncio.to_thread(lambda: list(commit_files(repository, commit.commit)))
         tree = self._place(name, str(repository), lambda folder: write_tree(folder, files))
@@ -348,7 +368,7 @@ class TaskFactory:
         work = await self._begin(tree, [*commit.tests, *others])
         candidate = dataclasses.replace(candidate, tests=tuple(sorted(work.baseline.files)))
         (proof,) = await self._prove_batch(work, [candidate])
-        self._record(work, proof, 0)
+        return work, proof
 
     def _report(self, total: int, wall_s: float, cpu_s: float, before: int) -> dict[str, Any]:
         verdicts = list(self.journal.verdicts.values())

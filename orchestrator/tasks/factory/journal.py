@@ -95,7 +95,9 @@ class MakingJournal:
     def finish(self, limit: int | None) -> int:
         """Bring the tasks into the candidates' order and cut each source to `limit`. Return how many there are."""
         order = {
-            verdict.id: (verdict.source, verdict.order) for verdict in self.verdicts.values() if not verdict.reason
+            verdict.id: (verdict.source, verdict.order, verdict.id)
+            for verdict in self.verdicts.values()
+            if not verdict.reason
         }
         counts: dict[str, int] = {}
         lines = {msgspec.json.decode(line, type=_TaskId).id: line for line in _lines(self._tasks_path)}

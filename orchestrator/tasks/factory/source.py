@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import lzma
 import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.parser import HeaderParser
@@ -54,6 +56,17 @@ _NO_MODULE = (
     "run_tests",
     "manage",
     "release",
+)
+
+_UNPACK_ERRORS = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OSError,  # bz2, and names that are a file and a folder
+    ValueError,
+    RuntimeError,  # an encrypted .zip, or one whose compression is not known
 )
 
 
@@ -119,11 +132,11 @@ def unpack(archive: Path, folder: Path) -> None:
     """
     try:
         members = list(_members(archive))
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise ConfigError(f"{archive} cannot be unpacked: {error}") from error
-    roots = {path.split("/", 1)[0] for path, _ in members}
-    cut = len(next(iter(roots))) + 1 if len(roots) == 1 and all("/" in path for path, _ in members) else 0
-    write_tree(folder, ((path[cut:], content) for path, content in members))
+        roots = {path.split("/", 1)[0] for path, _ in members}
+        cut = len(next(iter(roots))) + 1 if len(roots) == 1 and all("/" in path for path, _ in members) else 0
+        write_tree(folder, ((path[cut:], content) for path, content in members))
+    except _UNPACK_ERRORS as error:
+        raise ConfigError(f"{archive} cannot be unpacked: {error or type(error).__name__}") from error
 
 
 def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
