@@ -25,6 +25,20 @@ from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
+_LEAST = {
+    "jobs": 1,
+    "sample": 1,
+    "times": 1,
+    "limit": 1,
+    "min_lines": 1,
+    "mutations": 0,
+    "history": 0,
+    "shown_tests": 0,
+    "timeout": 0.1,
+    "test_timeout": 0.1,
+    "suite_timeout": 0.1,
+}
+"""The least value of each option that is a number."""
 _MAKE = """\
 Makes coding tasks from packages that have tests. SOURCE is NAME or NAME==VERSION of the package index (its source
 distribution is downloaded with pip), an archive of sources, a folder, or a git repository. Every task is proven in a
@@ -39,7 +53,18 @@ empty patch does not. The others are in refused.jsonl, with the reason."""
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
+    _refuse_small(options)
     return options.work(options)
+
+
+def _refuse_small(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a number that is too small."""
+    for name, least in _LEAST.items():
+        value = getattr(options, name, None)
+        if value is not None and not value >= least:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} is below its least value {least}: give {least} or more"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,8 +127,6 @@ def make_tasks(options: argparse.Namespace) -> int:
     kinds = tuple(kind for kind in options.kinds.split(",") if kind)
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"--kinds {options.kinds}: {', '.join(unknown)} is not one of {', '.join(KINDS)}")
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs {options.jobs}: it takes at least one sandbox")
     packages = tuple(name for name in options.packages.split(",") if name)
     settings = FactorySettings(
         kinds=kinds,
@@ -226,7 +249,7 @@ def import_file(options: argparse.Namespace) -> int:
         shown_tests=options.shown_tests,
         timeout_s=options.timeout,
         runtime=None if options.unproven else factory_runtime(options.runtime, packages),
-        jobs=max(1, options.jobs),
+        jobs=options.jobs,
     )
     lines = ProgressLines()
     kept, refusals = asyncio.run(
