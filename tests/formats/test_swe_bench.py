@@ -12,9 +12,9 @@ import pytest
 from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instance, make_clone, smith_instance
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.environments.code.grading import Grade, grade
-from orchestrator.environments.code.task import CodeTask, matches, read_tasks
+from orchestrator.environments.code.task import CodeTask, matches, read_tasks, write_tasks
 from orchestrator.environments.formats.conversion import ImportSettings, Refusal, import_tasks
 from orchestrator.environments.formats.patches import apply_patch
 
@@ -101,6 +101,9 @@ def test_only_source_files_can_be_edited(tmp_path: Path) -> None:
             {"repo": "acme/weights"},
             r"no clone or tree of acme/weights in .*looked for acme__weights, acme__weights\.git",
         ),
+        ({"repo": "/etc"}, "its 'repo' is refused: the path '/etc'.*give owner/name"),
+        ({"repo": "../outside"}, "its 'repo' is refused: the path '../outside'"),
+        ({"base_commit": "--remote=elsewhere"}, "base_commit '--remote=elsewhere' is no commit"),
         ({"patch": ""}, "its 'patch' is empty"),
         ({"patch": "just words"}, "its 'patch' is no unified diff"),
         ({"patch": "--- a/../x\n+++ b/../x\n"}, "its 'patch' is refused: the path '../x'"),
@@ -149,6 +152,21 @@ def test_a_patch_of_what_is_no_text_is_refused(tmp_path: Path) -> None:
         apply_patch(tmp_path, "diff --git a/x.png b/x.png\nGIT binary patch\nliteral 3\n", field="patch")
 
 
+def test_a_patch_leads_nowhere_else(tmp_path: Path) -> None:
+    # A link that it makes, and a file that is or stands behind a link of the tree, would bring files of this machine.
+    link = "diff --git a/x.py b/x.py\nnew file mode 120000\n--- /dev/null\n+++ b/x.py\n@@ -0,0 +1 @@\n+/etc/hostname\n"
+    with pytest.raises(ConfigError, match="makes or changes a link"):
+        apply_patch(tmp_path, link, field="patch")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "secret.py").write_text("a = 1\n")
+    (tmp_path / "tree/x.py").symlink_to(tmp_path / "secret.py")
+    (tmp_path / "tree/folder").symlink_to(tmp_path)
+    for path, name in (("x.py", "x.py"), ("folder/secret.py", "folder")):
+        moved = f"diff --git a/{path} b/y.py\nsimilarity index 100%\nrename from {path}\nrename to y.py\n"
+        with pytest.raises(ConfigError, match=f"changes {path}, but {name} is a link"):
+            apply_patch(tmp_path / "tree", moved, field="patch")
+
+
 def test_patches_make_delete_and_rename_files(tmp_path: Path) -> None:
     # As git writes them, also without a newline at the end of the patch.
     (tmp_path / "old.py").write_text("a = 1\nb = 2\nc = 3\n")
@@ -190,3 +208,18 @@ def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "tasks.jsonl").touch()
     with pytest.raises(ConfigError, match=r"tasks\.jsonl exists: name another folder"):
         asyncio.run(import_tasks(file, tmp_path / "tasks", ImportSettings()))
+
+
+def test_an_import_without_sandboxes_ends_before_it_writes(tmp_path: Path) -> None:
+    # No sandbox has that package. What an import left that was cut off is no obstacle to the next import.
+    made = make_clone(tmp_path / "clones")
+    broken = RuntimeConfig(type="bubblewrap", packages=["no-such-package"])
+    with pytest.raises(SandboxError):
+        imported(tmp_path, [instance(*made)], runtime=broken)
+    assert not (tmp_path / "tasks").exists()
+    cut = CodeTask(id="cut", kind="issue", repository="a", prompt="do", fail_to_pass=["t"], pass_to_pass=[])
+    write_tasks(tmp_path / "tasks" / ".importing", [cut])
+    file, settings = tmp_path / "instances.jsonl", ImportSettings(repositories=tmp_path / "clones")
+    assert asyncio.run(import_tasks(file, tmp_path / "tasks", settings)) == (1, [])
+    assert [task.id for task in read_tasks(tmp_path / "tasks")] == ["acme__measures-7"]
+    assert not (tmp_path / "tasks" / ".importing").exists()

@@ -3,12 +3,15 @@
     records -> form (by their fields) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
                                             └─ refused, with the reason -> refused.jsonl
 
-One bad record does not end an import. A file none of whose records becomes a task does.
+One bad record does not end an import. A file none of whose records becomes a task does. tasks.jsonl is there once all
+records are done; until then its tasks are in .importing/, which the next import removes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +19,16 @@ from pathlib import Path
 import msgspec
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 from orchestrator.environments.formats.functions import human_eval_task, is_human_eval, is_mbpp, mbpp_task
 from orchestrator.environments.formats.records import Record, read_records
 from orchestrator.environments.formats.swe_bench import instance_task, is_swe_bench
+from orchestrator.sandbox.box import open_box
 
 REFUSED_FILE = "refused.jsonl"
+_IMPORTING_FOLDER = ".importing"
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,11 +73,17 @@ async def import_tasks(
 ) -> tuple[int, list[Refusal]]:
     """Write the tasks of a file below `folder`. Return how many, and the records that are none.
 
-    `on_record`: called with the records done and the tasks kept so far. Raises ConfigError where no record is one.
+    `on_record`: called with the records done and the tasks kept so far. Raises ConfigError where no record is one,
+    SandboxError where no sandbox can be opened.
     """
     if (folder / TASKS_FILE).exists():
         raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")
     records = list(read_records(path))
+    if settings.runtime is not None:
+        async with await open_box(settings.runtime):
+            pass  # Without sandboxes every record would be refused for it.
+    importing = folder / _IMPORTING_FOLDER
+    shutil.rmtree(importing, ignore_errors=True)
     refusals: list[Refusal] = []
     kept = 0
     ids: set[str] = set()
@@ -81,14 +92,17 @@ async def import_tasks(
             outcome = Refusal(place=records[done - 1].place, reason=f"its id {outcome.id} is another record's, too")
         if isinstance(outcome, CodeTask):
             ids.add(outcome.id)
-            kept += write_tasks(folder, [outcome], append=True)
+            kept += write_tasks(importing, [outcome], append=True)
         else:
             refusals.append(outcome)
         on_record(done, kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
     if not kept:
         shown = "\n".join(f"{refusal.place}: {refusal.reason}" for refusal in refusals[:5])
         raise ConfigError(f"{path}: none of its {len(records)} records became a task:\n{shown}")
-    (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
+    os.replace(importing / TASKS_FILE, folder / TASKS_FILE)
+    importing.rmdir()
     return kept, refusals
 
 
@@ -103,7 +117,7 @@ async def _outcomes(
             try:
                 task = await asyncio.to_thread(_convert, record, folder, settings)
                 reason = await _refuse(task, folder, settings)
-            except ConfigError as error:
+            except (ConfigError, SandboxError) as error:
                 reason = str(error).removeprefix(f"{record.place}: ")
                 return Refusal(place=record.place, reason=reason)
             return Refusal(place=record.place, reason=f"{task.id}: {reason}") if reason else task

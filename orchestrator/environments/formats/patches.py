@@ -8,12 +8,16 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.code.task import check_path
 
 _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
+_LINK = re.compile(
+    r"^(?:(?:new file|deleted file|old|new) mode |index [0-9a-f]+\.\.[0-9a-f]+ )(?:120000|160000)\b", re.MULTILINE
+)
+"""Modes of symbolic links and of submodules. Lines of a hunk begin with a space, + or -."""
 _FAILED = re.compile(r"patch failed: (?P<path>.+):(?P<line>\d+)$", re.MULTILINE)
 _TIMEOUT_S = 120.0
 
@@ -31,12 +35,14 @@ def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
         copy = Path(scratch, "tree")
         copy.mkdir()
         for path in paths:
+            _refuse_link(tree, path, field)
             if (tree / path).is_file():
                 (copy / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(tree / path, copy / path)
         _git_apply(copy, patch if patch.endswith("\n") else patch + "\n", field)
         changed: dict[str, str | None] = {}
         for path in paths:
+            _refuse_link(copy, path, field)
             before, after = _text(tree / path, path, field), _text(copy / path, path, field)
             if before != after:
                 changed[path] = after
@@ -46,6 +52,8 @@ def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
 def _touched(patch: str, field: str) -> list[str]:
     if "GIT binary patch" in patch or re.search(r"^Binary files .* differ$", patch, re.MULTILINE):
         raise ConfigError(f"its {field!r} changes a binary file; tasks hold text only")
+    if _LINK.search(patch):
+        raise ConfigError(f"its {field!r} makes or changes a link or a submodule; tasks hold plain files only")
     try:
         paths = [check_path(match["path"]) for match in _HEADER.finditer(patch) if match["path"] != "/dev/null"]
     except ValueError as error:
@@ -53,6 +61,13 @@ def _touched(patch: str, field: str) -> list[str]:
     if not paths:
         raise ConfigError(f"its {field!r} is no unified diff: it has no line that begins with '--- ' or '+++ '")
     return sorted(set(paths))
+
+
+def _refuse_link(tree: Path, path: str, field: str) -> None:
+    """Raise ConfigError for a path at or behind a link, which may lead out of the tree."""
+    for part in (PurePosixPath(path), *PurePosixPath(path).parents[:-1]):
+        if (tree / part).is_symlink():
+            raise ConfigError(f"its {field!r} changes {path}, but {part} is a link; tasks hold plain files only")
 
 
 def _git_apply(folder: Path, patch: str, field: str) -> None:

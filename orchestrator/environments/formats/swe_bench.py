@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.code.task import CodeTask
+from orchestrator.environments.code.task import CodeTask, check_path
 from orchestrator.environments.formats.patches import apply_patch
 from orchestrator.environments.formats.records import Record
 
@@ -29,6 +29,7 @@ _DIFFICULTY = {"<15 min fix": 0.2, "15 min - 1 hour": 0.5, "1-4 hours": 0.8, ">4
 """SWE-bench Verified's estimates of how long a person takes."""
 _TESTS_ARE_NOT_EDITABLE = ("!**/tests/**", "!**/test/**", "!**/testing/**", "!**/test_*.py", "!**/*_test.py")
 _UNITTEST_ID = re.compile(r"^\w+ \([\w.]+\)$")
+_COMMIT = re.compile("[0-9a-f]{7,64}")
 _GIT_TIMEOUT_S = 600.0
 _COPY_LEAVES_OUT = shutil.ignore_patterns(".git", "__pycache__", "*.pyc", ".pytest_cache", ".mypy_cache")
 
@@ -144,6 +145,8 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
     is_clone = (folder / ".git").exists() or (folder / "objects").is_dir()
     if is_clone and not commit:
         raise ConfigError(f"it has no base_commit, but {folder} is a clone: it needs one")
+    if is_clone and not _COMMIT.fullmatch(commit):
+        raise ConfigError(f"its base_commit {commit!r} is no commit; give the hexadecimal name that `git log` prints")
     tree = re.sub(r"[^\w.-]+", "__", f"{repo}-{commit[:12]}" if is_clone else repo)
     if (trees / tree).is_dir():
         return tree
@@ -163,6 +166,10 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
 
 
 def _find_repository(repo: str, repositories: Path) -> Path:
+    try:
+        repo = check_path(repo)
+    except ValueError as error:
+        raise ConfigError(f"its 'repo' is refused: {error}; give owner/name") from None
     owner, _, name = repo.rpartition("/")
     candidates = [
         path for path in (f"{owner}__{name}" if owner else name, repo, name) for path in (path, f"{path}.git")
