@@ -100,6 +100,15 @@ def test_mbpp_is_graded_assertion_by_assertion() -> None:
     assert (none.solved, none.fraction) == (False, 0.0)
 
 
+def test_a_function_that_is_named_as_a_builtin_is_the_solution_s() -> None:
+    # `sum` of MBPP is asked for, while `sorted` of the same assertion stays the builtin.
+    values = {"task_id": 126, "text": "Add the common divisors.", "test_list": ["assert sorted([sum(10, 15)]) == [6]"]}
+    code = "def sum(a, b):\n    sorted = [n for n in range(1, a) if a % n == b % n == 0]\n    return len(sorted) * 3"
+    for solution, imports in ((code, True), ("def total(:", False), (None, False)):
+        task = mbpp_task(record(values | {"code": solution}), shown_tests=1)
+        assert ("from solution import sum\n" in task.test_files["test_solution.py"]) is imports
+
+
 @pytest.mark.parametrize(
     ("reply", "code"),
     [

@@ -79,14 +79,16 @@ def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
     setup = [line for line in record.values.get("test_imports") or [] if isinstance(line, str)]
     setup.append(record.values.get("test_setup_code") or "")
     known = _defined_names(_parse(record, "test_setup_code", "\n".join(setup)))
+    solution = record.values.get("code")
+    # A problem may ask for a function that is named as a builtin.
+    hidden = set(dir(builtins)) - (_defined_functions(solution) if isinstance(solution, str) else set())
     tests = []
     for number, assertion in enumerate(assertions, start=1):
-        names = sorted(_used_names(_parse(record, "test_list", assertion)) - known)
+        names = sorted(_used_names(_parse(record, "test_list", assertion)) - known - hidden)
         lines = [f"from solution import {', '.join(names)}", *assertion.splitlines()] if names else [assertion]
         tests.append(f"def test_{number}():\n" + "\n".join(_INDENT + line for line in lines))
     shown = "\n".join(assertions[:shown_tests])
     example = f"\nFor example:\n\n```python\n{shown}\n```" if shown else ""
-    solution = record.values.get("code")
     return _task(
         record,
         f"mbpp/{record.text('task_id')}",
@@ -165,12 +167,18 @@ def _parse(record: Record, field: str, code: str) -> ast.Module:
 
 
 def _used_names(tree: ast.Module) -> set[str]:
-    """Return the names that a statement reads and does not bind itself, builtins left out."""
+    """Return the names that a statement reads and does not bind itself."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {
         node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
     }
-    return {node.id for node in names} - bound - set(dir(builtins))
+    return {node.id for node in names} - bound
+
+
+def _defined_functions(code: str) -> set[str]:
+    """Return the functions that a solution defines; none where it is no Python."""
+    body = ast.parse(code).body if _is_python(code) else []
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
