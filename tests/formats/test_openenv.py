@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -28,6 +29,20 @@ ID = "orchestrator.environments.formats.openenv"
 HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 8}
 SERVER = Path(__file__).with_name("openenv_server.py")
 WAIT_S = 150.0
+
+
+class Rewards:
+    """The part of a trace that an episode writes to."""
+
+    def __init__(self) -> None:
+        self.rewards: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+
+    def record_reward(self, name: str, value: float) -> None:
+        self.rewards[name] = value
+
+    def record_metrics(self, values: dict[str, float]) -> None:
+        self.metrics |= values
 
 
 def call(name: str = "step", **arguments: Any) -> str:
@@ -127,19 +142,9 @@ async def test_a_full_server_says_what_to_set(url: str) -> None:
     assert "max_concurrent_envs >= orchestrator.max_concurrent" in reply.error.message
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (None, "no OpenEnv server answers at"),
-        ({"unexpected": 1}, "not a message of its protocol"),
-        ({"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no such game"}}, "reset: no such game"),
-        ({"type": "observation", "data": {"observation": 3}}, "reset: "),
-    ],
-)
-async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any, says: str) -> None:
-    # Nothing there, another protocol, an environment that cannot be made: each is an error, never a zero reward.
-    from scripted_policy import play, source_spec_of
+@asynccontextmanager
+async def answering(answer: Any) -> AsyncIterator[str]:
+    """Yield the URL of a server that gives every message one answer, or that serves nothing for None."""
 
     async def socket_of(request: web.Request) -> web.WebSocketResponse:
         connection = web.WebSocketResponse()
@@ -156,13 +161,62 @@ async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any,
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "no OpenEnv server answers at"),
+        ({"unexpected": 1}, "not a message of its protocol"),
+        ({"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no such game"}}, "reset: no such game"),
+        ({"type": "observation", "data": {"observation": 3}}, "reset: "),
+    ],
+)
+async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any, says: str) -> None:
+    # Nothing there, another protocol, an environment that cannot be made: each is an error, never a zero reward.
+    from scripted_policy import play, source_spec_of
+
+    async with answering(answer) as url:
+        reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
     assert reply.reward is None and reply.error and reply.error.kind == "toolset"
     assert says in reply.error.message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("reward", ["1.0", [1], 10**400, float("nan"), float("-inf")])
+async def test_a_reward_that_is_no_number_fails_the_rollout(reward: Any) -> None:
+    # The message has the server's value.
+    from scripted_policy import play, source_spec_of
+
+    async with answering({"type": "observation", "data": {"observation": {}, "reward": reward}}) as url:
+        reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: [call(), "no"])
+    assert reply.reward is None and reply.error and reply.error.kind == "toolset"
+    assert f"a step's reward is {str(reward)[:200]!r}, not a finite number" in reply.error.message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("depth", [300, 100_000])
+async def test_deep_arguments_are_an_error_of_the_policy(depth: int) -> None:
+    # The episode goes on after a call that Python's JSON cannot read or write.
+    pytest.importorskip("verifiers.v1")
+    from orchestrator.environments.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig
+
+    async with answering({"type": "observation", "data": {"observation": {}, "reward": 1.0}}) as url:
+        episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig())
+        trace = Rewards()
+        try:
+            await episode.start()
+            answer = await episode.call("step", f'{{"a": {"[" * depth}{"]" * depth}}}')
+            assert answer == ("{}" if depth < 1000 else "Invalid JSON in tool call")
+            assert await episode.call("step", "{}") == "{}"
+        finally:
+            await episode.finish(cast(Any, trace))
+    assert trace.rewards == {"openenv": 2.0 if depth < 1000 else 1.0}
 
 
 @pytest.mark.process

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -149,7 +149,8 @@ class OpenEnvEpisode:
             return f"Tool not found: {name}"
         try:
             arguments = json.loads(arguments_json)
-        except ValueError:
+            json.dumps(arguments)  # Nesting that can be read may still be too deep to be sent.
+        except (ValueError, RecursionError):
             return self._refuse("Invalid JSON in tool call")
         if not isinstance(arguments, dict):
             return self._refuse("Invalid arguments: they must be a JSON object")
@@ -161,8 +162,9 @@ class OpenEnvEpisode:
         result = self._observation(reply, _STEP)
         reward = result.get("reward")
         if reward is not None:
-            if not math.isfinite(reward):
-                raise ToolsetError(f"OpenEnv server {self._url}: a step has the reward {reward}")
+            if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+                shown = str(reward)[:200]
+                raise ToolsetError(f"OpenEnv server {self._url}: a step's reward is {shown!r}, not a finite number")
             self._rewards.append(float(reward))
         self.is_over = bool(result.get("done"))
         error = result["observation"].get("error") if self._has_mcp_tools else None
@@ -202,7 +204,7 @@ class OpenEnvEpisode:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._socket.send_json({"type": kind, "data": data})
                 reply = await self._socket.receive_json()
-        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, RecursionError, TypeError, ValueError) as error:
             limit_s = self._settings.timeout_s
             raise ToolsetError(
                 f"OpenEnv server {self._url}: no answer to {kind} within {limit_s:g} s: {type(error).__name__} {error}"
