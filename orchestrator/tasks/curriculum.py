@@ -164,11 +164,12 @@ def build_curriculum(
         raise ConfigError(f"{where}, which cannot be imported: {error}; give `module:Class`") from None
     try:
         signature = inspect.signature(factory)
-        signature.bind(num_tasks=num_tasks, seed=seed, **config.kwargs)
+        estimates = {"difficulty": difficulty} if "difficulty" in signature.parameters else {}
+        arguments = {**estimates, **config.kwargs}
+        signature.bind(num_tasks=num_tasks, seed=seed, **arguments)
     except TypeError as error:
         raise ConfigError(f"{where}; its class does not take orchestrator.curriculum.kwargs: {error}") from None
-    estimates = {"difficulty": difficulty} if "difficulty" in signature.parameters else {}
-    curriculum = factory(num_tasks=num_tasks, seed=seed, **{**estimates, **config.kwargs})
+    curriculum = factory(num_tasks=num_tasks, seed=seed, **arguments)
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
     if missing:
         raise ConfigError(f"{where}; its class lacks {missing}: see orchestrator/tasks/curriculum.py for the protocol")

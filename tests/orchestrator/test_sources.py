@@ -122,6 +122,23 @@ def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings, said):
         build_curriculum(CurriculumConfig(**settings), num_tasks=5, seed=1)
 
 
+class Estimating(Shuffled):
+    """A curriculum that cannot be made without estimates."""
+
+    def __init__(self, *, num_tasks, seed, difficulty):
+        super().__init__(num_tasks=num_tasks, seed=seed)
+        self.difficulty = difficulty
+
+
+def test_a_curriculum_may_need_the_estimates():
+    """A required `difficulty` gets the tasks' estimates; kwargs replace them."""
+    path = f"{__name__}:Estimating"
+    for kwargs, expected in (({}, (0.5, None)), ({"difficulty": [1.0]}, [1.0])):
+        config = CurriculumConfig(import_path=path, kwargs=kwargs)
+        curriculum = build_curriculum(config, num_tasks=2, seed=1, difficulty=(0.5, None))
+        assert isinstance(curriculum, Estimating) and curriculum.difficulty == expected
+
+
 def test_the_frontier_needs_tasks_to_return_to():
     """An endless task set has no pass rates to steer by."""
     with pytest.raises(ConfigError, match="never ends"):
