@@ -16,7 +16,7 @@ class SandboxLimits(BaseConfig):
     wall_s: float = Field(default=60.0, gt=0)
     """Seconds that one command may take."""
     cpu_s: int = Field(default=60, ge=1)
-    """CPU seconds of one command, all of its processes together."""
+    """CPU seconds of one command, all of its processes together. A harness's program has no such limit."""
     memory_gb: float = Field(default=1.0, gt=0)
     """Memory in GiB: address space of each process, and resident memory of all processes together."""
     processes: int = Field(default=64, ge=1)

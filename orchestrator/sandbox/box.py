@@ -139,7 +139,11 @@ def read_tree(tree: Path) -> dict[str, bytes]:
 
 
 def inside_path(path: str) -> str:
-    """Return a path inside a box as an absolute one. Raises ValueError for one with `..` or a NUL."""
+    """Return a path inside a box as an absolute one. Raises ValueError for one with `..`, a NUL or a lone surrogate."""
     if "\0" in path or ".." in path.split("/"):
         raise ValueError(f"a path inside a sandbox has no '..' and no NUL, but got {path!r}")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ValueError(f"a path inside a sandbox can be written as UTF-8, but got {path!r}") from None
     return str(PurePosixPath(WORK, path))

@@ -35,6 +35,7 @@ import resource  # noqa: E402
 import select  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
+import stat  # noqa: E402
 import struct  # noqa: E402
 import types  # noqa: E402
 
@@ -61,10 +62,13 @@ class Init:
     def serve(self):
         """Handle requests. Returns in a forked child only, with the function that runs its Python code."""
         while True:
-            waiting = [self.control, *(pidfd for _, pidfd in self.commands.values())]
-            ready, _, _ = select.select(waiting, [], [], 1.0)
+            # Not select.select, which knows descriptors below 1024 only.
+            waiting = select.poll()
+            for fd in (self.control.fileno(), *(pidfd for _, pidfd in self.commands.values())):
+                waiting.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in waiting.poll(1000)}
             self.reap()
-            if self.control in ready:
+            if self.control.fileno() in ready:
                 python_code = self.handle()
                 if python_code:
                     return python_code
@@ -88,8 +92,16 @@ class Init:
         elif operation == "listen":
             self.listen(request)
         elif operation == "kill":
-            kill_others()
+            self.kill(request.get("command"))
         return None
+
+    def kill(self, number):
+        """End the session of one command, or every other process for None."""
+        if number is None:
+            kill_others()
+        for pid, (request, _) in self.commands.items():
+            if request["command"] == number:
+                kill_session(pid)
 
     def start(self, request, fds):
         python = forks_interpreter(request)
@@ -99,7 +111,7 @@ class Init:
             pid = None
             self.reply(request, {"error": f"fork: {error.strerror}"})
         if pid == 0:
-            become_command(request, fds, self.limits, python)
+            become_command(request, fds, {**self.limits, "cpu_s": request["cpu_s"]}, python)
             return python  # An interpreter goes on in main(), from where it ends as any interpreter does.
         for fd in fds:
             os.close(fd)
@@ -159,7 +171,8 @@ def become_command(request, fds, limits, python):
         stdin = fds.pop(0) if request["stdin"] else os.open("/dev/null", os.O_RDONLY)
         for target, fd in enumerate([stdin, *fds]):
             os.dup2(fd, target)
-        os.closerange(3, MAX_OPEN_FILES)
+        # The control socket has the number that it had outside, which may be a large one.
+        os.closerange(3, max(MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         os.chdir(request["cwd"])
         set_limits(limits)
         if python:
@@ -223,7 +236,7 @@ def forks_interpreter(request):
     loaded = {name.partition(".")[0] for name in sys.modules}
     for folder in [request["cwd"], *python_path]:
         folder = os.path.join(request["cwd"], folder)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have.
             in_the_way = {name.partition(".")[0] for name in os.listdir(folder)}
             if in_the_way & (loaded | {"sitecustomize", "usercustomize"}):
                 return None
@@ -266,23 +279,52 @@ def write_files(request, read_exactly):
         try:
             if problem is None:
                 write_file(path, content)
-        except OSError as error:
-            problem = f"{path}: {error.strerror}"
+        except (OSError, ValueError) as error:
+            problem = f"{path}: {getattr(error, 'strerror', None) or error}"
     return {"error": problem} if problem else {}
 
 
 def write_file(path, content):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        os.unlink(path)
-    with open(path, "wb") as file:
-        file.write(content)
+    """Write a file beside its place, then rename it: one that does not fit leaves the old content."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    new_path = os.path.join(folder, f".{os.urandom(8).hex()}.new")
+    try:
+        with open(new_path, "xb") as file:
+            file.write(content)
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode):
+                    os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
+        os.replace(new_path, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new_path)
+        raise
 
 
 def kill_others():
     """End every other process of the namespace. One call reaches all of them, so a fork bomb cannot outrun it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
+
+
+def kill_session(leader):
+    """End the processes of a session. They fork meanwhile, so it is looked through until none is left."""
+    for _ in range(100):
+        members = [int(name) for name in os.listdir("/proc") if name.isdigit() and runs_in_session(name, leader)]
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not members:
+            return
+
+
+def runs_in_session(pid, leader):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+        return state != b"Z" and int(session) == leader
+    return False
 
 
 def ended_processes(options):

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import math
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,8 +39,11 @@ from orchestrator.sandbox.usage import measure
 END_TIMEOUT_S = 10.0
 _MIB, _GIB = 1 << 20, 1 << 30
 _SIGNAL_LIMITS = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
+_LIMITS_OF_THE_BOX = ("memory_gb", "files")
+"""Limits of what all processes hold together, whichever command began them."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5
 """The first and the largest pause between two measurements of a running command."""
+_DESCRIPTORS = "if descriptors ran out, raise `ulimit -n` or lower the number of sandboxes open at one time"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -64,22 +70,24 @@ class BubblewrapBox(Box):
         self._init_fd = os.pidfd_open(init_pid)
         self._root_fd = open_root(init_pid)
         self._one_at_a_time = asyncio.Lock()
+        self._numbers = itertools.count(1)
         self._closed = False
 
     @classmethod
     async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
         """Start a box. Raises SandboxError with the remedy where bubblewrap does not work."""
         image = await asyncio.to_thread(python_image, tuple(runtime.packages))
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         variables = environment(image, python_path)
         if runtime.allow:
             variables |= {name: PROXY_URL for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")}
-        with there:
-            try:
+        try:
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with there, contextlib.ExitStack() as on_failure:
+                on_failure.enter_context(here)
                 process, info_fd = launch(runtime, image, there, environment(image, ()))
-            except SandboxError:
-                here.close()
-                raise
+                on_failure.pop_all()
+        except OSError as error:
+            raise SandboxError(f"a sandbox could not be opened: {error}; {_DESCRIPTORS}") from error
         control = ControlChannel(here)
         try:
             init_pid = await first_pid(process, info_fd)
@@ -132,16 +140,18 @@ class BubblewrapBox(Box):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
+        cpu_s: float | None = None,
     ) -> CommandResult:
-        """Run a command without waiting for others."""
+        """Run a command without waiting for others. `cpu_s` replaces limits.cpu_s."""
         self._check_open()
         limits = self.runtime.limits
         started = time.monotonic()
         ended_by: list[str] = []
+        number = next(self._numbers)
 
         def end(limit: str) -> None:
             ended_by.append(limit)
-            self.control.tell({"op": "kill"})
+            self._kill(number, limit)
 
         streams = CommandStreams(
             stdin,
@@ -150,12 +160,18 @@ class BubblewrapBox(Box):
             on_flood=lambda: end("output_mb"),
         )
         request = self.command(argv, env, cwd, has_stdin=streams.has_stdin)
+        request |= {"command": number, "cpu_s": math.ceil(cpu_s or limits.cpu_s)}
         try:
             reply = await self._run_to_end(request, streams, timeout_s or limits.wall_s, end)
             await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
             return _finished(reply, streams, ended_by, time.monotonic() - started)
         finally:
             streams.close()
+
+    def _kill(self, number: int, limit: str = "") -> None:
+        """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
+        alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
+        self.control.tell({"op": "kill", "command": number if alone else None})
 
     def command(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, *, has_stdin: bool) -> dict[str, Any]:
         """Return the request that starts a command. Raises ValueError for words that no command can have."""
@@ -183,7 +199,7 @@ class BubblewrapBox(Box):
             if not answer.done():
                 await self.close()
         except asyncio.CancelledError:
-            self.control.tell({"op": "kill"})
+            self._kill(request["command"])
             await asyncio.wait([answer], timeout=END_TIMEOUT_S)
             if not answer.done():
                 await self.close()
@@ -200,19 +216,26 @@ class BubblewrapBox(Box):
     async def _watch(self, answer: asyncio.Future[Any], timeout_s: float, end: Callable[[str], None]) -> None:
         """Return when the command has ended, or had to be."""
         deadline = time.monotonic() + timeout_s
+        limits = self.runtime.limits
+        if self.keeps_others:  # CPU time is measured of all commands. The kernel limits each process of this one.
+            limits = limits.model_copy(update={"cpu_s": sys.maxsize})
         pause_s, start = _FIRST_LOOK_S, None
         while True:
             left_s = deadline - time.monotonic()
             done, _ = await asyncio.wait([answer], timeout=max(0.0, min(pause_s, left_s)))
             if done:
                 return
-            usage = measure(self.init_pid, self._root_fd)
+            try:
+                usage = measure(self.init_pid, self._root_fd)
+            except OSError:  # What cannot be measured cannot be limited.
+                await self.close()
+                return
             start = start or usage
-            limit = "wall_s" if left_s <= 0 else usage.beyond(self.runtime.limits, start)
+            limit = "wall_s" if left_s <= 0 else usage.beyond(limits, start)
             if limit:
                 end(limit)
                 return
-            near = usage.memory_bytes > self.runtime.limits.memory_gb * _GIB / 4 or usage.processes > 16
+            near = usage.memory_bytes > limits.memory_gb * _GIB / 4 or usage.processes > 16
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
@@ -233,7 +256,10 @@ class BubblewrapBox(Box):
 
     async def list_files(self) -> dict[str, int]:
         self._check_open()
-        work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
+        try:
+            work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
+        except PermissionError:  # Code in the box took its own permission away.
+            return {}
         try:
             return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files)
         finally:
@@ -296,7 +322,6 @@ def _finished(
 def _limits(runtime: RuntimeConfig) -> dict[str, int]:
     limits = runtime.limits
     return {
-        "cpu_s": limits.cpu_s,
         "memory_bytes": int(limits.memory_gb * _GIB),
         "file_bytes": int(limits.file_mb * _MIB),
         "processes": limits.processes,

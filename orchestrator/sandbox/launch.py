@@ -85,8 +85,13 @@ def launch(
         raise SandboxError(
             f"orchestrator.source.runtime.type 'bubblewrap' needs the program bwrap: {INSTALL}, {OTHERWISE}"
         )
-    info_read_fd, info_write_fd = os.pipe()
     filter_fd = _seccomp_fd()
+    try:
+        info_read_fd, info_write_fd = os.pipe()
+    except OSError:
+        if filter_fd is not None:
+            os.close(filter_fd)
+        raise
     passed = [control.fileno(), info_write_fd, *([filter_fd] if filter_fd is not None else [])]
     arguments = [*without_root(), program, *bwrap_arguments(runtime, image), "--info-fd", str(info_write_fd)]
     if filter_fd is not None:
@@ -125,9 +130,18 @@ def _seccomp_fd() -> int | None:
 
 
 async def first_pid(process: subprocess.Popen[bytes], info_fd: int) -> int:
-    """Return the host's pid of the box's first process. The box has not its own root yet. Closes `info_fd`."""
+    """Return the host's pid of the box's first process. The box has not its own root yet. Closes `info_fd`.
+
+    Raises OSError, TimeoutError when bwrap names none.
+    """
+    # The thread that reads closes it: a caller that is canceled must not free a number that is still polled.
+    info = os.fdopen(info_fd, "rb", buffering=0)
 
     def read_all() -> bytes:
+        with info:
+            return read_reply()
+
+    def read_reply() -> bytes:
         deadline = time.monotonic() + START_TIMEOUT_S
         content = b""
         # Not select.select, which knows descriptors below 1024 only.
@@ -138,14 +152,18 @@ async def first_pid(process: subprocess.Popen[bytes], info_fd: int) -> int:
                 raise TimeoutError(f"no pid from bwrap after {START_TIMEOUT_S:g} s")
             piece = os.read(info_fd, 4096)
             if not piece:
-                raise OSError(f"bwrap ended with status {process.wait(timeout=_END_TIMEOUT_S)}")
+                raise OSError(_end_of(process))
             content += piece
         return content
 
+    return int(json.loads(await asyncio.to_thread(read_all))["child-pid"])
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> str:
     try:
-        return int(json.loads(await asyncio.to_thread(read_all))["child-pid"])
-    finally:
-        os.close(info_fd)
+        return f"bwrap ended with status {process.wait(timeout=_END_TIMEOUT_S)}"
+    except subprocess.TimeoutExpired:
+        return f"bwrap named no pid and did not end within {_END_TIMEOUT_S:g} s"
 
 
 def open_root(init_pid: int) -> int:

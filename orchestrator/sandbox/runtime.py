@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import re
+import secrets
 import shlex
 import time
 import tomllib
@@ -36,20 +37,27 @@ from orchestrator.sandbox.bubblewrap import BubblewrapBox
 logger = logging.getLogger(__name__)
 
 ONE_DAY_S = 86_400.0
-"""Limit of a harness's program. The rollout's own deadline is shorter, and cancels it."""
+"""Limit of a harness's program and of its CPU time. The rollout's own deadline is shorter, and cancels it."""
 _MIB = 1 << 20
 _SLACK_S = 60.0
 _HAS_PACKAGES = "import sys; from importlib import metadata\nfor name in sys.argv[1:]: metadata.distribution(name)"
 _SCRIPT_HEADER = re.compile(r"^# /// script\n((?:#.*\n)*?)# ///$", re.MULTILINE)
 _SIZES = r'for path; do printf "%s %s\0" "$(wc -c <"$path")" "$path"; done'
-_COMMAND = """d=$(mktemp -d) && cd {cwd} || exit 1
-echo {stdin} | base64 -d >$d/in
-(ulimit -c 0; ulimit -t {cpu_s}; ulimit -v {memory_kb}; ulimit -f {file_blocks}
-exec timeout -k 1 {wall_s} {command}) <$d/in >$d/out 2>$d/err
+# The command finds neither its input nor its output by a name: they are open, and their files are gone. A pipe brings
+# the input, so that no other process holds it once it was read.
+_COMMAND = """d=$(mktemp -d) && exec 4>$d/out 5>$d/err 6<$d/out 7<$d/err 8<$d/out 9<$d/err && rm -rf $d || exit 1
+echo {begun}
+{feed}(exec 6<&- 7<&- 8<&- 9<&-; cd {cwd} || exit 127
+ulimit -c 0; ulimit -t {cpu_s}; ulimit -v {memory_kb}; ulimit -f {file_blocks}
+exec timeout -k 1 {wall_s} {command} 4>&- 5>&-) {no_feed}>&4 2>&5
 echo $?
-for f in $d/out $d/err; do wc -c <$f; done
-for f in $d/out $d/err; do head -c {keep_bytes} $f | base64 | tr -d '\\n'; echo; done
-rm -rf $d"""
+wc -c <&6
+wc -c <&7
+head -c {keep_bytes} <&8 | base64 | tr -d '\\n'; echo
+head -c {keep_bytes} <&9 | base64 | tr -d '\\n'; echo"""
+_FEED = "{{ rm -f {path}; exec timeout -k 1 {wall_s} cat; }} <{path} | "
+_BEGUN = "begun"
+_KILLED = 128 + 9
 
 
 class BubblewrapConfig(BaseConfig):
@@ -103,6 +111,7 @@ class BubblewrapRuntime(Runtime):
             argv,
             env=self.process_env(env),
             timeout_s=ONE_DAY_S,
+            cpu_s=ONE_DAY_S,
             output_bytes=int(self.config.table.limits.output_mb * _MIB),
         )
         if finished.ended_by == "box":
@@ -182,8 +191,10 @@ class RuntimeBox(Box):
             await runtime.start()
             box = cls(runtime, table, python_path, owned=True)
             await box._shell(f"mkdir -p {WORK}")
-        except Exception as error:
+        except BaseException as error:
             await runtime.stop()
+            if not isinstance(error, Exception):
+                raise
             raise SandboxError(
                 f"a sandbox of type {table.type!r} did not start: {type(error).__name__}: {error}; `composer doctor` "
                 "lists the types that work here"
@@ -204,28 +215,31 @@ class RuntimeBox(Box):
         keep_bytes = int(limits.output_kb * 1024) if output_bytes is None else output_bytes
         wall_s = timeout_s or limits.wall_s
         words = [f"{name}={value}" for name, value in {**self._env, **env}.items()]
+        input_path = f"/tmp/.{secrets.token_hex(8)}"
         script = _COMMAND.format(
+            begun=_BEGUN,
+            feed=_FEED.format(path=input_path, wall_s=wall_s) if stdin else "",
+            no_feed="" if stdin else "</dev/null ",
             cwd=shlex.quote(inside_path(cwd)),
             cpu_s=limits.cpu_s,
             memory_kb=int(limits.memory_gb * _MIB),
             file_blocks=int(max(limits.file_mb, limits.output_mb) * 2048),
-            stdin=base64.b64encode(stdin).decode(),
             wall_s=wall_s,
             command=shlex.join(["env", *words, *argv]),
             keep_bytes=keep_bytes,
         )
         async with self._one_at_a_time:
             started = time.monotonic()
-            lines = (await self._shell(script, timeout_s=wall_s + _SLACK_S)).split("\n")
+            if stdin:
+                await self._runtime.write(input_path, stdin)
+            answer = await self._shell(script, timeout_s=wall_s + _SLACK_S, begun=_BEGUN)
             wall_spent_s = time.monotonic() - started
-        if len(lines) < 5:
-            raise SandboxError(f"the sandbox answered a command with {len(lines)} lines instead of 5")
-        code = int(lines[0])
-        out_of_time = code in (124, 137) and wall_spent_s >= wall_s
+        code, stdout, stderr = _ended(answer)
+        out_of_time = code in (124, _KILLED) and wall_spent_s >= wall_s
         return CommandResult(
             exit_code=None if out_of_time else code,
-            stdout=_kept(lines[3], int(lines[1])),
-            stderr=_kept(lines[4], int(lines[2])),
+            stdout=stdout,
+            stderr=stderr,
             ended_by="wall_s" if out_of_time else "",
             wall_s=wall_spent_s,
         )
@@ -255,13 +269,14 @@ class RuntimeBox(Box):
         if self._owned:
             await self._runtime.stop()
 
-    async def _shell(self, script: str, timeout_s: float = 100.0) -> str:
+    async def _shell(self, script: str, timeout_s: float = 100.0, begun: str = "") -> str:
+        """Return a script's output. Raises SandboxError when it fails, unless it printed the line `begun` before."""
         try:
             async with asyncio.timeout(timeout_s):
                 result = await self._runtime.run(["sh", "-c", script], {})
         except TimeoutError as error:
             raise SandboxError(f"the sandbox gave no answer within {timeout_s:g} s") from error
-        if result.exit_code != 0:
+        if result.exit_code != 0 and not (begun and result.stdout.startswith(f"{begun}\n")):
             raise SandboxError(f"the sandbox's shell failed: {result.stderr.strip()[-500:]}")
         return result.stdout
 
@@ -273,6 +288,15 @@ def script_packages(script: str) -> list[str]:
         return []
     lines = [line.removeprefix("#").removeprefix(" ") for line in header[1].splitlines()]
     return [Requirement(line).name for line in tomllib.loads("\n".join(lines)).get("dependencies", [])]
+
+
+def _ended(answer: str) -> tuple[int, bytes, bytes]:
+    """Return exit code, stdout and stderr. The command may have ended its shell, or spoiled what that says."""
+    try:
+        _, code, stdout_bytes, stderr_bytes, stdout, stderr = answer.split("\n")[:6]
+        return int(code), _kept(stdout, int(stdout_bytes)), _kept(stderr, int(stderr_bytes))
+    except ValueError:
+        return _KILLED, b"", b""
 
 
 def _kept(encoded: str, total_bytes: int) -> bytes:

@@ -34,7 +34,7 @@ class BoxUsage:
 
 
 def measure(init_pid: int, root_fd: int) -> BoxUsage:
-    """Measure a box by its first process's pid and its root folder."""
+    """Measure a box by its first process's pid and its root folder. Raises OSError when there is no such folder."""
     pids = processes_of(init_pid)
     usages = [_memory_and_cpu(pid) for pid in pids]
     files = [_files_below(root_fd, folder) for folder in ("work", "tmp")]
@@ -48,7 +48,8 @@ def measure(init_pid: int, root_fd: int) -> BoxUsage:
 
 def _files_below(root_fd: int, folder: str) -> int:
     """Return the inodes in use on the file system of a folder."""
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    # O_PATH needs no permission, which code in the box may take away.
+    folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
     try:
         status = os.fstatvfs(folder_fd)
         return status.f_files - status.f_ffree

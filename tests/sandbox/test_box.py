@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.sandbox.box import Box, CommandResult, open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.launch import first_pid
 from orchestrator.sandbox.pool import close_pools, shared_pool
+from orchestrator.sandbox.subprocess_box import _ends_with_parent
 from orchestrator.sandbox.usage import processes_of
-from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap
+from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap, start_times, still_there
 
 pytestmark = pytest.mark.process
 BOTH = [pytest.param("bubblewrap", id="bubblewrap"), pytest.param("subprocess", id="subprocess")]
@@ -75,6 +78,119 @@ async def test_a_command_ends_at_its_limits(kind: str) -> None:
         assert (await box.run(["sh", "-c", "kill -11 $$"])).exit_code == 139
         assert (await box.run(["no-such-program"])).exit_code == 127
         assert (await box.run(["echo", "works"])).stdout == b"works\n"
+
+
+# Claim: words that are too long and a folder that is not there end the command, not the box.
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_command_that_cannot_start_is_data(kind: str) -> None:
+    async with await open_box(table(kind)) as box:
+        assert (await box.run(["echo", "x" * 3_000_000])).exit_code == 126
+        assert (await box.run(["echo"], cwd="nowhere")).exit_code == 127
+        for path in ("\ud800", "folder/\ud800"):
+            with pytest.raises(ValueError, match="path inside a sandbox"):
+                await box.write_files({path: b""})
+        odd = await box.run(["python", "-c", "pass"], env={"PYTHONPATH": "a\udcff"})
+        assert odd.exit_code == 0, odd
+
+
+# Claim: code that takes the permissions of its own folder away stops neither the limits nor the box.
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_work_folder_without_permissions_is_data(kind: str) -> None:
+    async with await open_box(table(kind), files={"a": b""}) as box:
+        assert (await box.run(["sh", "-c", "chmod 0 .; sleep 1"])).exit_code == 0
+        assert set(await box.list_files()) <= {"a"}
+        with contextlib.suppress(FileNotFoundError):
+            assert await box.read_file("a", 1) == b""
+
+
+# Claim: a file that does not fit leaves the old one, and permissions stay.
+async def test_a_file_that_does_not_fit_leaves_the_old_one() -> None:
+    need_bubblewrap()
+    async with await open_box(SMALL, files={"a": b"old", "b": b"old"}) as box:
+        await box.run(["chmod", "700", "b"])
+        with pytest.raises(OSError, match="No space left"):
+            await box.write_files({"a": bytes(40 << 20)})
+        await box.write_files({"b": b"new"})
+        assert await box.read_file("a", 9) == b"old" and await box.read_file("b", 9) == b"new"
+        assert (await box.run(["stat", "-c", "%a", "b"])).stdout == b"700\n"
+        assert await box.list_files() == {"a": 3, "b": 3}
+
+
+# Claim: where processes may outlive their command, the end of one command ends nothing of another.
+async def test_a_limit_ends_only_its_own_command() -> None:
+    need_bubblewrap()
+    limits = LIMITS.model_copy(update={"cpu_s": 1})
+    async with await open_box(SMALL.model_copy(update={"limits": limits})) as box:
+        assert isinstance(box, BubblewrapBox)
+        box.keeps_others = True
+        spin = "import time\nwhile time.process_time() < 3: pass"
+        program = asyncio.ensure_future(box.run_beside_others(["python", "-c", spin], timeout_s=200, cpu_s=100))
+        assert (await box.run(["sh", "-c", "sleep 1000 & sleep 1000"], timeout_s=0.5)).ended_by == "wall_s"
+        assert (await box.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.count(b"sleep") == 0
+        finished = await program
+        assert (finished.exit_code, finished.ended_by) == (0, "")
+        assert (await box.run(["sh", "-c", "while :; do :; done"])).ended_by == "cpu_s"
+
+
+# Claim: a box of a process with more than 1024 open descriptors works, and its commands have none of them.
+async def test_many_open_descriptors() -> None:
+    need_bubblewrap()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"the hard limit of open files is {hard}, below 2048")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with contextlib.ExitStack() as many:
+            for _ in range(1100):
+                many.enter_context(open(os.devnull))
+            async with await open_box(SMALL, files={"a": b"x"}) as box:
+                assert (await box.run(["python", "-c", "print(7)"])).stdout == b"7\n"
+                listed = await box.run(["sh", "-c", "ls /proc/self/fd"])
+                assert listed.stdout.split() == [b"0", b"1", b"2", b"3"], listed
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# Claim: canceling the wait for bwrap's answer leaves the descriptor to the thread that reads it.
+async def test_a_canceled_start_keeps_its_descriptor() -> None:
+    info_fd, write_fd = os.pipe()
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        waiting = asyncio.ensure_future(first_pid(process, info_fd))
+        await asyncio.sleep(0.3)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        os.fstat(info_fd)
+        process.kill()
+    os.close(write_fd)
+
+
+# Claim: when the process that opened a subprocess box is killed, its command ends.
+@pytest.mark.skipif(not _ends_with_parent(), reason="no setpriv with --pdeathsig (util-linux)")
+def test_a_command_ends_with_its_owner() -> None:
+    code = """
+import asyncio
+from orchestrator.sandbox.box import open_box
+from composer_prime.config.sandbox import RuntimeConfig
+async def main():
+    box = await open_box(RuntimeConfig(type="subprocess"))
+    running = asyncio.ensure_future(box.run(["sleep", "1000"], cwd="."))
+    while box._process is None: await asyncio.sleep(0.05)
+    print(box._process.pid, flush=True)
+    await running
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        while b"sleep" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            subprocess.run(["sleep", "0.05"], check=True)
+        owner.kill()
+    for _ in range(1000):
+        if not alive(pid):
+            return
+        subprocess.run(["sleep", "0.1"], check=True)
+    raise AssertionError(f"process {pid} outlived its owner")
 
 
 # Claim: a fork of the box's interpreter shows a program what a newly started interpreter shows.
@@ -186,16 +302,18 @@ async def test_the_pool_gives_fresh_boxes() -> None:
     need_bubblewrap()
     runtime = SMALL.model_copy(update={"warm": 2})
     await shared_pool(runtime).filled()
-    pids = []
+    pids: list[int] = []
+    started: dict[int, str] = {}
     for _ in range(3):
         async with await open_box(runtime, files={"a.py": b""}, python_path=["."]) as box:
             assert isinstance(box, BubblewrapBox)
             pids.append(box.init_pid)
+            started |= start_times([box.init_pid])
             assert await box.list_files() == {"a.py": 0}
             assert (await box.run(["python", "-c", "import a; open('left', 'w')"])).exit_code == 0
     await close_pools()
     assert len(set(pids)) == 3
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not still_there(started)
 
 
 # Claim: a closed box refuses commands with an error that says what to do.
@@ -238,11 +356,12 @@ def test_boxes_end_with_their_owner() -> None:
     code = """
 import asyncio
 from orchestrator.sandbox.box import open_box
+from orchestrator.sandbox.usage import processes_of
 from composer_prime.config.sandbox import RuntimeConfig
 async def main():
     boxes = [await open_box(RuntimeConfig(type="bubblewrap")) for _ in range(3)]
     runs = [asyncio.ensure_future(box.run(["sh", "-c", "setsid sleep 1000 & sleep 1000"])) for box in boxes]
-    await asyncio.sleep(0.5)
+    while any(len(processes_of(box.init_pid)) < 3 for box in boxes): await asyncio.sleep(0.05)
     print(*[box.init_pid for box in boxes], flush=True)
     await asyncio.wait(runs)
 asyncio.run(main())

@@ -19,7 +19,7 @@ from orchestrator.sandbox.box import Box, CommandResult, open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.sandbox.usage import processes_of
 from tests.sandbox.attempts import BOMBS, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
-from tests.sandbox.boxes import SMALL, need_bubblewrap
+from tests.sandbox.boxes import SMALL, need_bubblewrap, start_times, still_there
 
 pytestmark = pytest.mark.process
 
@@ -85,8 +85,8 @@ async def attempt(script: str) -> CommandResult:
         finished = await box.run(["python", "-c", script])
         if finished.ended_by != "box":
             assert await works(box), await box.run(["ps", "axf"])
-        pids = processes_of(box.init_pid)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        started = start_times(processes_of(box.init_pid))
+    assert not still_there(started)
     return finished
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from composer_prime.errors import SandboxError
 from composer_prime.plan import sandboxes
 from orchestrator.sandbox import seccomp
 from orchestrator.sandbox.box import open_box
-from orchestrator.sandbox.python_image import python_image
+from orchestrator.sandbox.python_image import _remove_unused, python_image
 from tests.sandbox.boxes import SMALL, need_bubblewrap
 
 
@@ -66,6 +68,16 @@ def test_a_missing_package_is_named() -> None:
         python_image(("no-such-package",))
 
 
+# Claim: images that nobody used for a month are removed, and those in use stay.
+def test_old_images_are_removed(tmp_path: Path) -> None:
+    for name, age_s in (("old", 40 * 86_400), (".new-half", 40 * 86_400), ("used", 60)):
+        (tmp_path / name / "python").mkdir(parents=True)
+        used_at = time.time() - age_s
+        os.utime(tmp_path / name, (used_at, used_at))
+    _remove_unused(tmp_path)
+    assert os.listdir(tmp_path) == ["used"]
+
+
 # Claim: named packages are in the box with their dependencies, hidden programs are not, and the site-packages of this
 # environment are not there.
 @pytest.mark.process
@@ -92,7 +104,8 @@ def test_the_filter_knows_its_architectures() -> None:
 
 
 VERIFIERS = """
-import asyncio, os, sys
+import asyncio, contextlib, os, sys
+from verifiers.v1.errors import SandboxError
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.sandbox import runtime as ours
 from verifiers.v1 import runtimes
@@ -113,7 +126,10 @@ async def bubblewrap():
     await runtime.write("folder/file", b"\\x00")
     assert await runtime.read("folder/file") == b"\\x00"
     await runtime.run_background(["sh", "-c", "echo log; sleep 1000"], {}, "log")
-    while await runtime.read("log") != b"log\\n": await asyncio.sleep(0.05)
+    written = b""
+    while written != b"log\\n":
+        await asyncio.sleep(0.05)
+        with contextlib.suppress(SandboxError): written = await runtime.read("log")
     assert (await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"], {})).stdout.count("sleep") == 1
     pid = runtime.box.init_pid
     await runtime.stop()
@@ -130,6 +146,14 @@ async def box_around():
         done = await box.run(["sh", "-c", "cat; echo e >&2; exit 3"], stdin=b"\\xff", output_bytes=10)
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"\\xff", b"e\\n"), done
         assert (await box.run(["sleep", "100"], timeout_s=0.3)).ended_by == "wall_s"
+        large = await box.run(["wc", "-c"], stdin=bytes(300_000))
+        assert large.stdout.strip() == b"300000", large
+        hostile = "echo said; rm -rf /tmp/tmp.*/out; cat /proc/$PPID/cmdline"
+        done = await box.run(["sh", "-c", hostile], stdin=b"the key")
+        assert done.stdout.startswith(b"said\\n") and b"the key" not in done.stdout, done
+        killed = await box.run(["sh", "-c", "kill -9 $(cut -d' ' -f4 /proc/$PPID/stat)"])
+        assert (killed.exit_code, killed.stdout) == (137, b""), killed
+        assert (await box.run(["true"], cwd="nowhere")).exit_code == 127
         assert b"6 bytes cut" in (await box.run(["printf", "0123456789"], output_bytes=4)).stdout
         for path in ("nothing", "a"):
             try: await box.read_file(path, 9)
