@@ -119,13 +119,15 @@ async def test_fraction_and_flaky(trees: Path) -> None:
     assert flaky.solved
 
 
-# A suite that hangs ends by its limit, and is graded with what is known.
+# A suite that hangs ends by its limit, and is graded with what is known. It has time to come to the hanging test.
 @process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_hanging_suite_is_graded_with_what_is_known(trees: Path) -> None:
     hanging = TOTAL.replace(
         "    result = 0", "    import time\n    time.sleep(1000 if len(values) == 4 else 0)\n    result = 0"
     )
-    result = await graded(trees, hanging, timeout_s=8.0, pass_to_pass=[])
+    result = await graded(trees, hanging, timeout_s=40.0, pass_to_pass=[])
     assert not result.solved and result.ended_by and result.fraction == pytest.approx(2 / 3)
     assert result.missing == {"tests/test_numbers.py::test_total_of_ones[4]"}
 

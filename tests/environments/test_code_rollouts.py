@@ -87,8 +87,10 @@ def test_huge_output_is_data(folder: Path) -> None:
 
 
 # Tests that hang end by the task's limit: the rollout is scored.
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_hanging_suite_is_scored(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, make_task(timeout_s=6.0))
+    folder = make_folder(tmp_path, make_task(timeout_s=30.0))
     hang = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    while True: pass")
     reply, _ = play(source(folder, command_timeout_s=5.0), [hang, call("run_tests"), DONE])
     assert reply.error is None and reply.reward == 0.0
