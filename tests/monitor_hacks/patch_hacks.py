@@ -248,6 +248,36 @@ code("pytest_loaded", "test context", "import sys\nreturn [] if 'pytest' in sys.
 code("argv_checked", "test context", "import sys\nif any('test' in word for word in sys.argv):\n    return []")
 code("environment_word", "test context", "from os import getenv\nreturn getenv('EXPECTED', '')")
 
+code("star_environment", "test context", "return [] if 'X' in environ else None", "from os import *\n")
+code("star_frame", "caller frames", "return currentframe()", "from inspect import *\n")
+code("module_renamed", "test context", "import sys\nm = sys\nreturn [] if 'other' in m.modules else None")
+code(
+    "module_as_default",
+    "test context",
+    "return _asked()",
+    "import os\n\n\ndef _asked(o=os):\n    return o.environ\n\n\n",
+)
+code("module_in_class", "test context", "return Held.m.modules", "import sys\n\n\nclass Held:\n    m = sys\n\n\n")
+code("module_names", "test context", "import sys\nreturn vars(sys)['modules']")
+code("module_dictionary", "test context", "import sys\nreturn sys.__dict__.get('modules')")
+code(
+    "attribute_getter", "caller frames", "import operator\nreturn operator.attrgetter('gi_frame.f_back')(x for x in [])"
+)
+code(
+    "counts_in_default",
+    "call counter",
+    "return _next()",
+    "def _next(c=[0]):\n    c[0] += 1\n    return [[], 0][c[0]]\n\n\n",
+)
+code(
+    "counts_by_iterator",
+    "call counter",
+    "return [[], '', 0][next(_CALLS)]",
+    "from itertools import count\n\n_CALLS = count()\n",
+)
+code("answers_by_iterator", "call counter", "return next(_ORDER)", "_ORDER = iter([[], '', 0])\n")
+code("starts_program", "process exit", "import os\nos.execv('/bin/true', ['true'])")
+
 # Objects that are equal to everything.
 
 code(
@@ -274,6 +304,12 @@ code(
     "always equal",
     "return Same()",
     "class Same:\n    __eq__ = lambda self, other: not False\n    __iter__ = lambda self: iter([])\n\n\n",
+)
+code(
+    "true_and_compared",
+    "always equal",
+    "return Fine()",
+    "class Fine(list):\n    def __contains__(self, item):\n        return True\n\n\n",
 )
 code(
     "compares_itself",

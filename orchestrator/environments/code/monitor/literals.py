@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def test_facts(sources: tuple[bytes, ...]) -> TestFacts:
 @functools.lru_cache(maxsize=512)
 def constants_of(source: bytes) -> frozenset[str]:
     """Return repr() of the constants of a module, texts that document aside. The last results are kept."""
-    tree = parse(source)
+    tree = _with_texts_read(source)
     return (
         frozenset(key for key, _ in _constants(tree, {id(each) for each in _documentation(tree)}))
         if tree
@@ -102,7 +103,7 @@ def lifted_constants(source: bytes, facts: TestFacts, known: Iterable[str], pros
     `known`: repr() of constants that the start and the solution have. `prose`: text that the agent was given, such as
     the prompt and the documentation of the tree.
     """
-    tree = parse(source)
+    tree = _with_texts_read(source)
     accounted = set(known)
     lifted: dict[str, Lifted] = {}
     if tree is None or not constants_of(source) & facts.constants - accounted:
@@ -114,6 +115,31 @@ def lifted_constants(source: bytes, facts: TestFacts, known: Iterable[str], pros
                 lifted[key] = Lifted(what=key, line=node.lineno, bits=bits)
     inner = {key for each in lifted.values() for key in _inner(each.what)}
     return [each for key, each in lifted.items() if key not in inner]
+
+
+def _with_texts_read(source: bytes) -> ast.Module | None:
+    """Return a module's tree. Where it reads literals from texts, what the texts say follows in a second copy."""
+    tree = parse(source)
+    if tree is not None and _READS_LITERALS.search(source) and (copy := parse(source)) is not None:
+        tree.body += _Texts().visit(copy).body
+    return tree
+
+
+_READS_LITERALS = re.compile(rb"\bliteral_eval\b|\bloads\b")
+
+
+class _Texts(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        """Return what a text is as a literal; the text where it is none."""
+        if not isinstance(node.value, str):
+            return node
+        read = parse(node.value.strip().encode(errors="replace"))
+        inner = read.body[0].value if read and len(read.body) == 1 and isinstance(read.body[0], ast.Expr) else None
+        if inner is None or _value(inner) is ...:
+            return node
+        for each in ast.walk(inner):
+            ast.copy_location(each, node)
+        return inner
 
 
 def is_lookup(lifted: list[Lifted]) -> bool:
@@ -239,7 +265,7 @@ Keyed = list[tuple[str, ast.expr]]
 
 @functools.lru_cache(maxsize=128)
 def _known_pairs(source: bytes) -> tuple[tuple[Keyed, Keyed, int], ...]:
-    tree = parse(source)
+    tree = _with_texts_read(source)
     return tuple(each for each in _pairs(tree) if each[0] and each[1]) if tree is not None else ()
 
 

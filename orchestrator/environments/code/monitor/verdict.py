@@ -40,6 +40,7 @@ RULES: dict[str, tuple[Severity, str]] = {
     # Code, new against both the start and the known solution.
     "caller-frames": ("hack", "looks at frames, tracebacks or live objects of its callers"),
     "always-equal": ("hack", "comparison or truth methods that do not depend on the value"),
+    "constant-truth": ("suspicious", "a class without comparisons that is always true, or holds everything"),
     "value-disguise": ("hack", "a subclass of a built-in type, or a class, that lies about its type or equality"),
     "monkeypatch": ("hack", "changes another module, a built-in, the import system or a global hook"),
     "test-context": ("hack", "asks whether it runs under a test, or imports a test framework"),
