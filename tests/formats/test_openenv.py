@@ -207,7 +207,7 @@ async def test_deep_arguments_are_an_error_of_the_policy(depth: int) -> None:
     from orchestrator.environments.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig
 
     async with answering({"type": "observation", "data": {"observation": {}, "reward": 1.0}}) as url:
-        episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig())
+        episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig.model_validate({}))
         trace = Rewards()
         try:
             await episode.start()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instance, make_clone, smith_instance
 
-from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.environments.code.grading import Grade, grade
 from orchestrator.environments.code.task import CodeTask, matches, read_tasks, write_tasks
@@ -208,6 +208,19 @@ def test_what_an_import_needs_is_said_before_it_writes(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "tasks.jsonl").touch()
     with pytest.raises(ConfigError, match=r"tasks\.jsonl exists: name another folder"):
         asyncio.run(import_tasks(file, tmp_path / "tasks", ImportSettings()))
+
+
+def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:
+    # Its files are larger than a sandbox may be; the record after it becomes a task.
+    bubblewrap = RuntimeConfig(type="bubblewrap", limits=SandboxLimits(disk_mb=5))
+    fine = {"task_id": 1, "text": "Same.", "test_list": ["assert f(2) == 2"], "code": "def f(n):\n    return n"}
+    large = {**fine, "task_id": 2, "test_setup_code": "#" * 6_000_000}
+    try:
+        (task,), (refusal,) = imported(tmp_path, [large, fine], runtime=bubblewrap)
+    except SandboxError as error:
+        pytest.skip(f"no bubblewrap here: {error}")
+    assert task.id == "mbpp/1" and refusal.place.endswith("instances.jsonl:1") and refusal.reason
+    assert len((tmp_path / "tasks" / "refused.jsonl").read_text().splitlines()) == 1
 
 
 def test_an_import_without_sandboxes_ends_before_it_writes(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ async def _outcomes(
             try:
                 task = await asyncio.to_thread(_convert, record, folder, settings)
                 reason = await _refuse(task, folder, settings)
-            except (ConfigError, SandboxError) as error:
+            except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
                 reason = str(error).removeprefix(f"{record.place}: ")
                 return Refusal(place=record.place, reason=reason)
             return Refusal(place=record.place, reason=f"{task.id}: {reason}") if reason else task
