@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 _PROCESS_EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"}
 _MAY_START_PROCESSES = ("process", "slow", "vllm", "gpu")
+_TOKEN = "COMPOSER_GATEWAY_TOKEN"
 _unit_test: str | None = None
 
 # Every run draws the same examples, and no example has a time limit. `--hypothesis-profile random` draws anew.
@@ -30,13 +32,20 @@ sys.addaudithook(_refuse_processes)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Keep unit tests free of processes: an audit hook fails one that starts any."""
+    """Keep unit tests free of processes: an audit hook fails one that starts any.
+
+    A command that a test calls in this process may leave a gateway's token behind. It ends with the test.
+    """
     global _unit_test
+    token = os.environ.get(_TOKEN)
     _unit_test = None if any(map(item.get_closest_marker, _MAY_START_PROCESSES)) else item.nodeid
     try:
         return (yield)
     finally:
         _unit_test = None
+        os.environ.pop(_TOKEN, None)
+        if token is not None:
+            os.environ[_TOKEN] = token
 
 
 @pytest.fixture(autouse=True)
