@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,13 @@ from typing import Any
 import msgspec
 
 from composer_prime.errors import UnwritableError
+from composer_prime.sqlite import BUSY_S, switch_to_wal
 from composer_prime.traces.state import Message
 
 VERSION = 1
 """Part of every question's key. Raise it when the meaning of a stored answer changes."""
 IN_MEMORY = 4096
 """Answers that a cache without a file holds."""
-_BUSY_S = 30.0
-"""How long one process waits for another that writes the same file."""
-_RETRY_S = 0.02
-_PRIMARY_CODE = 0xFF
-"""The part of an SQLite error code that names its kind."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, cost_usd REAL NOT NULL DEFAULT 0);
 """
@@ -75,7 +70,8 @@ class _Connection:
 
     def __init__(self, database: Path | str) -> None:
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(database, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        self._database = sqlite3.connect(database, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        switch_to_wal(self._database)
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return the rows. Raises sqlite3.Error."""
@@ -104,7 +100,6 @@ class AnswerCache:
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._writer = _Connection(path)
-                _switch_to_wal(self._writer)
                 self._writer.execute("PRAGMA synchronous = NORMAL")
                 self._writer.execute(_SCHEMA)
                 self._reader = _Connection(path)
@@ -158,16 +153,3 @@ class AnswerCache:
                 self._writer.execute(f"DELETE FROM answers WHERE rowid <= ({newest}) - ?", (self._in_memory,))
         except sqlite3.Error as error:
             raise OSError(f"an answer cannot be kept in {self._path} ({error})") from None
-
-
-def _switch_to_wal(database: _Connection) -> None:
-    """Retry while another process does the same: SQLite does not wait by itself here."""
-    deadline = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & _PRIMARY_CODE != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-        time.sleep(_RETRY_S)

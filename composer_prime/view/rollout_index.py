@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.run.run_dir import RunDir
+from composer_prime.sqlite import BUSY_S, switch_to_wal
 
 _FORMAT = 1
 """Version of the tables. A cached index of another version is made again."""
@@ -104,6 +105,7 @@ class RolloutIndex:
         """Threads that wait for the lock to answer somebody; who reads in the background lets them go first."""
         self._distinct: dict[tuple[str, str], list[Any]] = {}
         with self._connection() as database:
+            switch_to_wal(database)
             database.execute("BEGIN IMMEDIATE")  # Another page may make it at the same time.
             if database.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
                 for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -114,8 +116,7 @@ class RolloutIndex:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self.path, timeout=30.0)) as database:
-            database.execute("PRAGMA journal_mode = WAL")
+        with closing(sqlite3.connect(self.path, timeout=BUSY_S)) as database:
             database.execute("PRAGMA synchronous = OFF")  # A lost index is made again.
             with database:
                 yield database
