@@ -170,6 +170,9 @@ def main() -> int:
     rl = parser.add_argument_group("with --rl only")
     rl.add_argument("--groups", type=int, default=4, help="groups of 8 rollouts, each cluster and step (default 4)")
     rl.add_argument("--eval-tasks", type=int, default=128, help="held-out tasks at the end (default 128)")
+    delays_help = "inner steps while a fragment is on its way (default 0)"
+    rl.add_argument("--delays", type=int, nargs="+", default=[0], metavar="TAU", help=delays_help)
+    rl.add_argument("--mixings", type=_mixing, nargs="+", default=[0.0], help="of cells with a delay: 0..1 or carry")
     rl.add_argument("--results", type=Path, default=Path("outputs/diloco_quality_rl.jsonl"), help="finished cells")
     rl.add_argument("--timeout-s", type=float, default=3600.0, help="of one cell")
     words = parser.parse_args()
@@ -183,6 +186,10 @@ def main() -> int:
     for every in words.sync_every:
         compare(words, every)
     return 0
+
+
+def _mixing(word: str) -> float | str:
+    return word if word == "carry" else float(word)
 
 
 def compare(words: argparse.Namespace, every: int) -> None:

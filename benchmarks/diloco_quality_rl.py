@@ -57,6 +57,14 @@ class Cell:
     groups: int
     """Of each cluster, a step; data-parallel's one cluster has twice as many."""
     eval_tasks: int
+    delay: int = 0
+    """tau: inner steps while a fragment is on its way."""
+    mixing: float | str = 0.0
+    """What becomes of those steps; a setting of a delay alone."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.scheme} {self.mixing}" if self.delay else self.scheme
 
     @property
     def fragments(self) -> int:
@@ -94,8 +102,9 @@ def cells(words: argparse.Namespace) -> list[Cell]:
     for seed in range(words.seeds):
         fixed = {"seed": seed, "steps": words.steps, "groups": words.groups, "eval_tasks": words.eval_tasks}
         found.append(Cell(scheme=DATA_PARALLEL, every=1, **fixed))
-        pairs = itertools.product(words.schemes, words.sync_every)
-        found += [Cell(scheme=scheme, every=every, **fixed) for scheme, every in pairs]
+        schedules = [(delay, mixing) for delay in words.delays for mixing in (words.mixings if delay else [0.0])]
+        for scheme, every, (delay, mixing) in itertools.product(words.schemes, words.sync_every, schedules):
+            found.append(Cell(scheme=scheme, every=every, delay=delay, mixing=mixing, **fixed))
     return found
 
 
@@ -115,7 +124,7 @@ def run(words: argparse.Namespace) -> int:
         done[cell] = outcome
         with words.results.open("a") as file:
             file.write(json.dumps({"cell": asdict(cell), "outcome": asdict(outcome)}) + "\n")
-        words_of = f"{cell.scheme} H={cell.every} seed {cell.seed}"
+        words_of = f"{cell.label} H={cell.every} tau={cell.delay} seed {cell.seed}"
         print(f"{number}/{len(todo)} {words_of}: {outcome.minutes:.1f} min", flush=True)
     print(table({cell: done[cell] for cell in cells(words)}))
     return 0
@@ -183,7 +192,8 @@ def _trainer(cell: Cell, name: str, folder: Path, rendezvous: str) -> list[str]:
     if name:
         argv += ["@", "configs/diloco/peer.toml"]
         values |= {
-            "diloco.rendezvous": rendezvous, "diloco.run": "quality", "diloco.peer-id": name, "diloco.delay": 0,
+            "diloco.rendezvous": rendezvous, "diloco.run": "quality", "diloco.peer-id": name,
+            "diloco.delay": cell.delay, "diloco.mixing": cell.mixing,
             "diloco.task-shard": [int(name == "b"), 2],
             "diloco.key-file": folder / "joint.key", "diloco.sync-every": cell.every,
             "diloco.fragments": cell.fragments, "diloco.codec.type": cell.scheme,
@@ -228,13 +238,14 @@ def _evaluations(runs: Sequence[list[dict]]) -> list[tuple[float, float]]:
 
 
 def table(outcomes: dict[Cell, Outcome]) -> str:
-    """One row a scheme and H, means over seeds; the gap to data-parallel is paired by seed."""
-    lines = ["scheme         H  held-out reward  equal rollouts   equal tokens         trained  mismatch KL"
+    """One row a scheme, H and delay, means over seeds; the gap to data-parallel is paired by seed."""
+    lines = ["scheme         H tau  held-out reward  equal rollouts   equal tokens         trained  mismatch KL"
              "  clipped   masked    Mtok   MB sent  times fewer   bits"]  # fmt: skip
     base = {cell.seed: outcome for cell, outcome in outcomes.items() if cell.scheme == DATA_PARALLEL}
-    kinds = list(dict.fromkeys((cell.scheme, cell.every) for cell in outcomes))
-    for scheme, every in kinds:
-        rows = {cell.seed: each for cell, each in outcomes.items() if (cell.scheme, cell.every) == (scheme, every)}
+    kinds = dict.fromkeys((cell.label, cell.every, cell.delay) for cell in outcomes)
+    for label, every, delay in kinds:
+        kind = (label, every, delay)
+        rows = {cell.seed: each for cell, each in outcomes.items() if (cell.label, cell.every, cell.delay) == kind}
         gaps = [each.reward - base[seed].reward for seed, each in rows.items()]
         fair = [each.reward - base[seed].reward_at(each.tokens) for seed, each in rows.items()]
 
@@ -243,7 +254,7 @@ def table(outcomes: dict[Cell, Outcome]) -> str:
 
         fewer = statistics.mean(each.bytes_sent for each in base.values()) / mean("bytes_sent")
         lines.append(
-            f"{scheme:<13} {every:2d}  {mean('reward'):15.3f}  {_spread(gaps)}  {_spread(fair)}  "
+            f"{label:<13} {every:2d} {delay:3d}  {mean('reward'):15.3f}  {_spread(gaps)}  {_spread(fair)}  "
             f"{mean('trained_reward'):11.3f}  {mean('mismatch_kl'):11.2e}  {mean('clip_fraction'):7.2%}  "
             f"{mean('masked_fraction'):7.3%}  "
             f"{mean('tokens') / 1e6:6.3f}  {mean('bytes_sent') / 1e6:8.2f}  {fewer:11.1f}  {mean('bits'):5.2f}"
