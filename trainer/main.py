@@ -44,9 +44,11 @@ def _main() -> int:
         for note in plan.notes if not config.run.resume else []:
             print(f"note: {note}", file=sys.stderr)
         from composer_prime.model_source import resolve_model
+        from composer_prime.run.process import end_with_parent
         from trainer.launcher.launch import launch
 
         resolve_model(config.model.path)
+        end_with_parent()  # `composer ladder run` starts one run after another
         return launch(config)
     except ConfigError as error:
         fail(error)

@@ -383,7 +383,8 @@ def _costs(run_dir: RunDir) -> list[str]:
     text = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
     if paid.process_s:
         links = "".join(f", {name} {count:,}" for name, count in sorted(paid.link_bytes.items()))
-        text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{links}")
+        price = f", ${paid.machine_usd:,.4f} for the machine" if paid.machine_usd else ""
+        text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{price}{links}")
     if not paid.calls:
         return text
     from composer_prime.config.load import read_config  # takes a second of CPU time

@@ -36,6 +36,8 @@ class RunConfig(BaseConfig):
     """Continue from the newest complete checkpoint of this run directory (`--resume` for short)."""
     overwrite: bool = False
     """Empty an existing run directory of this name instead of refusing to start."""
+    usd_per_hour: float = Field(default=0.0, ge=0)
+    """Price of this machine in dollars an hour, all of its GPUs together; reports and ladders count it."""
     stop_grace_s: float = Field(default=15.0, gt=0)
     """How long a role may take to end after SIGTERM, before it is killed."""
     import_from: list[Path] = []

@@ -4,6 +4,7 @@
     {"kind": "settled", "call": id, "usd": cost, …}                   after it: the cost by the endpoint's token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
     {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
+    {"kind": "machine", "seconds": …, "usd": …}                       a start of the launcher, by run.usd_per_hour
     {"kind": "seconds", "role": …, "seconds": …, "gpu_seconds": …}    a process of the run, when the launcher ends
     {"kind": "bytes", "link": …, "bytes": …}                          bytes over a link, when the launcher ends
 
@@ -41,6 +42,10 @@ class Spent:
     hint_usd: float = 0.0
     """Spent on calls for hints; no other sum includes it."""
     hint_calls: int = 0
+    machine_usd: float = 0.0
+    """What the launcher's machine cost at run.usd_per_hour; no other sum includes it."""
+    machine_s: float = 0.0
+    """Seconds of all starts of the launcher."""
     process_s: float = 0.0
     """Seconds of all processes of the run together."""
     gpu_s: float = 0.0
@@ -122,6 +127,9 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
     elif kind == "hint":
         total.hint_usd += _number(line, "usd")
         total.hint_calls += 1
+    elif kind == "machine":
+        total.machine_usd += _number(line, "usd")
+        total.machine_s += _number(line, "seconds")
     elif kind == "seconds":
         total.process_s += _number(line, "seconds")
         total.gpu_s += _number(line, "gpu_seconds")

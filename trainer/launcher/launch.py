@@ -67,6 +67,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         return 0
     with suppress(OSError):
         record_environment(run_dir)
+    began_s = time.monotonic()
     roles = commands(config, run_dir) if commands else role_commands(config, run_dir, gpus=len(visible_gpus()))
     monitor = _RunMonitor(prepared, build_view(config))
     with _Signals() as signals, OrphanGuard(config.run.stop_grace_s) as guard:
@@ -76,7 +77,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         failure = _run(monitor, supervisor, signals)
         status = signals.status if failure is None else FAILED
         state = "finished" if status == 0 else "interrupted" if status >= 128 else "failed"
-        _write_costs(monitor, supervisor)
+        _write_costs(monitor, supervisor, time.monotonic() - began_s)
         monitor.note_end(state, failure)
     with suppress(KeyboardInterrupt):  # Ctrl-C skips what is left of closing, never the summary.
         monitor.close()
@@ -142,10 +143,12 @@ def _write_pages(prepared: Prepared, status: int, state: str) -> None:
         print(note, file=sys.stderr, flush=True)
 
 
-def _write_costs(monitor: _RunMonitor, supervisor: Supervisor) -> None:
+def _write_costs(monitor: _RunMonitor, supervisor: Supervisor, wall_s: float) -> None:
     """Append what this start of the run used to costs.jsonl. A full disk costs only these lines."""
     with suppress(OSError):
         ledger = CostLedger(supervisor.run_dir.root / "costs.jsonl")
+        usd = supervisor.config.run.usd_per_hour * wall_s / 3600
+        ledger.write("machine", seconds=round(wall_s, 1), usd=round(usd, 6))
         for child in supervisor.children:
             lived_s = round(child.lived_s, 1)
             ledger.write("seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
