@@ -2,6 +2,8 @@
 
 Runs whose configurations differ only in seed and name form an arm. The first run's arm is the base of all comparisons.
 Intervals are 95 % Student t intervals over seeds, so they are wide when there are few seeds.
+
+`composer ladder run CONFIG ... -o FOLDER` trains arms. `composer ladder FOLDER` adds the verdicts that it announced.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from textwrap import wrap
 from composer_prime.console import columns, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import open_run
-from composer_prime.run.run_dir import write_atomic
+from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.stats.ladder import (
     Arm,
     differences,
@@ -24,6 +26,7 @@ from composer_prime.stats.ladder import (
     over_seeds,
     windows,
 )
+from composer_prime.stats.preregistration import RULE, Preregistration, read_preregistration
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 _WIDTH = 120
@@ -31,8 +34,33 @@ _WIDTH = 120
 
 
 def main(words: list[str]) -> int:
+    if words[:1] == ["run"]:
+        from composer_prime.cli.ladder.run import main as run_ladder
+
+        return run_ladder(words[1:])
     options = _parser().parse_args(words)
-    all_arms = group_into_arms(load_run(open_run(folder)) for folder in dict.fromkeys(options.run))
+    registered = read_preregistration(Path(options.run[0])) if len(options.run) == 1 else None
+    if registered is not None:
+        return report_ladder(Path(options.run[0]), registered, options)
+    return _compare([open_run(folder) for folder in dict.fromkeys(options.run)], options, [])
+
+
+def report_ladder(folder: Path, registered: Preregistration, options: argparse.Namespace | None = None) -> int:
+    """Print the comparison of a registered ladder's finished runs, and its results below; or write the page."""
+    from composer_prime.cli.ladder import report
+
+    options = options or _parser().parse_args([str(folder)])
+    runs = report.finished_runs(folder, registered)
+    if runs:
+        _compare(runs, options, report.sentences(folder, registered))
+    if not (options.html and runs):
+        print("\n".join(["", *report.result_lines(folder, registered)]))
+    return 0
+
+
+def _compare(runs: list[RunDir], options: argparse.Namespace, verdicts: list[dict[str, str]]) -> int:
+    """Print the arms side by side, or write the page, with `verdicts` in place of its own."""
+    all_arms = group_into_arms(load_run(run_dir) for run_dir in runs)
     steps = min(run.steps for arm in all_arms for run in arm.runs.values())
     if options.steps is not None:
         if options.steps > steps:
@@ -40,7 +68,7 @@ def main(words: list[str]) -> int:
         steps = options.steps
     metrics: list[str] = options.metric or list(_METRICS)
     if options.html:
-        print(f"wrote {_write_html(all_arms, steps, metrics, options)}")
+        print(f"wrote {_write_html(all_arms, steps, metrics, options, verdicts)}")
         return 0
     width = columns() or _WIDTH
     lines = _head(all_arms, steps, width)
@@ -51,8 +79,11 @@ def main(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="composer ladder", description=__doc__)
-    parser.add_argument("run", nargs="+", help="run directory; those of the base arm first")
+    rule = f"Verdicts of a ladder that `composer ladder run` trained, by the first line that holds:\n\n{RULE}"
+    parser = argparse.ArgumentParser(
+        prog="composer ladder", description=__doc__, epilog=rule, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", nargs="+", help="run directory, those of the base arm first; or a ladder's folder")
     parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(_METRICS)})")
     parser.add_argument("--steps", type=int, help="compare the first STEPS steps (default: those of the shortest run)")
     parser.add_argument("--bins", type=int, default=6, help="windows of steps")
@@ -60,12 +91,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write_html(all_arms: list[Arm], steps: int, metrics: list[str], options: argparse.Namespace) -> Path:
+def _write_html(
+    all_arms: list[Arm], steps: int, metrics: list[str], options: argparse.Namespace, verdicts: list[dict[str, str]]
+) -> Path:
     """Write the page that compares the arms. Raises ConfigError when the file cannot be written."""
     from composer_prime.view.ladder_payload import ladder_payload
     from composer_prime.view.report_html import page
 
     data = ladder_payload(all_arms, steps, metrics, options.bins)
+    data["verdicts"] = verdicts or data["verdicts"]
     title = f"{' / '.join(arm.name for arm in all_arms)} at {pluralize(steps, 'step')}"
     try:
         write_atomic(options.html, page(title, data).encode())

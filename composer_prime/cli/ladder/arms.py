@@ -1,0 +1,211 @@
+"""From the command line of `composer ladder run` to its arms and their pre-registration."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.config.load import resolve
+from composer_prime.errors import ConfigError
+from composer_prime.run.check_run_dir import earlier_output
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.preregistration import STOPPING, PlannedArm, Preregistration, WashoutProbe, digest_of
+
+_TERMS = ("sdpo", "replay_dpo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmCommand:
+    """How the runs of an arm are started."""
+
+    arm: PlannedArm
+    config: Config
+    words: list[str]
+    """After `trainer`, without what differs between seeds."""
+
+    def run_words(self, seed: int, run_dir: RunDir) -> list[str]:
+        place = ["--run.name", run_dir.root.name, "--run.output_dir", str(run_dir.root.parent)]
+        resume = ["--resume"] if earlier_output(run_dir) else []
+        return [*self.words, *place, "--run.seed", str(seed), *resume]
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the words for every run: `@ FILE` layers and `--section.key VALUE` flags."""
+    own: list[str] = []
+    common: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        flag = word.startswith("--") and "." in word.partition("=")[0]
+        if not (flag or word.startswith("@")):
+            own.append(word)
+            continue
+        common.append(word)
+        takes_value = word == "@" or (flag and "=" not in word)
+        if takes_value and queue and not queue[0].startswith(("--", "@")):
+            common.append(queue.pop(0))
+    return parser().parse_args(own), common
+
+
+def parser() -> argparse.ArgumentParser:
+    text = argparse.ArgumentParser(
+        prog="composer ladder run",
+        description="Train several configurations with several seeds, one run after another, and compare them. The "
+        "same command goes on where it was stopped.",
+        epilog="`@ FILE` and `--section.key VALUE` count for every run. `composer ladder FOLDER` repeats the report; "
+        "its --help has the rule of the verdicts.",
+    )
+    text.add_argument("config", nargs="+", type=Path, help="configuration files or folders of them, the baseline first")
+    text.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder's runs")
+    text.add_argument("--seeds", type=int, default=3, metavar="N", help="train each arm with seeds 0..N-1 (default 3)")
+    text.add_argument("--steps", type=int, help="optimizer steps of every arm that trains (default: run.max_steps)")
+    text.add_argument("--baseline", metavar="ARM", help="arm to compare with (default: the first that trains)")
+    text.add_argument("--held-out", metavar="SOURCE", help="source of the primary outcome (default: the first)")
+    text.add_argument("--effect", type=float, default=0.05, help="smallest difference of interest (default 0.05)")
+    text.add_argument("--alpha", type=float, default=0.05, help="chance of an interval to miss (default 0.05)")
+    text.add_argument("--rewards", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"),
+                      help="bounds of held-out rewards (default 0 1)")  # fmt: skip
+    text.add_argument("--seed-spread", type=float, default=0.03, help="assumed standard deviation of a difference over "
+                      "seeds, for the power before any run (default 0.03)")  # fmt: skip
+    text.add_argument("--task-spread", type=float, default=0.5, help="the same over tasks (default 0.5)")
+    text.add_argument("--washout", action="append", default=[], choices=_TERMS, metavar="TERM",
+                      help="for each arm with this loss term (sdpo, replay_dpo) also train one that loses it after "
+                      "step --at")  # fmt: skip
+    text.add_argument("--at", type=int, metavar="STEP", help="last step with the term of --washout")
+    text.add_argument("--stop-when-decided", action="store_true", help="train no further seeds once every arm is "
+                      "VALIDATED or REFUTED")  # fmt: skip
+    text.add_argument("--yes", action="store_true", help="start without asking")
+    return text
+
+
+def plan_arms(options: argparse.Namespace, common: Sequence[str]) -> list[ArmCommand]:
+    """Return the arms, each with its washouts behind it. Raises ConfigError for arms that cannot be compared."""
+    steps = [] if options.steps is None else ["--run.max_steps", str(options.steps)]
+    commands: list[ArmCommand] = []
+    for file in _files(options.config):
+        words = ["@", str(file), *common]
+        config = resolve(words).config
+        if config.run.max_steps and steps:
+            words += steps
+            config = resolve(words).config
+        commands.append(_command(config.run.name, config, words))
+        commands += _washouts(options, commands[-1])
+    _check_arms(commands)
+    if options.washout and not any(command.arm.washout for command in commands):
+        raise ConfigError(
+            f"--washout {' '.join(options.washout)}: no arm has this loss term; add a configuration that sets its "
+            "weight, or leave the option out"
+        )
+    return commands
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    files = [file for path in paths for file in (sorted(path.glob("*.toml")) if path.is_dir() else [path])]
+    if not files:
+        raise ConfigError(f"{', '.join(map(str, paths))} holds no .toml file: name configuration files")
+    return list(dict.fromkeys(files))
+
+
+def _command(name: str, config: Config, words: list[str], washout: WashoutProbe | None = None) -> ArmCommand:
+    tables = config.model_dump(mode="json")
+    settings = {table: values for table, values in tables.items() if table not in ("run", "monitor")}
+    steps = config.run.max_steps
+    arm = PlannedArm(name=name, settings=settings, steps=steps, digest=digest_of(settings, steps), washout=washout)
+    return ArmCommand(arm=arm, config=config, words=words)
+
+
+def _washouts(options: argparse.Namespace, of: ArmCommand) -> Iterator[ArmCommand]:
+    """Yield `of` without each term of --washout after step --at. Raises ConfigError for a step without evaluation."""
+    if not options.washout:
+        return
+    steps, every, at = of.arm.steps, of.config.orchestrator.eval.every_steps, options.at
+    for term in dict.fromkeys(options.washout):
+        channel = getattr(of.config.channels, term)
+        if not (steps and channel.weight):
+            continue
+        if at is None or not 0 < at < steps or not every or at % every:
+            raise ConfigError(
+                f"--washout {term} --at {at}: arm {of.arm.name} has {steps} steps and is evaluated every {every}; give "
+                "a step before its last at which it is evaluated, or set --orchestrator.eval.every_steps"
+            )
+        if channel.weight_at(at) != channel.weight:
+            raise ConfigError(
+                f"--washout {term} --at {at}: by channels.{term}.schedule arm {of.arm.name} gives this term the weight "
+                f"{channel.weight_at(at):g} instead of {channel.weight:g} at that step; take another step, or for a "
+                f"weight that stays set --channels.{term}.schedule.end_step None"
+            )
+        key = f"--channels.{term}.schedule"
+        words = [*of.words, f"{key}.end_step", str(at), f"{key}.decay_steps", "0"]
+        probe = WashoutProbe(arm=of.arm.name, term=term, step=at)
+        yield _command(f"{of.arm.name}-no-{term}-after-{at}", resolve(words).config, words, probe)
+
+
+def _check_arms(commands: Sequence[ArmCommand]) -> None:
+    """Raise ConfigError for equal names, unequal steps, arms without evaluation and joint runs."""
+    for name, count in Counter(command.arm.name for command in commands).items():
+        if count > 1:
+            raise ConfigError(
+                f"{count} configurations have run.name {name!r}: give each its own, for arms have its name"
+            )
+    lengths = {command.arm.name: command.arm.steps for command in commands if command.arm.steps}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
+        raise ConfigError(f"arms are compared at equal optimizer steps, but run.max_steps is {listed}: set --steps")
+    for command in commands:
+        if not command.config.orchestrator.eval.every_steps or not command.arm.sources:
+            raise ConfigError(
+                f"arm {command.arm.name} is never evaluated on held-out tasks (orchestrator.eval.every_steps is "
+                f"{command.config.orchestrator.eval.every_steps}, sources with an eval_taskset: "
+                f"{', '.join(command.arm.sources) or 'none'}), so it cannot be compared: set both"
+            )
+        if command.config.diloco is not None:
+            raise ConfigError(f"arm {command.arm.name} has a [diloco] table: a ladder runs on one cluster, remove it")
+
+
+def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Preregistration:
+    """Return what the command line plans. Raises ConfigError for figures out of range and names that no arm has."""
+    trained = [arm.name for arm in arms if arm.steps]
+    if not trained:
+        raise ConfigError("no arm trains (run.max_steps is 0 everywhere): add one, or use `composer eval`")
+    baseline = options.baseline or trained[0]
+    if baseline not in trained:
+        raise ConfigError(f"--baseline {baseline}: no arm of that name trains; there is {', '.join(trained)}")
+    base = next(arm for arm in arms if arm.name == baseline)
+    held_out = options.held_out or base.sources[0]
+    for arm in arms:
+        if held_out not in arm.sources:
+            raise ConfigError(
+                f"held-out source {held_out!r} is not evaluated by arm {arm.name}, which has {', '.join(arm.sources)}: "
+                "name a source that every arm has with --held-out"
+            )
+    low, high = options.rewards
+    figures = {"--seeds": options.seeds >= 1, "--effect": options.effect > 0, "--alpha": 0 < options.alpha < 0.5,
+               "--rewards": low < high, "--seed-spread": options.seed_spread > 0,
+               "--task-spread": options.task_spread > 0}  # fmt: skip
+    for flag, right in figures.items():
+        if not right:
+            value = getattr(options, flag[2:].replace("-", "_"))
+            raise ConfigError(
+                f"{flag} is {value}; it must be above 0 (--alpha also below 0.5, --rewards LOW below HIGH)"
+            )
+    return Preregistration(
+        arms=arms,
+        baseline=baseline,
+        seeds=list(range(options.seeds)),
+        held_out=held_out,
+        tasks=base.settings["orchestrator"]["eval"]["tasks"],
+        reward_range=(low, high),
+        minimal_effect=options.effect,
+        alpha=options.alpha,
+        seed_spread=options.seed_spread,
+        task_spread=options.task_spread,
+        stopping=STOPPING[options.stop_when_decided],
+        version=version("composer-prime"),
+        written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    )

@@ -1,0 +1,239 @@
+"""`composer ladder run CONFIG ... -o FOLDER`: plan, register, train and compare the arms of a ladder.
+
+    configurations -> arms (with washouts) -> preregistration.json   refused where an earlier start said otherwise
+                   -> plan: runs, hours, dollars -> asks
+                   -> for each seed, each arm: trainer @ ...         finished: skipped; begun: --resume; else: new
+                   -> the report of `composer ladder FOLDER`
+
+Seeds are the outer loop, so that after each seed all arms can be compared. Each run is one `trainer` process, as a user
+could have started it. Ctrl-C and SIGTERM are passed on to it; it saves, and the same command goes on later.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
+from composer_prime.console import clock, console_script, pluralize, what_is_wrong
+from composer_prime.errors import ConfigError, LedgerError
+from composer_prime.monitor.metrics_file import read_history
+from composer_prime.plan.plan import build_plan
+from composer_prime.run.check_run_dir import earlier_output
+from composer_prime.run.process import child_options, exit_text
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.comparison import arm_means, compare, run_compute
+from composer_prime.stats.preregistration import FILE, STOPPING, Preregistration, read_preregistration, register
+from composer_prime.stats.sequential import POWER, detectable_effect, power
+
+_LAUNCHER_ENDS_S = 120.0
+_LAUNCHER_POLL_S = 5.0
+
+
+def main(words: list[str]) -> int:
+    options, common = parse(words)
+    commands = plan_arms(options, common)
+    folder: Path = options.output
+    planned = preregistration(options, [command.arm for command in commands])
+    with _only_ladder_in(folder):
+        if registered := read_preregistration(folder) is not None:
+            register(folder, planned)
+        print("\n".join(plan_lines(folder, planned, commands)))
+        problems = [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
+        if problems:
+            raise ConfigError(f"the ladder cannot start: {what_is_wrong(list(dict.fromkeys(problems)))}")
+        if not (options.yes or _confirmed()):
+            return 0
+        if not registered:
+            register(folder, planned)
+        print(f"{'agrees with' if registered else 'wrote'} {folder / FILE}", flush=True)
+        status = run_all(folder, planned, commands)
+    if status == 0:
+        from composer_prime.cli.ladder_command import report_ladder
+
+        report_ladder(folder, planned)
+    return status
+
+
+def plan_lines(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> list[str]:
+    """Return the plan: runs, hours and dollars, primary outcome, power."""
+    states = Counter(
+        _state(_run_dir(folder, planned, command, seed), command.arm.steps)
+        for command in commands
+        for seed in planned.seeds
+    )
+    steps = planned.arm(planned.baseline).steps
+    every = {"seeds": len(planned.seeds), "tasks": planned.tasks, "alpha": planned.alpha, "span": planned.span,
+             "seed_spread": planned.seed_spread, "task_spread": planned.task_spread}  # fmt: skip
+    found = detectable_effect(**every)
+    likely = f"{found:.3f} or more is found with {POWER:.0%}" if found else f"none is found with {POWER:.0%}"
+    names = ", ".join(f"{command.arm.name}{'' if command.arm.steps else ' (not trained)'}" for command in commands)
+    return [
+        f"arms      {names}; baseline {planned.baseline}",
+        f"runs      {pluralize(len(commands), 'arm')} x {pluralize(len(planned.seeds), 'seed')} = "
+        f"{len(commands) * len(planned.seeds)}: "
+        + ", ".join(f"{count} {state}" for state, count in sorted(states.items())),
+        f"compute   equal optimizer steps ({steps}); trained tokens and seconds may differ and are reported",
+        f"time      {forecast_text(folder, planned, commands)}",
+        f"outcome   held-out {planned.held_out} after step {steps}: {planned.tasks} tasks, rewards from "
+        f"{planned.reward_range[0]:g} to {planned.reward_range[1]:g}, smallest effect of interest "
+        f"{planned.minimal_effect:g}, alpha {planned.alpha:g}, stop: {planned.stopping}",
+        f"power     for differences that spread by {planned.seed_spread:g} over seeds and {planned.task_spread:g} over "
+        f"tasks (assumed): {likely}, {planned.minimal_effect:g} with {power(planned.minimal_effect, **every):.0%}",
+    ]
+
+
+def forecast_text(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> str:
+    """Return hours and dollars that are left, from finished runs of these arms; else from others of the same model."""
+    paces = _paces(folder, planned, commands)
+    left_s = usd = 0.0
+    for command in commands:
+        for seed in planned.seeds:
+            run_dir = _run_dir(folder, planned, command, seed)
+            if _state(run_dir, command.arm.steps) == "finished":
+                continue
+            pace = paces.get(command.arm.name) or (max(paces.values()) if paces else None)
+            if pace is None:
+                return "not known before the first run of this ladder has ended" + _price_text(commands)
+            done = (run_dir.complete_checkpoints() or [0])[-1]
+            seconds = pace * (1 - done / command.arm.steps if command.arm.steps else 1)
+            left_s, usd = left_s + seconds, usd + seconds / 3600 * command.config.run.usd_per_hour
+    of_arms = ", ".join(f"{name} {clock(pace)}" for name, pace in paces.items())
+    spent_usd = f", ${usd:,.2f} at run.usd_per_hour" if usd else _price_text(commands)
+    return f"about {clock(left_s)} left{spent_usd}" + (f" (a run so far: {of_arms})" if of_arms else "")
+
+
+def _price_text(commands: Sequence[ArmCommand]) -> str:
+    prices = {command.config.run.usd_per_hour for command in commands}
+    if prices == {0.0}:
+        return "; dollars: run.usd_per_hour is not set"
+    return f"; ${max(prices):g} an hour"
+
+
+def _paces(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> dict[str, float]:
+    """Return the mean seconds of a finished run, by arm."""
+    paces = {}
+    for command in commands:
+        seconds = []
+        for seed in planned.seeds:
+            run_dir = _run_dir(folder, planned, command, seed)
+            if _state(run_dir, command.arm.steps) == "finished":
+                try:
+                    seconds.append(run_compute(run_dir).wall_s)
+                except LedgerError:
+                    continue
+        if seconds:
+            paces[command.arm.name] = sum(seconds) / len(seconds)
+    return paces
+
+
+def _run_dir(folder: Path, planned: Preregistration, command: ArmCommand, seed: int) -> RunDir:
+    return RunDir(folder / planned.run_name(command.arm.name, seed))
+
+
+def _state(run_dir: RunDir, steps: int) -> str:
+    """Return finished, to resume or new. Finished needs the launcher's word and the last evaluation."""
+    if not earlier_output(run_dir):
+        return "new"
+    ends = [line.get("state") for line in read_history(run_dir.metrics) if line.get("event") == "ended"]
+    finished = bool(ends) and ends[-1] == "finished" and run_dir.eval_rollouts(steps).is_file()
+    return "finished" if finished else "to resume"
+
+
+def run_all(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> int:
+    """Train what is not finished, seed by seed. Returns the exit status of the first run that did not finish, or 0."""
+    for seed in planned.seeds:
+        for command in commands:
+            run_dir = _run_dir(folder, planned, command, seed)
+            state = _state(run_dir, command.arm.steps)
+            if state == "finished":
+                print(f"{run_dir.root.name}: finished already", flush=True)
+                continue
+            words = command.run_words(seed, run_dir)
+            print(f"\n{run_dir.root.name} ({state}): trainer {' '.join(words)}", flush=True)
+            _await_launcher(run_dir)
+            if status := train(words):
+                print(
+                    f"\n{run_dir.root.name} {exit_text(status)}, so the ladder stops here. The same command goes on "
+                    f"with it; its logs are in {run_dir.root / 'logs'}",
+                    file=sys.stderr,
+                )
+                return status if status > 0 else 128 - status
+            print(f"time      {forecast_text(folder, planned, commands)}", flush=True)
+        if planned.stopping == STOPPING[1] and _decided(folder, planned) and seed != planned.seeds[-1]:
+            print(f"\nevery arm is VALIDATED or REFUTED after seed {seed}: no further seeds, as registered")
+            break
+    return 0
+
+
+def _await_launcher(run_dir: RunDir) -> None:
+    """Wait for a launcher that still saves, because its ladder was killed. Raises ConfigError when it does not end."""
+    lock = run_dir.root / ".launcher.lock"
+    deadline = time.monotonic() + _LAUNCHER_ENDS_S
+    while lock.is_file():
+        with lock.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                holder = file.read().decode(errors="replace").strip()
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"process {holder} has trained in {run_dir.root} for {_LAUNCHER_ENDS_S:g} s: stop it first"
+            )
+        print(f"{run_dir.root.name}: waiting for process {holder}, which still saves", flush=True)
+        time.sleep(_LAUNCHER_POLL_S)
+
+
+def train(words: Sequence[str]) -> int:
+    """Run `trainer` with `words` to its end and return its status. Signals are passed on to it."""
+    process = subprocess.Popen([*console_script("trainer"), *words], **child_options())
+
+    def pass_on(number: int, _frame: Any) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _decided(folder: Path, planned: Preregistration) -> bool:
+    base = arm_means(folder, planned, planned.arm(planned.baseline), planned.held_out)
+    arms = [arm for arm in planned.challengers if arm.washout is None]
+    results = [compare(planned, base, arm_means(folder, planned, arm, planned.held_out)) for arm in arms]
+    return bool(results) and all(each is not None and each.verdict in ("VALIDATED", "REFUTED") for each in results)
+
+
+@contextmanager
+def _only_ladder_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of the folder. Raises ConfigError when another ladder has it, or nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".ladder.lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; name another folder with -o") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `composer ladder run` is at work in {folder}: wait for it, or stop it"
+            ) from None
+        yield
+
+
+def _confirmed() -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody is there to answer whether to start: add --yes")
+    return input("start? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,0 +1,166 @@
+"""preregistration.json: what a ladder is to show, and by which rule, written before its first run.
+
+`composer ladder run` writes it once. Every later start must agree with it, so that neither the question nor the rule
+can follow the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.errors import ConfigError
+from composer_prime.run.check_run_dir import changed_settings
+from composer_prime.run.run_dir import write_atomic
+
+FILE = "preregistration.json"
+RULE = """\
+VALIDATED  the interval over tasks and the interval over seeds both lie above 0, and the difference is at least the
+           smallest effect of interest
+REFUTED    both intervals end below the smallest effect of interest: an effect of that size is excluded
+PARTIAL    the interval over tasks lies above 0: these trained models are better, but that other seeds would be, or
+           that the difference is large enough, is not shown
+UNDECIDED  anything else; the report says which effect the ladder could have found"""
+"""How a verdict follows from an arm's difference from the baseline arm. The first line that holds counts."""
+STOPPING = ("all seeds", "when decided")
+
+
+class WashoutProbe(msgspec.Struct, frozen=True, kw_only=True):
+    """An arm's loss term that ends in mid-run."""
+
+    arm: str
+    """The arm that keeps the term."""
+    term: str
+    step: int
+    """The last step with the term."""
+
+
+class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration, to be trained with every seed."""
+
+    name: str
+    settings: dict[str, Any]
+    """The checked configuration without [run] and [monitor]."""
+    steps: int
+    """Optimizer steps; 0 only evaluates the start model."""
+    digest: str
+    """SHA-256 of `settings` and `steps`."""
+    washout: WashoutProbe | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """Sources with held-out tasks, those that are trained on first."""
+        sources = [source for source in self.settings["orchestrator"]["source"] if source["eval_taskset"]]
+        return [source["name"] for source in sorted(sources, key=lambda source: source["weight"] <= 0)]
+
+
+class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
+    """A ladder's question and rule."""
+
+    arms: list[PlannedArm]
+    baseline: str
+    seeds: list[int]
+    held_out: str
+    """Source whose held-out reward after the last step is the primary outcome."""
+    tasks: int
+    """Held-out tasks, which the intervals are tuned to."""
+    reward_range: tuple[float, float]
+    """Bounds of a held-out reward."""
+    minimal_effect: float
+    """The smallest difference in held-out reward that is of interest."""
+    alpha: float
+    """Chance of an interval to miss, over all of its looks; for each arm on its own."""
+    seed_spread: float
+    task_spread: float
+    """Assumed standard deviations of paired differences over seeds and over tasks, for the power before any run."""
+    stopping: str
+    """One of STOPPING: train every seed, or stop after a seed when each arm is VALIDATED or REFUTED."""
+    rule: str = RULE
+    primary_outcome: str = "held-out reward after the last step, minus that of the baseline arm, paired by task"
+    version: str = ""
+    """Of the package; not compared."""
+    written: str = ""
+    """UTC; not compared."""
+
+    def arm(self, name: str) -> PlannedArm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def run_name(self, arm: str, seed: int) -> str:
+        return f"{arm}-seed{seed}"
+
+    @property
+    def span(self) -> float:
+        """The largest difference of two rewards."""
+        return self.reward_range[1] - self.reward_range[0]
+
+    @property
+    def challengers(self) -> list[PlannedArm]:
+        """Arms that train and are compared with the baseline."""
+        return [arm for arm in self.arms if arm.steps and arm.name != self.baseline]
+
+
+def digest_of(settings: dict[str, Any], steps: int) -> str:
+    text = json.dumps([settings, steps], sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_preregistration(folder: Path) -> Preregistration | None:
+    """Return the pre-registration of a ladder's folder; None where there is none.
+
+    Raises ConfigError for a file that cannot be read, or whose settings were edited.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        registered = msgspec.json.decode(path.read_bytes(), type=Preregistration)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): restore it, or start a ladder in another folder") from None
+    for arm in registered.arms:
+        if (now := digest_of(arm.settings, arm.steps)) != arm.digest:
+            raise ConfigError(
+                f"{path} was edited: the digest of arm {arm.name} is {arm.digest[:12]}, its settings give {now[:12]}; "
+                "restore it, or start a ladder in another folder"
+            )
+    return registered
+
+
+def register(folder: Path, planned: Preregistration) -> bool:
+    """Write the file, or check that `planned` is what it holds. Returns whether it was written.
+
+    Raises ConfigError that names both values of every difference.
+    """
+    path = folder / FILE
+    registered = read_preregistration(folder)
+    if registered is None:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(planned), indent=1) + b"\n")
+        return True
+    changes = changed_settings(_compared(registered), _compared(planned))
+    if changes:
+        listed = "\n".join(f"  {name}: registered {old!r}, now {new!r}" for name, old, new in changes)
+        raise ConfigError(
+            f"this is not the ladder that {path} announced before its first run:\n{listed}\n"
+            "repeat it as it was registered, or start another ladder with another -o"
+        )
+    return False
+
+
+def _compared(registration: Preregistration) -> dict[str, Any]:
+    """Return what must agree, with arms by name, so that a difference names its setting."""
+    values = json.loads(msgspec.json.encode(registration))
+    for name in ("version", "written"):
+        del values[name]
+    values["arms"] = {arm.pop("name"): arm for arm in values["arms"]}
+    for arm in values["arms"].values():
+        del arm["digest"]  # of the settings, which are compared one by one
+    return values
+
+
+def arm_of(run_name: str) -> str:
+    """Return the arm of a run that a ladder named."""
+    return re.sub(r"-seed\d+$", "", run_name)
