@@ -107,8 +107,8 @@ class SourceConfig(BaseConfig):
 
     name: str
     """Name in metrics and rollouts."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of groups drawn from this source, relative to the others."""
+    weight: float = Field(default=1.0, ge=0)
+    """Share of groups drawn from this source, relative to the others; 0 never trains on it, only evaluates it."""
     taskset: dict[str, Any]
     """verifiers task set: `id` is an importable module, the rest its own settings."""
     eval_taskset: dict[str, Any] = {}
@@ -121,6 +121,15 @@ class SourceConfig(BaseConfig):
     """Worker processes that run this source's episodes."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
+
+    @model_validator(mode="after")
+    def _is_used(self) -> SourceConfig:
+        if self.weight == 0 and not self.eval_taskset:
+            raise ValueError(
+                f"orchestrator.source {self.name!r} has weight 0, so it is only evaluated, but no eval_taskset: add "
+                "one, or raise its weight"
+            )
+        return self
 
     @property
     def max_turns(self) -> int | None:
@@ -232,6 +241,16 @@ class OrchestratorConfig(BaseConfig):
     """How long a ready batch may wait without a message from the trainer, before the run fails."""
     max_failed_groups: int = Field(default=32, ge=1)
     """Groups in a row that may fail for lack of finished rollouts, before the run fails and shows the last error."""
+
+    @model_validator(mode="after")
+    def _some_source_is_trained(self) -> OrchestratorConfig:
+        if self.groups_per_step and self.source and not any(source.weight > 0 for source in self.source):
+            names = [source.name for source in self.source]
+            raise ValueError(
+                f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a weight "
+                "above 0 (an evaluation alone is run.max_steps = 0)"
+            )
+        return self
 
     @field_validator("source")
     @classmethod

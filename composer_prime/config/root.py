@@ -121,7 +121,7 @@ class Config(BaseConfig):
         """
         if self.channels.policy.max_completion_length is not None:
             return self.channels.policy.max_completion_length
-        turns = [source.max_turns for source in self.orchestrator.source]
+        turns = [source.max_turns for source in self.orchestrator.source if source.weight > 0]
         sampled = max(self.orchestrator.sampling.max_tokens * (count or self.model.max_context) for count in turns)
         return min(sampled, self.model.max_context)
 

@@ -87,7 +87,8 @@ def _row_lines(label: str, text: str, width: int | None) -> list[str]:
 
 def _run(config: Config) -> Rows:
     run, channels = config.run, config.channels
-    sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
+    shares = [(source.name, source.weight) for source in config.orchestrator.source]
+    sources = ", ".join(f"{name} ({weight:g})" if weight else f"{name} (evaluated only)" for name, weight in shares)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
     state = folder_state(RunDir(config.run_directory))
     objective = channels.policy.import_path or channels.policy.objective

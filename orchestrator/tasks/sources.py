@@ -53,9 +53,10 @@ class Sources:
         """
         self._seed = seed
         self._group_size = config.group_size
-        self._names = [source.name for source in config.source]
-        total = sum(source.weight for source in config.source)
-        self._shares = list(itertools.accumulate(source.weight / total for source in config.source))
+        trained = [source for source in config.source if source.weight > 0]
+        self._names = [source.name for source in trained]
+        total = sum(source.weight for source in trained)
+        self._shares = list(itertools.accumulate(source.weight / total for source in trained))
         self._offset = derive_seed(seed, "source") / (1 << 31)
         self.curricula: dict[str, TaskShard] = {}
         first, every = shard

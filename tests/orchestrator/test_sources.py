@@ -206,3 +206,17 @@ def test_task_shard_and_resume(caplog):
     assert drawn(again, 5, start=3) == whole[3:]
     other.load_state(first.state())
     assert drawn(other, 3) == drawn(sources(1, tasks=20, shard=(2, 3)), 3) and "start anew" in caplog.text
+
+
+def test_a_source_without_weight_is_only_evaluated():
+    """It gets no group, wherever it stands; without held-out tasks, or with nothing to train, it is refused."""
+    held_out = {"name": "other", "weight": 0, "taskset": {"id": "x"}, "eval_taskset": {"split": "eval"}}
+    trained = {"name": "s0", "taskset": {"id": "x"}}
+    for tables in ([held_out, trained], [trained, held_out]):
+        both = OrchestratorConfig(source=tables, group_size=4)
+        only = Sources(both, seed=1, num_tasks={"s0": 10, "other": 0})
+        assert {only.plan(number).source for number in range(100)} == {"s0"} == set(only.curricula)
+    with pytest.raises(ValueError, match="'other' has weight 0, so it is only evaluated, but no eval_taskset"):
+        OrchestratorConfig(source=[trained, held_out | {"eval_taskset": {}}])
+    with pytest.raises(ValueError, match=r"weights of \['other'\] are all 0"):
+        OrchestratorConfig(source=[held_out])
