@@ -24,28 +24,48 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
+from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError, ModelNotFoundError
+from composer_prime.hub import HubModel, check_space, outlook
 from composer_prime.plan.machine import install_command
 
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 SMOLLM2_FORMAT = 1
 """Version of the converter's output. A cached folder of another version is converted again."""
 _ASSETS = Path(__file__).parent / "assets"
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
     """Return the folder of `path`, checked.
 
-    Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache). `timeout_s` bounds the
-    conversion. Raises ModelNotFoundError, CorruptWeightsError (a weight
-    file that is cut short) or DeadlineError.
+    Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache), and downloads a model of the Hub.
+    `timeout_s` bounds the conversion; a download waits 10 s for the next bytes (HF_HUB_DOWNLOAD_TIMEOUT). Raises
+    ModelNotFoundError, CorruptWeightsError (a weight file that is cut short) or DeadlineError.
     """
     if path == "smollm2":
         return _smollm2(timeout_s)
-    folder = _embedded(path) or Path(path).expanduser()
+    if (hub := HubModel.named(path)) is not None:
+        folder = present_model(path) or hub.download()
+    else:
+        folder = _embedded(path) or Path(path).expanduser()
     check_model_folder(folder, path)
+    return folder
+
+
+def present_model(path: str) -> Path | None:
+    """Return the folder of `path` when it is complete on this disk. Converts nothing and asks nobody."""
+    hub = HubModel.named(path)
+    if path == "smollm2":
+        folder = smollm2_folder() if _converted(smollm2_folder()) else None
+    elif hub is not None:
+        folder = file.parent if (file := hub.cached()) is not None else None
+    else:
+        folder = _embedded(path) or Path(path).expanduser()
+    try:
+        if folder is not None:
+            check_model_folder(folder, path)
+    except ComposerError:
+        return None
     return folder
 
 
@@ -54,13 +74,26 @@ def model_ready(path: str) -> str | None:
 
     Raises the errors of `resolve_model` when that could not succeed.
     """
-    if path != "smollm2":
-        resolve_model(path)
+    hub = HubModel.named(path)
+    if present_model(path) is not None:
         return None
-    folder = smollm2_folder()
-    if _converted(folder):
-        return None
-    return f"convert {_smollm2_gguf().name} to {folder} (270 MB, once, under a minute)"
+    if hub is not None:
+        missing = hub.missing_files()
+        check_space(hub, missing)
+        return f"download {outlook(hub, missing)}"
+    if path == "smollm2":
+        return f"convert {_smollm2_gguf().name} to {smollm2_folder()} (270 MB, once, under a minute)"
+    resolve_model(path)
+    return None
+
+
+def described_model(path: str) -> Path | None:
+    """Return a folder with the model's config.json and chat template at least; None while there is none.
+
+    Fetches these small files of a model of the Hub. Raises ModelNotFoundError.
+    """
+    hub = HubModel.named(path)
+    return present_model(path) or (None if hub is None else hub.describe())
 
 
 def smollm2_folder() -> Path:
@@ -72,16 +105,10 @@ def smollm2_folder() -> Path:
 def check_model_folder(folder: Path, configured: str) -> None:
     """Raise ModelNotFoundError naming what `folder` lacks, or CorruptWeightsError for a weight file cut short."""
     if not folder.is_dir():
-        if _HUB_ID.fullmatch(configured) and not folder.parent.is_dir():
-            name = configured.rpartition("/")[2]
-            raise ModelNotFoundError(
-                f"model.path is {configured!r}, which looks like an id of the Hugging Face Hub. A run never downloads: "
-                f"fetch it once with `hf download {configured} --local-dir models/{name}`, then set "
-                f"model.path = 'models/{name}'"
-            )
         raise ModelNotFoundError(
             f"model.path is {configured!r}, but there is no folder {folder}: give a Hugging Face model folder, "
-            f"'tiny', 'tiny/<{'|'.join(TINY)}>', 'tiny_code' or 'smollm2'"
+            f"an id of the Hugging Face Hub such as 'Qwen/Qwen3-0.6B', 'tiny', 'tiny/<{'|'.join(TINY)}>', 'tiny_code' "
+            "or 'smollm2'"
         )
     missing = []
     if not (folder / "config.json").is_file():

@@ -28,12 +28,11 @@ from composer_prime.console import EXIT_USAGE, exit_on_version_flag, fail, plura
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.monitor.events import record_events
-from composer_prime.run.keys import ClientKeys, RunKeys
+from composer_prime.run.keys import TOKEN_VARIABLE, ClientKeys, RunKeys, join_keys
 from composer_prime.run.process import PARENT_POLL, end_with_parent
 from composer_prime.run.run_dir import RunDir
 
 FAILED = 1
-TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 _USAGE = """usage:
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
 inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
@@ -209,7 +208,7 @@ def _bound_address(run_dir: RunDir) -> str | None:
 def _from_join(words: list[str]) -> tuple[Assignment, bool]:
     options = _join_parser().parse_args(words)
     address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the node address')}"
-    keys = ClientKeys.from_token(_token(options.token, options.token_file))
+    keys = join_keys(options.token, options.token_file, "node")
     assignment = Assignment(
         node_name=options.name,
         inference=_join_config(options),
@@ -230,7 +229,7 @@ def _join_parser() -> argparse.ArgumentParser:
         "link, and may leave at any time.",
     )
     parser.add_argument("address", help="the orchestrator's node address, tcp://HOST:PORT")
-    parser.add_argument("--model", required=True, help="model folder, `tiny` or `smollm2`: the run's model.path")
+    parser.add_argument("--model", required=True, help="the run's model.path: a model folder, a Hub id, ...")
     parser.add_argument("--token", help=f"join token (keys/node.token of the run); better in ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this node's name in the run")
@@ -243,22 +242,6 @@ def _join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     return parser
-
-
-def _token(token: str | None, file: Path | None) -> str:
-    if token and file:
-        raise ConfigError("--token and --token-file are both given: use one")
-    if file is not None:
-        try:
-            return file.read_text()
-        except OSError as error:
-            raise ConfigError(f"--token-file {file}: {error.strerror}") from None
-    token = token or os.environ.get(TOKEN_VARIABLE)
-    if not token:
-        raise ConfigError(
-            f"no join token: set ${TOKEN_VARIABLE}, or pass --token-file (the run keeps it in keys/node.token)"
-        )
-    return token
 
 
 def _join_config(options: argparse.Namespace) -> InferenceConfig:

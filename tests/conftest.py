@@ -16,6 +16,8 @@ _MAY_START_PROCESSES = ("process", "slow", "vllm", "gpu")
 _TOKEN = "COMPOSER_GATEWAY_TOKEN"
 _unit_test: str | None = None
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # No test asks a server that is not its own.
+
 # Every run draws the same examples, and no example has a time limit. `--hypothesis-profile random` draws anew.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)

@@ -64,15 +64,6 @@ def test_a_folder_that_is_not_there_is_named() -> None:
         resolve_model("nowhere")
 
 
-def test_an_id_of_the_hub_is_no_folder_that_is_missing() -> None:
-    """Nothing is downloaded at run time, so the message says how to get the folder and what to set then."""
-    said = r"'Qwen/Qwen3-8B', which looks like an id.*`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`"
-    with pytest.raises(ModelNotFoundError, match=said):
-        resolve_model("Qwen/Qwen3-8B")
-    with pytest.raises(ModelNotFoundError, match="no folder tests/nowhere"):
-        resolve_model("tests/nowhere")
-
-
 def test_pickled_weights_are_refused(folder: Path) -> None:
     """The message for a folder with pickled weights alone explains that these are never loaded."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

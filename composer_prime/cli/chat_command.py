@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, tiny, or smollm2")
+    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
     parser.add_argument("--env", help="environment whose tools the model gets: a module, or a module's file")
     parser.add_argument("--task", type=int, default=0, help="task of the environment that the tools belong to")
     parser.add_argument("--temperature", type=float, default=0.7, help="0.01 is nearly always the likeliest token")

@@ -36,9 +36,10 @@ usage: composer eval RUN                                    the run's final mode
        composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
        composer eval MODEL [MODEL ...] --env ENV            any verifiers task set: a module, or a module's file
 
-MODEL is a model folder, a run directory (its final/ is taken), tiny, or smollm2. All models get the same tasks with the
-same seeds. Each keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. What a run has evaluated itself is read
-instead of evaluated again, unless a flag changes the evaluation. So `composer eval outputs/a1` may start nothing.
+MODEL is a model folder, a run directory (its final/ is taken), an id of the Hugging Face Hub, tiny, or smollm2. All
+models get the same tasks with the same seeds. Each keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. What a
+run has evaluated itself is read instead of evaluated again, unless a flag changes the evaluation. So `composer eval
+outputs/a1` may start nothing.
 --resume continues the newest evaluation of the same name; --run.overwrite true replaces it.
 Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
 with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, tiny, or smollm2")
+    parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
     parser.add_argument("-o", "--output", type=Path, required=True, help="new folder, or a file that ends in .gguf")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored; GGUF: float16)")
     parser.add_argument("--shard-size", default="5GB", help="largest weight file (default 5GB)")

@@ -15,7 +15,7 @@ from typing import Any
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
-from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
+from composer_prime.model_source import block_of, count_parts, described_model, model_ready, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.machine import (
     Placement,
@@ -30,6 +30,7 @@ from composer_prime.plan.machine import (
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.demonstrations import read_rows
 from composer_prime.traces.pairs import refusal, resolve_pairs
 
 
@@ -72,6 +73,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
         _hints,
         _teachers,
         _pairs,
+        _demonstrations,
         _density_gate,
         _joint_run,
         _runtimes,
@@ -100,11 +102,14 @@ def _model(config: Config, findings: Findings) -> None:
     first_step = model_ready(config.model.path)
     if first_step is not None:
         findings.notes.append(f"first: {first_step}")
+    described = described_model(config.model.path)
+    if described is None:
         findings.unknown_shape = f"{config.model.path!r} has no config.json until it is converted"
         return
-    findings.model_folder = resolve_model(config.model.path)
-    findings.shape = ModelShape.read(findings.model_folder)
-    positions = json.loads((findings.model_folder / "config.json").read_text()).get("max_position_embeddings")
+    if first_step is None:
+        findings.model_folder = described
+    findings.shape = ModelShape.read(described)
+    positions = json.loads((described / "config.json").read_text()).get("max_position_embeddings")
     if positions and config.model.max_context > positions:
         findings.problems.append(
             f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "
@@ -248,6 +253,14 @@ def _pairs(config: Config, findings: Findings) -> None:
         )
     else:
         findings.problems.append(f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file")
+
+
+def _demonstrations(config: Config, findings: Findings) -> None:
+    """Read the files that SFT learns from; the tokenizer sees them when the run starts."""
+    settings = config.orchestrator.demonstrations
+    if config.orchestrator.address is None:
+        read_rows(settings.files, "orchestrator.demonstrations.files")
+        read_rows(settings.eval_files, "orchestrator.demonstrations.eval_files")
 
 
 def _density_gate(config: Config, findings: Findings) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.errors import ComposerError
 from composer_prime.run.run_dir import RunDir
 
 
@@ -44,11 +43,10 @@ def _texts(model: str, ids: list[int]) -> list[str]:
 def _tokenizer(model: str) -> Any:
     from tokenizers import Tokenizer
 
-    from composer_prime.model_source import resolve_model, smollm2_folder
+    from composer_prime.model_source import present_model
 
-    try:
-        folder = smollm2_folder() if model == "smollm2" else resolve_model(model)
-    except (ComposerError, OSError):
+    folder = present_model(model)
+    if folder is None:
         return None
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))

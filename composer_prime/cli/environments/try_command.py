@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("env", metavar="ENV", help=argparse.SUPPRESS)
     parser.add_argument("-n", "--episodes", type=int, default=4, help="episodes, side by side (default 4)")
-    parser.add_argument("--model", help="model folder, tiny, smollm2, or a run directory (default: ENV's, else tiny)")
+    parser.add_argument(
+        "--model", help="model folder, Hub id, tiny, smollm2, or run directory (default: ENV's, or tiny)"
+    )
     parser.add_argument("--task", type=int, help="play this task every time; default: the first n tasks once each")
     parser.add_argument("--source", help="source of the configuration (default: the first)")
     parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
