@@ -144,4 +144,11 @@ def _default_of(field: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float | bool | list | dict) else str(value)
+    """Return `value` as JSON can hold it. Of an absolute path the last part is left, in lists and tables too."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, Path) and value.is_absolute():
+        return value.name
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
