@@ -24,6 +24,7 @@ from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.monitor.rollouts import PROBE
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
 from orchestrator.event_loop import Notifier
@@ -76,8 +77,7 @@ class Evaluator:
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
-        every = self.config.eval.every_steps
-        return bool(self.sources and every and (step % every == 0 or step == last_step))
+        return bool(self.sources) and self.config.eval.due(step, last_step)
 
     def request(self, step: int, version: int) -> None:
         """Evaluate `version`, the newest after `step`, unless that is done (a resumed run), under way or due."""
@@ -242,8 +242,13 @@ async def play_held_out(
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:
-    """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
+    """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent.
+
+    Probes count for `cheats` alone, whether their rollouts have a reward or not.
+    """
     name = f"eval/{source}"
+    cheats = [[rollout.metrics[PROBE] for rollout in task if PROBE in rollout.metrics] for task in tasks]
+    tasks = [task for task, probed in zip(tasks, cheats, strict=True) if not probed]
     by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
     scored = [rewards for rewards in by_task if rewards]
     rollouts = [rollout for task in tasks for rollout in task]
@@ -261,6 +266,8 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
             figures |= _estimate(f"{name}/pass@{k}", chances)
     if rates := [rate for task in tasks if (rate := turn_error_rate(task)) is not None]:
         figures |= _estimate(f"{name}/turn_error_rate", rates)
+    if probes := [fmean(probed) for probed in cheats if probed]:
+        figures |= _estimate(f"{name}/cheats", probes)
     versions = [(rollout.version_min, rollout.version_max) for rollout in rollouts if rollout.version_min is not None]
     if versions:
         figures[f"{name}/version_min"] = min(low for low, _ in versions)

@@ -44,6 +44,7 @@ from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_template import chat_folder
+from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
 from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume
 from orchestrator.evals import Evaluator
@@ -113,7 +114,8 @@ class Pipeline:
         self.store = WeightStore(run_dir.weights)
         self.state = load_state(run_dir, run_dir.newest_checkpoint(), run_id) if config.run.resume else None
         """The checkpoint to resume from; None for a new run."""
-        self.batches = build_batches(config, run_id, model_dir)
+        self._rows: asyncio.Future[DemonstrationRows] = asyncio.get_running_loop().create_future()
+        self.batches = build_batches(config, run_id, model_dir, lambda: self._rows.result())
         if self.state is not None:
             versions = self.batches.versions.at(self.state.step, self.state.versions)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
@@ -203,6 +205,8 @@ class Pipeline:
         sources = Sources(
             config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard, difficulty=difficulty
         )
+        blamed = frozenset(left_out(self.run_dir.ledger))
+        self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
         if self.state is None:
             journal, entries = await asyncio.to_thread(Journal.create, self.run_dir.journal), []
         else:

@@ -54,10 +54,11 @@ def startup_stages(
     """
     stages: dict[str, str | None] = {}
     for name, pool in pools.items():
-        stages[f"environment {name!r}"] = f"environment {name!r} has loaded ({_tasks(pool)})" if pool.pids else None
-    nodes = pluralize(max(1, config.inference.nodes), "inference node")
-    all_attached = len(gateway.router.nodes.attached()) >= max(1, config.inference.nodes)
-    stages[f"{nodes} (logs/node-*.log)"] = f"{nodes} connected" if all_attached else None
+        stages[f"environment {name!r}"] = f"environment {name!r} has loaded ({_tasks(pool)})" if pool.players else None
+    if pools:
+        nodes = pluralize(max(1, config.inference.nodes), "inference node")
+        all_attached = len(gateway.router.nodes.attached()) >= max(1, config.inference.nodes)
+        stages[f"{nodes} (logs/node-*.log)"] = f"{nodes} connected" if all_attached else None
     if config.run.max_steps:
         has_asked = server.last_heard is not None
         stages["the trainer (logs/trainer-*.log)"] = "the trainer has loaded its model" if has_asked else None

@@ -94,13 +94,28 @@ def train_step(
         {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
         | channel_metrics(values)
         | {
-            "tokens/trained": values["policy/tokens"],
+            "tokens/trained": values["policy/tokens"] + values.get("sft/tokens", 0.0),
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
             "time/forward_backward_s": computed - started,
             "time/optimizer_s": time.monotonic() - computed,
         }
     )
+
+
+def score_held_out(policy: Policy, rows: Sequence[PackedRow]) -> dict[str, float]:
+    """Return loss (nats a token) and token accuracy of held-out demonstrations, over all ranks. A collective."""
+    sums = torch.zeros(3, dtype=torch.float64, device=next(policy.parameters()).device)
+    was_training = policy.training
+    policy.eval()
+    for row in rows:
+        logprobs_R, hits_R = policy.grades(row)
+        sums += torch.stack([logprobs_R.double().sum(), hits_R.double().sum(), sums.new_tensor(float(len(hits_R)))])
+    policy.train(was_training)
+    dist.all_reduce(sums)
+    logprobs, hits, tokens = sums.tolist()
+    name = "eval/demonstrations"
+    return {f"{name}/loss": -logprobs / tokens, f"{name}/token_accuracy": hits / tokens, f"{name}/tokens": tokens}
 
 
 def loss_of(
@@ -141,6 +156,7 @@ def channel_inputs(
         ),
         sdpo=_sdpo_tokens(row, statistics) if channels.sdpo.weight > 0 else None,
         replay_dpo=None if row.pairs is None else _pair_tokens(row.pairs, statistics, auxiliary.reference_S),
+        sft_logprobs_E=None if row.demonstrated_E is None else statistics.logprobs_R[row.demonstrated_E],
     )
 
 

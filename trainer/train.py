@@ -48,7 +48,7 @@ from trainer.data.rows import PackedRow, documents_of, unpack
 from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch, wait_together
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.step import LossSettings, rate, train_step
+from trainer.step import LossSettings, rate, score_held_out, train_step
 from trainer.teacher.reference import ReferenceLogprobs
 from trainer.teacher.self_teacher import ReadCost, SelfTeacher, teachers_in_row
 from trainer.weights.checkpoint import Checkpoints
@@ -207,6 +207,8 @@ class Trainer:
     def _train_one_step(self, client: StepClient, reply: StepReply, step: int, asked_at: float) -> None:
         config, received_at = self.config, time.monotonic()
         rows = self._rows(reply)
+        if step == 1 and reply.held_out and (scores := self._score(reply)) and self.world.first:
+            self.metrics.log(0, scores)
         run_step = self.outer.run_step if self.outer else step
         auxiliary = self.teacher.prepare(rows, run_step)
         read_at = time.monotonic()
@@ -230,6 +232,8 @@ class Trainer:
         bytes_published = self._publish(client, step, self._note_samples(step, rows, left_out))
         self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
         published_at = time.monotonic()
+        if config.orchestrator.eval.due(step, self._last_step(step)):
+            metrics |= self._score(reply)
         every = config.trainer.checkpoint.every_steps
         due = every > 0 and step % every == 0 and step < self._last_step(step)
         failed = due and not self._checkpoint(client, step)
@@ -260,11 +264,19 @@ class Trainer:
                 share=share,
                 distil=channels.sdpo.weight > 0,
                 prefer=channels.replay_dpo.weight > 0,
+                imitate=channels.sft.weight > 0,
                 teacher_in_row=teacher_in_row,
                 max_tokens=max_tokens,
             )
             for of_batch, teacher_in_row in zip(documents, in_row, strict=True)
         ]
+
+    def _score(self, reply: StepReply) -> dict[str, float]:
+        """Return the figures of the held-out demonstrations that came with a step; none where none came."""
+        share, device = self.policy.shares_prefixes, self.world.device
+        documents = [documents_of(batch, self.policy.vocabulary) for batch in reply.held_out]
+        rows = [unpack(each, device, share=share, imitate=True) for each in documents]
+        return score_held_out(self.policy, rows) if rows else {}
 
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
         """Leave the weights as they are, name the samples to blame, and return the step's metrics."""
@@ -279,7 +291,7 @@ class Trainer:
         }
         named = "\n".join(_describe(name, tasks[name]) for name in error.samples if name in tasks)
         descriptions = [line for text in worlds.gather_texts(named) for line in text.splitlines()]
-        descriptions += [name for name in error.samples if name.startswith("pair ")]
+        descriptions += [name for name in error.samples if name.startswith(("pair ", "row "))]
         more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
         blamed = "; ".join(descriptions[:NAMED]) + more
         text = f"step {step}: {error}: the step is skipped ({self._skipped} in a row), and a resume leaves out {blamed}"
@@ -327,7 +339,7 @@ class Trainer:
             self.metrics.log(step, metrics)
             logger.info(
                 "step %d: loss %.4g, reward %s, %d tokens, %.2f s (waited %.2f s)",
-                step, metrics["loss/total"], metrics.get("reward/mean"), metrics["tokens/total"],
+                step, metrics["loss/total"], metrics.get("reward/mean", "none"), metrics["tokens/total"],
                 metrics["time/step_s"], metrics["time/wait_s"],
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""[channels]: the loss, one table a term: policy (in policy.py), sdpo, replay_dpo; and the weights that they need."""
+"""[channels]: the loss, one table a term: policy (in policy.py), sdpo, replay_dpo, sft; and the weights they need."""
 
 from __future__ import annotations
 
@@ -143,6 +143,19 @@ class ReplayDpoConfig(BaseConfig):
         return values
 
 
+class SftConfig(BaseConfig):
+    """SFT: cross entropy on the assistant tokens of recorded conversations."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """Factor of SFT in the loss; 0 turns it off."""
+    schedule: WeightSchedule = WeightSchedule()
+    """The weight over the run."""
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight at `step` (from 1)."""
+        return self.weight * self.schedule.factor(step)
+
+
 class ChannelsConfig(BaseConfig):
     policy: PolicyConfig = PolicyConfig()
     """The policy loss."""
@@ -150,6 +163,8 @@ class ChannelsConfig(BaseConfig):
     """SDPO: distillation of hints at turns that went wrong."""
     replay_dpo: ReplayDpoConfig = ReplayDpoConfig()
     """Replay-DPO: preference pairs that teachers voted for."""
+    sft: SftConfig = SftConfig()
+    """SFT: recorded conversations to imitate."""
 
 
 WeightSet = Literal["frozen", "teacher", "reference"]

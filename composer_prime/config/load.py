@@ -33,6 +33,7 @@ from composer_prime.config.problems import describe_problems, spell_flag, split_
 from composer_prime.config.root import Config
 from composer_prime.console import columns, fail, pluralize, program, what_is_wrong
 from composer_prime.errors import ConfigError
+from composer_prime.traces.demonstrations import count_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,27 @@ def resolve(argv: list[str]) -> CommandLine:
             folders = config.run.import_from
             folders += [folder for folder in _module_folders(files) if folder not in folders]
             make_importable(config)
+            config = _with_epochs(config)
             return CommandLine(config=config, dry_run="--dry-run" in argv)
     raise ConfigError(what_is_wrong(sentences))
+
+
+def _with_epochs(config: Config) -> Config:
+    """Return `config` with run.max_steps from orchestrator.demonstrations.epochs, where that is set.
+
+    Raises ConfigError when both are set, or a file is missing or empty.
+    """
+    settings = config.orchestrator.demonstrations
+    if settings.epochs is None:
+        return config
+    if "max_steps" in config.run.model_fields_set:
+        raise ConfigError(
+            f"run.max_steps is {config.run.max_steps} and orchestrator.demonstrations.epochs is {settings.epochs}: both "
+            "give the length of the run; remove one"
+        )
+    rows = count_rows(settings.files, "orchestrator.demonstrations.files")
+    run = config.run.model_copy(update={"max_steps": settings.epochs * settings.steps_per_pass(rows)})
+    return config.model_copy(update={"run": run})
 
 
 def read_config(path: Path) -> Config:

@@ -28,6 +28,34 @@ class PreferencesConfig(BaseConfig):
     """Pairs whose label is wrong with a higher probability are left out."""
 
 
+class DemonstrationsConfig(BaseConfig):
+    """Recorded conversations whose assistant turns are imitated (SFT)."""
+
+    files: list[Path] = []
+    """JSON Lines: an object a line with `messages` and, where the conversation has some, `tools`."""
+    rows_per_step: int = Field(default=32, ge=1)
+    """Rows in each optimizer step. Every pass shuffles the rows anew; the last step of a pass may have fewer."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the files; sets run.max_steps. None leaves run.max_steps as it is."""
+    too_long: Literal["refuse", "cut", "skip"] = "refuse"
+    """Rows longer than model.max_context: end the run before its first step, train their beginning, or leave them out.
+    """
+    eval_files: list[Path] = []
+    """Held-out rows: loss and token accuracy before the first step, every orchestrator.eval.every_steps and after the
+    last."""
+
+    @field_validator("files", "eval_files")
+    @classmethod
+    def _no_file_twice(cls, files: list[Path]) -> list[Path]:
+        if repeated := sorted({str(file) for file in files if files.count(file) > 1}):
+            raise ValueError(f"{', '.join(repeated)} is named twice: name each file once")
+        return files
+
+    def steps_per_pass(self, rows: int) -> int:
+        """Return how many steps a pass over `rows` rows takes."""
+        return -(-rows // self.rows_per_step)
+
+
 class AuxiliaryConfig(BaseConfig):
     """A scalar of the rollout that counts towards its reward."""
 
@@ -159,6 +187,10 @@ class EvalConfig(BaseConfig):
     version_timeout_s: float = Field(default=600.0, gt=0)
     """How long an evaluation waits until the nodes have its weights."""
 
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
+        return bool(self.every_steps and (step % self.every_steps == 0 or step == last_step))
+
     @model_validator(mode="after")
     def _enough_samples(self) -> EvalConfig:
         if not all(1 <= k <= self.samples for k in self.pass_k):
@@ -191,10 +223,10 @@ class CurriculumConfig(BaseConfig):
 class OrchestratorConfig(BaseConfig):
     address: str | None = None
     """Address of an orchestrator that runs already (tcp://host:port of its step server); None starts one here."""
-    source: list[SourceConfig]
-    """Sources of tasks; at least one."""
-    groups_per_step: int = Field(default=8, ge=1)
-    """Groups that make one optimizer step."""
+    source: list[SourceConfig] = []
+    """Sources of tasks; at least one, unless groups_per_step is 0."""
+    groups_per_step: int = Field(default=8, ge=0)
+    """Groups that make one optimizer step; 0 plays no training rollouts, so a step is its demonstrations alone."""
     group_size: int = Field(default=8, ge=2)
     """G: sibling rollouts of one task, compared with one another."""
     sampling: SamplingConfig = SamplingConfig()
@@ -225,6 +257,8 @@ class OrchestratorConfig(BaseConfig):
     """Hints at turns that went wrong, for SDPO; None looks for none."""
     preferences: PreferencesConfig = PreferencesConfig()
     """Preference pairs that are mixed into the steps, for replay-DPO."""
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    """Recorded conversations that are mixed into the steps, for SFT."""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     node_address: str = "tcp://127.0.0.1:0"
@@ -254,9 +288,7 @@ class OrchestratorConfig(BaseConfig):
 
     @field_validator("source")
     @classmethod
-    def _some_source_unique_names(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
-        if not sources:
-            raise ValueError("orchestrator.source is empty: add at least one [[orchestrator.source]] table")
+    def _unique_source_names(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
         names = [source.name for source in sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -264,7 +296,12 @@ class OrchestratorConfig(BaseConfig):
         return sources
 
     @model_validator(mode="after")
-    def _group_can_be_complete(self) -> OrchestratorConfig:
+    def _groups_can_be_played(self) -> OrchestratorConfig:
+        if not self.source and self.groups_per_step:
+            raise ValueError(
+                "orchestrator.source is empty: add at least one [[orchestrator.source]] table, or set "
+                "orchestrator.groups_per_step = 0 to train demonstrations alone"
+            )
         if self.min_group > self.group_size:
             raise ValueError(
                 f"orchestrator.min_group is {self.min_group}, but orchestrator.group_size is {self.group_size}: every "

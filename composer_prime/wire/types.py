@@ -106,6 +106,21 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True):
     """Probability that the label is wrong, in [0, 0.5]."""
 
 
+class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded conversation, for SFT."""
+
+    name: str
+    """`FILE:LINE`."""
+    input_ids: bytes
+    """int32 [T]."""
+    loss_mask: bytes
+    """uint8 [T]: 1 where the token is imitated; never the first."""
+
+    @property
+    def num_trained(self) -> int:
+        return int(flags(self.loss_mask).sum())
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One root-to-leaf token sequence of a rollout; the trainer trains on samples.
 
@@ -179,11 +194,18 @@ class PairInRow(msgspec.Struct, frozen=True, array_like=True):
     epsilon: float
 
 
+class DemonstrationInRow(msgspec.Struct, frozen=True, array_like=True):
+    """A demonstration in a row: tokens [start, end) of each span are imitated."""
+
+    name: str
+    spans: list[tuple[int, int]]
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
-    A row holds first the samples, in the order of `sample_ids`, then both sides of each preference pair. Only samples
-    have mask, logprobs and advantages. SDPO's hinted contexts are no part of the row: `turns` has what they add.
+    A row holds first the samples, in the order of `sample_ids`, then both sides of each preference pair, then the
+    demonstrations. Only samples have mask, logprobs and advantages. SDPO's hinted contexts are no part of the row: `turns` has what they add.
 
     A dummy micro-batch (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.
     """
@@ -209,7 +231,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: bytes
     """float32 [N]."""
     temperatures: list[float]
-    """Sampling temperature of each document: a side of a pair has 1."""
+    """Sampling temperature of each document: a side of a pair and a demonstration have 1."""
     sample_ids: list[str]
     task_ids: list[str] = []
     """The task of each sample, for messages."""
@@ -217,6 +239,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """SDPO: which tokens of the row learn from which."""
     pairs: list[PairInRow] = []
     """Replay-DPO."""
+    demonstrations: list[DemonstrationInRow] = []
+    """SFT."""
     checksum: str = ""
     """blake2b-128 over every other field; set by `seal_batch`, checked by `verify_batch`."""
 
@@ -233,6 +257,8 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     distilled_turns: int = 0
     pairs: int = 0
     """Replay-DPO: preference pairs."""
+    demonstrated_tokens: int = 0
+    """SFT: tokens that are imitated."""
     micro_batches: int = 1
     """M: micro-batches that hold samples; dummies do not count."""
 
@@ -256,6 +282,8 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
     """Equal in number on all ranks."""
     metrics: dict[str, float]
     """The orchestrator's figures of this batch (reward/mean, policy/staleness_max, ...), for the trainer's line."""
+    held_out: list[MicroBatch] = []
+    """Demonstrations to score, where an evaluation is due; equal in number on all ranks."""
 
 
 class BatchNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):

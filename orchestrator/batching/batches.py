@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from composer_prime.config import Config
 from composer_prime.errors import RunMismatchError
 from composer_prime.packing.pack import model_flops, pack, totals
 from composer_prime.wire.types import Preference, Sample, StepReply
+from orchestrator.demonstrations import NO_ROWS, DemonstrationRows
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 
 logger = logging.getLogger(__name__)
@@ -214,6 +216,12 @@ class Batches:
     sdpo_active: Callable[[int], bool] = lambda step: False
     """Whether SDPO has a weight at a step, so that teacher documents are needed."""
     versions: Versions = EVERY_STEP
+    demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
+    """SFT's rows, once they are loaded."""
+    sft_active: Callable[[int], bool] = lambda step: False
+    """Whether SFT has a weight at a step, as in `sdpo_active`."""
+    eval_due: Callable[[int, int], bool] = lambda step, last_step: False
+    """Whether an evaluation is due after a step."""
     formed: int = field(default=0, init=False)
     """Newest batch that has its groups."""
     last_step: int = field(init=False)
@@ -275,7 +283,11 @@ class Batches:
 
     def distils(self, step: int) -> bool:
         """Whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
-        return self.sdpo_active(step + self.max_steps - self.last_step)
+        return self.sdpo_active(self._run_step(step))
+
+    def _run_step(self, step: int) -> int:
+        """Return the step of the whole joint run; `step` itself elsewhere."""
+        return step + self.max_steps - self.last_step
 
     def sdpo_ahead(self, max_staleness: int) -> bool:
         """Whether SDPO has a weight at a step that a group ending now may be trained in."""
@@ -319,29 +331,44 @@ class Batches:
         return task
 
     def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
-        samples, sdpo = batch.samples, self.distils(batch.step)
-        rows_by_rank = pack(
-            samples,
-            batch.preferences,
-            distil=sdpo,
+        samples, sdpo, step = batch.samples, self.distils(batch.step), batch.step
+        rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(layout.world_size)]
+        demonstrations = []
+        if self.sft_active(self._run_step(step)):
+            demonstrations, metrics = rows.of_step(step), metrics | rows.metrics(step)
+        packed = partial(
+            pack,
             run_id=self.run_id,
-            step=batch.step,
+            step=step,
             world_size=layout.world_size,
             max_tokens=layout.max_tokens,
             flops_per_token=self.flops[0],
             flops_per_pair=self.flops[1],
         )
+        rows_by_rank = packed(samples, batch.preferences, demonstrations, distil=sdpo)
+        if rows.held_out and (step == 1 or self.eval_due(step, self.last_step)):
+            held_out = packed([], demonstrations=rows.held_out)
         trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
-        step_totals = totals(samples, batch.preferences, distil=sdpo, micro_batches=trained_rows)
+        step_totals = totals(samples, batch.preferences, demonstrations, distil=sdpo, micro_batches=trained_rows)
         return [
             msgspec.msgpack.encode(
-                StepReply(step=batch.step, rank=rank, totals=step_totals, micro_batches=rows, metrics=batch.metrics)
+                StepReply(
+                    step=step,
+                    rank=rank,
+                    totals=step_totals,
+                    micro_batches=rows,
+                    metrics=metrics,
+                    held_out=held_out[rank],
+                )
             )
             for rank, rows in enumerate(rows_by_rank)
         ]
 
 
-def build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
+def build_batches(
+    config: Config, run_id: str, model_dir: Path, demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
+) -> Batches:
+    """Return the batches of a run. `demonstrations` gives its rows once a trainer asks for a batch."""
     values = json.loads((model_dir / "config.json").read_text())
     try:
         flops = model_flops(values.get("text_config") or values)
@@ -353,5 +380,8 @@ def build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
         max_steps=config.run.max_steps,
         flops=flops,
         sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
+        demonstrations=demonstrations,
+        sft_active=lambda step: config.channels.sft.weight_at(step) > 0,
+        eval_due=config.orchestrator.eval.due,
         versions=Versions(period=config.diloco.sync_every if config.diloco else 1),
     )

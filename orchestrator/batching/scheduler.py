@@ -91,6 +91,7 @@ class BatchScheduler:
 
     def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
         """Continue where checkpoint `state` and the journal end."""
+        self.batches.demonstrations().check_resume(state.demonstrations)
         self._next_group = resumed.next_group
         self._redispatch = list(resumed.in_flight.values())
         self._dropped = resumed.dropped
@@ -315,6 +316,7 @@ class BatchScheduler:
             curricula=self.sources.state(),
             counters=dict(self.counters),
             pairs=self._pair_cursor,
+            demonstrations=self.batches.demonstrations().digest,
             versions=self.batches.versions,
         )
 

@@ -56,6 +56,8 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
     pairs: PairCursor | None = None
     """Where the replay-DPO pairs continue; None where none are mixed in."""
+    demonstrations: str = ""
+    """Digest of the files that SFT reads; empty where there are none."""
     versions: Versions | None = None
     """None in checkpoints from before a version could stand for several steps: version = step."""
     format: int = FORMAT

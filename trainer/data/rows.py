@@ -1,9 +1,9 @@
 """A micro-batch as tensors on the device: what the forward pass, the head and the loss need, and nothing else.
 
-    documents            sample ... | chosen, rejected ... | teacher document ...
+    documents            sample ... | chosen, rejected ... | demonstration ... | teacher document ...
     N computed tokens    all of them in one forward pass; what starts alike is computed once
-    R head rows          tokens of the policy loss and replay-DPO ... | tokens of hinted turns ...       each token once
-    loss terms           T, D and P entries
+    R head rows          tokens of the policy loss, replay-DPO and SFT ... | tokens of hinted turns ...  each token once
+    loss terms           T, D, P and E entries
 
 Five index spaces, and how one leads to the next:
 
@@ -11,7 +11,7 @@ Five index spaces, and how one leads to the next:
     document     which of the documents                              position -> document: Documents.of
     computed     in the forward pass, common beginnings once         position -> computed: computed_N (-1: not read)
     head row     R, each wanted token once, hinted turns last        position -> head row: head_row_N (-1: not wanted)
-    loss term    T and A index the head rows by policy_T and answer_A; D are the last D head rows
+    loss term    T, A and E index the head rows by policy_T, answer_A, demonstrated_E; D are the last D head rows
 
 The hidden state of the token before predicts a token: source_R is computed_N[position - 1].
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -77,9 +78,11 @@ class PackedRow(Reading):
 
     pairs: PairsRow | None
     """None where replay-DPO is off."""
+    demonstrated_E: Tensor | None
+    """int64 [E]: the head's rows of demonstrated tokens; None where SFT is off."""
 
     names: tuple[str, ...]
-    """The sample or pair of each document."""
+    """The sample, pair or demonstration of each document."""
     packed_tokens: int
     """Tokens of all documents, before common prefixes were merged; >= N."""
     sample_ids: list[str]
@@ -109,19 +112,24 @@ def unpack(
     share: bool = False,
     distil: bool = False,
     prefer: bool = False,
+    imitate: bool = False,
     teacher_in_row: bool = False,
     max_tokens: int | None = None,
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch. Documents of a loss term that is off are not read.
 
-    `share` merges common beginnings. `distil`: SDPO is on. `prefer`: replay-DPO is on. `teacher_in_row`: the forward
-    pass reads the teacher's documents too (a live teacher only); otherwise passes of at most `max_tokens` tokens do.
+    `share` merges common beginnings. `distil`: SDPO is on. `prefer`: replay-DPO is on. `imitate`: SFT
+    is on. `teacher_in_row`: the forward pass reads the teacher's documents too (a live teacher only); otherwise passes
+    of at most `max_tokens` tokens do.
     """
     batch, put = documents.batch, partial(_tensor, device=device)
     turns, pairs = batch.turns if distil else [], batch.pairs if prefer else []
     teachers_read = documents.teachers() if distil and teacher_in_row else ()
     sides_read = documents.sides() if prefer else ()
-    read = [*range(documents.samples), *teachers_read, *sides_read] or [0]  # it may hold only terms that are off
+    rows_read = documents.demonstrations() if imitate else ()
+    read = [*range(documents.samples), *teachers_read, *sides_read, *rows_read] or [
+        0
+    ]  # it may hold only terms that are off
     layout = prefix_layout([documents.tokens(document) for document in read], share=share)
     positions = joined(np.arange(*documents.starts[document : document + 2]) for document in read)
     computed_N = np.full(len(documents.ids_N), -1, dtype=np.int64)
@@ -130,7 +138,10 @@ def unpack(
     trained = np.flatnonzero(flags(batch.loss_mask))
     hinted = joined(np.arange(turn.student, turn.student + turn.count) for turn in turns)
     answers = joined(np.arange(start, end) for pair in pairs for start, end in _answers(pair))
-    wanted = np.r_[np.setdiff1d(np.union1d(trained, answers), hinted), hinted].astype(np.int64)
+    spans = (span for each in batch.demonstrations for span in each.spans) if imitate else ()
+    demonstrated = joined(np.arange(start, end) for start, end in spans)
+    others = np.union1d(np.union1d(trained, answers), demonstrated)
+    wanted = np.r_[np.setdiff1d(others, hinted), hinted].astype(np.int64)
     head_row_N = np.full(len(documents.ids_N), -1)
     head_row_N[wanted] = np.arange(len(wanted))
     document_R = documents.of(wanted)
@@ -158,6 +169,7 @@ def unpack(
         if teacher_in_row or not distil
         else _teacher_readings(documents, device, share, max_tokens),
         pairs=_pairs_row(documents, head_row_N[answers], put) if prefer else None,
+        demonstrated_E=put(head_row_N[demonstrated], torch.int64) if imitate else None,
         names=tuple(documents.name(index) for index in range(len(documents.starts) - 1)),
         packed_tokens=len(documents.ids_N),
         sample_ids=list(batch.sample_ids),
@@ -237,7 +249,10 @@ def _answers(pair: PairInRow) -> tuple[tuple[int, int], tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """A checked micro-batch, cut into samples, sides of pairs and teacher documents. A position counts its N tokens."""
+    """A checked micro-batch, cut into samples, sides of pairs, demonstrations and teacher documents.
+
+    A position counts its N tokens.
+    """
 
     batch: MicroBatch
     where: str
@@ -250,13 +265,15 @@ class Documents:
 
     @property
     def first_teacher(self) -> int:
-        """The first teacher document, after samples and sides."""
+        """The first teacher document, after all others."""
         return len(self.batch.lengths)
 
     def name(self, document: int) -> str:
-        """Return the sample or pair that a document belongs to."""
+        """Return the sample, pair or demonstration that a document belongs to."""
         if document >= self.first_teacher:
             document = int(self.of(self.batch.turns[document - self.first_teacher].student))
+        elif document in (rows := self.demonstrations()):
+            return f"row {self.batch.demonstrations[document - rows.start].name}"
         elif document >= self.samples:
             return f"pair {self.batch.pairs[(document - self.samples) // 2].pair_id}"
         return self.batch.sample_ids[document] if self.batch.sample_ids else "none"
@@ -282,21 +299,24 @@ class Documents:
         return np.arange(len(self.ids_N)) - np.repeat(self.starts[:-1], np.diff(self.starts))
 
     def sides(self) -> range:
-        return range(self.samples, self.first_teacher)
+        return range(self.samples, self.samples + 2 * len(self.batch.pairs))
+
+    def demonstrations(self) -> range:
+        return range(self.first_teacher - len(self.batch.demonstrations), self.first_teacher)
 
 
 def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:
     """Cut `batch` at its borders and check it.
 
     Raises RunMismatchError: inconsistent lengths, token ids outside the vocabulary, a document whose first token is
-    trained, a hinted turn or pair that is cut, overlaps or differs from its teacher's. Raises NonFiniteError: NaN or
-    infinity among logprobs or advantages. Both name the samples or pairs.
+    trained, a hinted turn or pair that is cut, overlaps or differs from its teacher's, a span outside its demonstration.
+    Raises NonFiniteError: NaN or infinity among logprobs or advantages. Both name the samples, pairs or rows.
     """
     where = f"micro-batch {batch.index} of step {batch.step} (samples {', '.join(batch.sample_ids) or 'none'})"
     ids_N = ints(batch.input_ids)
     _check_arrays(batch, ids_N, where, vocabulary)
     starts = np.cumsum([0, *batch.lengths])
-    samples = len(batch.lengths) - 2 * len(batch.pairs)
+    samples = len(batch.lengths) - 2 * len(batch.pairs) - len(batch.demonstrations)
     teachers = [_teacher_ids(turn, ids_N, starts[: samples + 1], where, vocabulary) for turn in batch.turns]
     documents = Documents(
         batch=batch,
@@ -307,11 +327,13 @@ def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:
     )
     if documents.samples != len(batch.sample_ids) and (batch.sample_ids or documents.samples not in (0, 1)):
         raise RunMismatchError(
-            f"{where}: {len(batch.lengths)} documents for {len(batch.sample_ids)} samples and {len(batch.pairs)} pairs"
+            f"{where}: {len(batch.lengths)} documents for {len(batch.sample_ids)} samples, {len(batch.pairs)} pairs "
+            f"and {len(batch.demonstrations)} demonstrations"
         )
     _check_values(documents)
     _check_turns(documents)
     _check_pairs(documents)
+    _check_demonstrations(documents)
     return documents
 
 
@@ -391,4 +413,15 @@ def _check_pairs(documents: Documents) -> None:
             raise RunMismatchError(
                 f"{documents.where}: pair {pair_id} has an answer at tokens {start}..{end} of a document at "
                 f"{first}..{stop}: it needs a context, and must not be cut"
+            )
+
+
+def _check_demonstrations(documents: Documents) -> None:
+    for document, each in zip(documents.demonstrations(), documents.batch.demonstrations, strict=True):
+        first, stop = documents.starts[document], documents.starts[document + 1]
+        edges = [first, *(edge for span in each.spans for edge in span)]
+        if not each.spans or edges[-1] > stop or any(after <= before for before, after in pairwise(edges)):
+            raise RunMismatchError(
+                f"{documents.where}: row {each.name} trains tokens {each.spans[:4]} of a document at {first}..{stop}: "
+                "spans are in order, apart, and behind the first token"
             )

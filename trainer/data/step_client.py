@@ -61,6 +61,7 @@ _DENOMINATORS = {
     "distilled_turns": "distilled turns",
     "distilled_tokens": "distilled tokens",
     "pairs": "preference pairs",
+    "demonstrated_tokens": "demonstrated tokens",
 }
 """The fields of StepTotals that the ranks check, and their names in messages."""
 logger = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
         sum(len(batch.turns) for batch in batches),
         sum(turn.count for batch in batches for turn in batch.turns),
         sum(len(batch.pairs) for batch in batches),
+        sum(end - start for batch in batches for each in batch.demonstrations for start, end in each.spans),
     ]
 
 
@@ -236,10 +238,11 @@ class StepClient:
                               max_tokens=info.max_tokens)  # fmt: skip
         reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop)
         if isinstance(reply, StepReply):
-            for index, batch in enumerate(reply.micro_batches):
-                verify_batch(batch, run_id=info.run_id, step=step, rank=info.rank, versions=versions)
-                if batch.index != index:
-                    raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
+            for batches in (reply.micro_batches, reply.held_out):
+                for index, batch in enumerate(batches):
+                    verify_batch(batch, run_id=info.run_id, step=step, rank=info.rank, versions=versions)
+                    if batch.index != index:
+                        raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
         return reply
 
     def done(self, step: int, version: int, sample_ids: list[str], last_step: int | None = None) -> None:

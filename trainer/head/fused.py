@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
@@ -134,6 +135,16 @@ def token_statistics(
         divergence_D=divergence_D if teacher else None,
         teacher_entropy_D=teacher_D if teacher else None,
     )
+
+
+@torch.no_grad()
+def likeliest(head: Head, hidden_RH: Tensor) -> Tensor:
+    """Return the likeliest token of each row, int64 [R]. Scaling and soft cap keep the order of the logits."""
+    rows = max(1, CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"]) // head.vocabulary)
+    weight_VH = head.weight_VH.to(hidden_RH.dtype)
+    bias_V = None if head.bias_V is None else head.bias_V.to(hidden_RH.dtype)
+    chunks = (functional.linear(chunk_CH, weight_VH, bias_V).argmax(-1) for chunk_CH in hidden_RH.split(rows))
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device=hidden_RH.device), *chunks])
 
 
 def head_of(lm: PreTrainedModel) -> Head:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.fused import Head, TeacherMixture, TokenStatistics, head_of, token_statistics
+from trainer.head.fused import Head, TeacherMixture, TokenStatistics, head_of, likeliest, token_statistics
 from trainer.head.kernels import LogitKernels, choose_kernels
 from trainer.model.attention import SHARING, packing_arguments
 
-FORWARD_METHODS = ("states", "scores", "head")
+FORWARD_METHODS = ("states", "scores", "grades", "head")
 """Methods besides `forward` that compute with gathered parameters."""
 
 
@@ -61,6 +62,13 @@ class Policy(nn.Module):
         """Return the log-probabilities [R] of `targets_R` at the reading's wanted places, at temperature 1."""
         hidden_RH = self._hidden(reading)[reading.source_R]
         return token_statistics(head_of(self.lm), hidden_RH, targets_R, kernels=self._kernels(hidden_RH)).logprobs_R
+
+    @torch.no_grad()
+    def grades(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Return for each wanted token its log-probability [R], and whether it is the likeliest one [R], bool."""
+        hidden_RH, head = self._hidden(row)[row.source_R], head_of(self.lm)
+        statistics = token_statistics(head, hidden_RH, row.targets_R, kernels=self._kernels(hidden_RH))
+        return statistics.logprobs_R, likeliest(head, hidden_RH) == row.targets_R
 
     def head(self) -> Head:
         """Return a copy of the output layer as it is now."""

@@ -54,6 +54,7 @@ class Publisher:
     """Writes versions of one run into its weight store.
 
     Version N is the model after step N. In a joint run version V is the global model after V full sweeps of fragments.
+    A run without training rollouts publishes only what an evaluation plays with.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Publisher:
         return 0 and do no more. Waits for the publication before, and raises as `wait` does.
         """
         self.wait()
-        version = self._version_of(step)
+        version = self._version_of(step) if self._is_needed(step) else self.version
         if version == self.version:
             self._begin(lambda: announce(version))
             return 0
@@ -189,6 +190,13 @@ class Publisher:
         if self._outer:
             return 0, self._highest_version
         return step - 1 - self._config.orchestrator.max_staleness, step - 1
+
+    def _is_needed(self, step: int) -> bool:
+        """Return whether nodes play with the version of `step`; the first after a start always counts."""
+        orchestrator = self._config.orchestrator
+        if orchestrator.groups_per_step or self.version < 0:
+            return True
+        return bool(orchestrator.source) and orchestrator.eval.due(step, self._config.run.max_steps)
 
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step

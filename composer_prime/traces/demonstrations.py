@@ -1,0 +1,103 @@
+"""Conversations to imitate, as fine-tuning services and TRL write them: an object a line with `messages` and `tools`.
+
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
+
+Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are no
+rows. Imports no tokenizer; orchestrator/demonstrations.py turns rows into tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_prime.errors import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationRow:
+    """One line of a file."""
+
+    name: str
+    """`FILE:LINE`."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+    @property
+    def imitated(self) -> list[int]:
+        """Indices of the messages to imitate."""
+        return [
+            index
+            for index, message in enumerate(self.messages)
+            if message["role"] == "assistant" and message.get("weight") != 0
+        ]
+
+
+def read_rows(files: Sequence[Path], key: str) -> list[ConversationRow]:
+    """Return all rows in order. `key` names the setting.
+
+    Raises ConfigError with FILE:LINE: no such file, no row, a line that is no JSON object with messages, a message
+    without a known role, no assistant message to imitate.
+    """
+    return [_row(f"{path}:{number}", text) for path in files for number, text in _lines(path, key)]
+
+
+def count_rows(files: Sequence[Path], key: str) -> int:
+    """Return the number of rows. Raises ConfigError for a missing or an empty file; reads no JSON."""
+    return sum(1 for path in files for _ in _lines(path, key))
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of the files' contents, in order."""
+    contents = hashlib.sha256()
+    for path in files:
+        contents.update(hashlib.sha256(path.expanduser().read_bytes()).digest())
+    return contents.hexdigest()
+
+
+def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Yield (line from 1, text) of every line that is not blank."""
+    rows = 0
+    try:
+        with path.expanduser().open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    rows += 1
+                    yield number, text
+    except FileNotFoundError:
+        raise ConfigError(f"{key} names {path}, but there is no such file: name JSON Lines of messages") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} names {path}, which cannot be read as text: {error}") from None
+    if not rows:
+        raise ConfigError(f"{key} names {path}, which is empty: write one JSON object a line, or leave the file out")
+
+
+def _row(name: str, text: str) -> ConversationRow:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: no JSON: {error}; write one JSON object a line (JSON Lines)") from None
+    messages = values.get("messages") if isinstance(values, dict) else None
+    if not isinstance(messages, list) or not messages:
+        found = f"keys {', '.join(values) or 'none'}" if isinstance(values, dict) else type(values).__name__
+        raise ConfigError(f"{name}: {found}; a row is an object with `messages`, a list of at least one message")
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise ConfigError(f"{name}: message {index} has role {role!r}; the roles are {', '.join(ROLES)}")
+    tools = values.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ConfigError(f"{name}: tools is {str(tools)[:60]!r}; write a list of tool schemas, or leave it out")
+    row = ConversationRow(name=name, messages=messages, tools=tools)
+    if not row.imitated:
+        raise ConfigError(
+            f"{name}: no assistant message to imitate among {len(messages)} (a message with weight 0 does not count): "
+            "add the assistant's turn, or remove the row"
+        )
+    return row

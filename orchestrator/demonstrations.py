@@ -1,0 +1,207 @@
+"""SFT's rows for each step: recorded conversations as the token ids that the policy reads, with what it imitates.
+
+    files -> rows (composer_prime/traces/demonstrations.py) -> renderer -> Demonstration -> step N
+
+Imitated are the tokens that the policy itself would sample in an assistant turn: content, thinking, tool calls and the
+token that ends the turn. The template's opening of a turn, and everything that others say, is context.
+
+Which rows a step trains follows from run.seed, the step and the number of rows alone. So nothing of it is saved but a
+digest of the files: a resumed run needs the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from composer_prime.config import Config
+from composer_prime.console import pluralize
+from composer_prime.errors import CheckpointError, ConfigError
+from composer_prime.monitor.events import event
+from composer_prime.traces.demonstrations import ConversationRow, digest, read_rows
+from composer_prime.wire.types import Demonstration, pack_flags, pack_ints
+from orchestrator.chat_template import RENDER_ERRORS
+from orchestrator.rollouts.groups import derive_seed
+
+logger = logging.getLogger(__name__)
+
+FILES, EVAL_FILES = "orchestrator.demonstrations.files", "orchestrator.demonstrations.eval_files"
+
+
+class DemonstrationRows:
+    """The rows of a run, tokenized once at its start. Thread-safe: it never changes."""
+
+    def __init__(
+        self,
+        rows: Sequence[Demonstration | None],
+        held_out: Sequence[Demonstration] = (),
+        *,
+        per_step: int,
+        seed: int,
+        digest: str = "",
+        cut: int = 0,
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
+        """`rows`: None for one that was skipped. `cut`: rows that were cut. `left_out`: rows (`row NAME`) that made a
+        step not finite.
+        """
+        self.held_out = list(held_out)
+        self.digest = digest
+        self._rows = list(rows)
+        self._per_step = per_step
+        self._seed = seed
+        self._cut = cut
+        self._left_out = left_out
+
+    def of_step(self, step: int) -> list[Demonstration]:
+        """Return the rows of `step` (from 1): each row once a pass, in an order of that pass."""
+        if not self._rows:
+            return []
+        number, place = divmod(step - 1, -(-len(self._rows) // self._per_step))
+        order = list(range(len(self._rows)))
+        random.Random(derive_seed(self._seed, "demonstrations", number)).shuffle(order)
+        chosen = (self._rows[index] for index in order[place * self._per_step : (place + 1) * self._per_step])
+        return [row for row in chosen if row is not None and f"row {row.name}" not in self._left_out]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the figures of `step` for the trainer's line."""
+        if not self._rows:
+            return {}
+        served = self.of_step(step)
+        return {
+            "sft/rows": float(len(served)),
+            "sft/pass": float((step - 1) // -(-len(self._rows) // self._per_step)),
+            "sft/rows_in_files": float(len(self._rows)),
+            "sft/rows_cut": float(self._cut),
+            "sft/rows_skipped": float(sum(row is None for row in self._rows)),
+        }
+
+    def check_resume(self, before: str) -> None:
+        """Raise CheckpointError unless the files are those of the checkpoint, whose digest was `before`."""
+        if before != self.digest:
+            raise CheckpointError(
+                f"{FILES} have digest {self.digest[:12] or 'none'}, but the checkpoint was made with "
+                f"{before[:12] or 'none'}: give the run the files it was started with, or start a new run"
+            )
+
+
+NO_ROWS = DemonstrationRows([], per_step=1, seed=0)
+
+
+class RowTokenizer:
+    """Turns conversations into token ids with the tokens to imitate. Not thread-safe."""
+
+    def __init__(self, renderer: Any, *, max_context: int, too_long: Literal["refuse", "cut", "skip"]) -> None:
+        """`renderer`: the one that rollouts are rendered with. `max_context`: longest row, in tokens."""
+        self._renderer = renderer
+        self._max_context = max_context
+        self._too_long = too_long
+        self._stops = set(renderer.get_stop_token_ids())
+        self.cut = 0
+        """Rows that were cut so far."""
+
+    def demonstration(self, row: ConversationRow) -> Demonstration | None:
+        """Return the row as ids; None where it is skipped.
+
+        Raises ConfigError: the template cannot render it, or not mark what an assistant wrote, or it is too long.
+        """
+        if row.tools and not getattr(self._renderer, "supports_tools", True):
+            raise ConfigError(
+                f"{row.name} has tools, but the chat template of the model writes none: use a model or a "
+                "model.chat_template with tools, or remove them from the row"
+            )
+        try:
+            ids, mask = self._marked(row)
+        except ConfigError:
+            raise
+        except RENDER_ERRORS as error:
+            raise ConfigError(
+                f"{row.name}: the chat template cannot render this conversation: {error}; repair the row, or set "
+                "model.chat_template to another"
+            ) from None
+        if len(ids) > self._max_context:
+            if self._too_long == "refuse":
+                raise ConfigError(
+                    f"{row.name} has {len(ids)} tokens, but model.max_context is {self._max_context}: raise it, or set "
+                    "orchestrator.demonstrations.too_long = 'cut' or 'skip'"
+                )
+            if self._too_long == "skip":
+                return None
+            ids, mask = ids[: self._max_context], mask[: self._max_context]
+            if True not in mask:
+                return None
+            self.cut += 1
+        return Demonstration(name=row.name, input_ids=pack_ints(ids), loss_mask=pack_flags(mask))
+
+    def _marked(self, row: ConversationRow) -> tuple[list[int], list[bool]]:
+        messages = [{key: value for key, value in each.items() if key != "weight"} for each in row.messages]
+        rendered = self._renderer.render(messages, tools=row.tools)
+        ids, imitated = list(rendered.token_ids), set(row.imitated)
+        if len(rendered.sampled_mask) != len(ids):
+            return ids, self._marked_by_prefixes(row, messages, ids)
+        owners = rendered.message_indices
+        mask = [owner in imitated and sampled for owner, sampled in zip(owners, rendered.sampled_mask, strict=True)]
+        shown = {owner for owner, trained in zip(owners, mask, strict=True) if trained}
+        if shown != imitated or mask[0]:
+            raise _unmarked(row, f"it shows {len(shown)} of {pluralize(len(imitated), 'assistant turn')}")
+        return ids, mask
+
+    def _marked_by_prefixes(self, row: ConversationRow, messages: list[dict[str, Any]], ids: list[int]) -> list[bool]:
+        """Mark from where a turn is sampled to the token that ends it: for a template that does not say more."""
+        mask = [False] * len(ids)
+        for index in row.imitated:
+            context = self._renderer.render_ids(messages[:index], tools=row.tools, add_generation_prompt=True)
+            start = len(context)
+            if ids[:start] != list(context):
+                raise _unmarked(row, f"it writes what comes before message {index} otherwise once an answer follows")
+            end = next((at + 1 for at in range(start, len(ids)) if ids[at] in self._stops), None)
+            if end is None:
+                raise _unmarked(row, f"no end-of-turn token follows message {index}")
+            mask[start:end] = [True] * (end - start)
+        return mask
+
+
+def _unmarked(row: ConversationRow, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{row.name}: the chat template cannot mark the assistant's tokens: {reason}; set model.chat_template to one "
+        "that only appends, or name a renderer of the model (model.renderer)"
+    )
+
+
+def build_demonstrations(
+    config: Config, chat_folder: Path, left_out: frozenset[str] = frozenset()
+) -> DemonstrationRows:
+    """Read and tokenize the files of a run. Loads the renderer: call it from a thread. Raises ConfigError."""
+    settings = config.orchestrator.demonstrations
+    if not settings.files and not settings.eval_files:
+        return NO_ROWS
+    from orchestrator.chat_renderer import build_renderer
+
+    _, renderer = build_renderer(str(chat_folder), config.model.renderer)
+    tokenizer = RowTokenizer(renderer, max_context=config.model.max_context, too_long=settings.too_long)
+    rows = [tokenizer.demonstration(row) for row in read_rows(settings.files, FILES)]
+    cut, skipped = tokenizer.cut, rows.count(None)
+    if rows and skipped == len(rows):
+        raise ConfigError(
+            f"all {len(rows)} rows of {FILES} are longer than model.max_context = {config.model.max_context}: raise it"
+        )
+    held_out = [tokenizer.demonstration(row) for row in read_rows(settings.eval_files, EVAL_FILES)]
+    held_out_skipped = held_out.count(None)
+    tokens = sum(row.num_trained for row in rows if row is not None)
+    text = (
+        f"{pluralize(len(rows), 'demonstration')} with {tokens:,} tokens to imitate ({cut} cut, {skipped} skipped); "
+        f"{len(held_out)} held out ({tokenizer.cut - cut} cut, {held_out_skipped} skipped)"
+    )
+    logger.log(logging.WARNING if cut or skipped else logging.INFO, text, extra=event("demonstrations"))
+    return DemonstrationRows(
+        rows,
+        [row for row in held_out if row is not None],
+        per_step=settings.rows_per_step,
+        seed=config.run.seed,
+        digest=digest(settings.files) if settings.files else "",
+        cut=cut,
+        left_out=left_out,
+    )
