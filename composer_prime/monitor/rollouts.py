@@ -10,6 +10,8 @@ from typing import Any
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 
+PROBE = "probe/cheated"
+"""Metric of a probe: a task that can only be solved by cheating. Its 1 is a cheat, and its reward says nothing."""
 Rollout = dict[str, Any]
 Scores = dict[str, list[float]]
 """Rewards of each task's rollouts, by `source/task id`."""
@@ -66,11 +68,11 @@ def _cut(text: str) -> str:
 
 
 def scores(path: Path) -> Scores:
-    """Return rewards by task. Leaves out failed rollouts, which have none."""
+    """Return rewards by task. Leaves out failed rollouts, which have none, and probes."""
     by_task: Scores = {}
     for rollout in read_rollouts(path):
         reward = rollout.get("reward")
-        if isinstance(reward, int | float):
+        if isinstance(reward, int | float) and PROBE not in (rollout.get("metrics") or {}):
             by_task.setdefault(f"{rollout.get('source')}/{rollout.get('task_id')}", []).append(float(reward))
     return by_task
 
