@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_eval_of_two_models_prints_intervals_and_their_difference(tmp_path):
     # The same folder under two names meets the same tasks with the same seeds: intervals for both, and a paired change.
     twin = ROOT / "composer_prime/assets/tiny/policy"
@@ -22,7 +23,7 @@ def test_eval_of_two_models_prints_intervals_and_their_difference(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mean reward [95 %]" in done.stdout and "paired over 8 tasks" in done.stdout

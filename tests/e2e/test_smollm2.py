@@ -12,7 +12,7 @@ import pytest
 from quick_run import QuickRun
 
 MEMORY_BYTES = 14 << 30
-STEPS = 3
+STEPS = 2
 
 
 def has(*packages: str) -> bool:

@@ -130,7 +130,7 @@ def test_sigterm_ends_it_and_its_workers(prepared):
         parent = psutil.Process(process.pid)
         children = until(lambda: parent.children(recursive=True))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 143
+        assert process.wait(100) == 143
         assert not psutil.wait_procs(children, timeout=60)[1]
 
 
@@ -144,7 +144,7 @@ def test_alone_it_prepares_its_run_directory_and_stops_at_ctrl_c(tmp_path, call)
     assert (run_dir.keys / "node.token").exists()
     until(run_dir.metrics.exists)
     process.send_signal(signal.SIGINT)
-    assert process.wait(15) == 130
+    assert process.wait(100) == 130
     status, said = call(*words)
     assert status == 2
     assert "continue it with --resume" in said

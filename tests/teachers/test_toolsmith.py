@@ -58,7 +58,7 @@ local = true
 
 
 def run(*words: str | Path, status: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, timeout=560)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 

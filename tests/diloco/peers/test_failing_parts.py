@@ -19,7 +19,7 @@ from diloco.transport.messages import AskRound, RoundOutcome, ToPeer
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_is_killed(make_rendezvous, key_file, tmp_path, rank):
-    values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=1.5).endpoint, "key_file": str(key_file)}
+    values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=4).endpoint, "key_file": str(key_file)}
     values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
     steady = start_ranks(tmp_path, "a", 0, values, until=70)
     broken = start_ranks(tmp_path, "b", 1, values, failure=(rank, 23, signal.SIGKILL), until=70)
@@ -41,7 +41,7 @@ def test_one_rank_is_killed(make_rendezvous, key_file, tmp_path, rank):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_get_different_outcomes(make_rendezvous, key_file, tmp_path):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=1.5)
+    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
     handler = server.server.handler
     honest, lies = handler._outcome, {2: 1, 5: 1_000_000}
 
@@ -71,7 +71,7 @@ def test_ranks_get_different_outcomes(make_rendezvous, key_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rendezvous_restarts_under_ranks(make_rendezvous, key_file, tmp_path):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=1.5)
+    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
     peers = [start_ranks(tmp_path, name, index, values, until=60) for index, name in enumerate("ab")]
     for outer_step in (10, 25):
@@ -88,7 +88,7 @@ def test_rendezvous_restarts_under_ranks(make_rendezvous, key_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_lighthouse_alone_restarts(make_rendezvous, key_file, dies):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=1.5)
+    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
 
     def disturb(step, engine):
         lighthouse = server.server.lighthouse

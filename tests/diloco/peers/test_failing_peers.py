@@ -49,7 +49,7 @@ def assert_agree(*peers: PeerProcess) -> None:
 def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
     # interval 4, delay 2: prepared after inner step 2 of 4, completed after 4
     step = {"before prepare": 21, "between prepare and commit": 23, "after commit": 20}[moment]
-    values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=1.5).endpoint, "key_file": str(key_file)}
+    values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=4).endpoint, "key_file": str(key_file)}
     values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
     first = start_peer(tmp_path, "a", 0, 10_000, values, until=60)
     second = start_peer(tmp_path, "b", 1, 10_000, values, failure=(step, getattr(signal, kind)), until=55)
@@ -73,7 +73,7 @@ def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
 # Its successor and the other peer hold the same model throughout.
 @pytest.mark.slow
 def test_thawed_predecessor_ends(make_rendezvous, key_file, tmp_path):
-    values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=1.5).endpoint, "key_file": str(key_file)}
+    values = {"rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=4).endpoint, "key_file": str(key_file)}
     values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
     first = start_peer(tmp_path, "a", 0, 10_000, values, until=60)
     frozen = start_peer(tmp_path, "b", 1, 10_000, values, failure=(23, signal.SIGSTOP))
@@ -90,7 +90,7 @@ def test_thawed_predecessor_ends(make_rendezvous, key_file, tmp_path):
 # The rendezvous is restarted and has forgotten everything: the peers find one another again.
 @pytest.mark.slow
 def test_rendezvous_restarts(make_rendezvous, key_file, tmp_path):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=1.5)
+    server = make_rendezvous(start_peers=2, beat_timeout_s=4)
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
     peers = [start_peer(tmp_path, name, index, 10_000, values, until=60) for index, name in enumerate("ab")]
     peers[0].wait_until(10)
@@ -135,7 +135,7 @@ def test_newcomer_at_a_restarted_rendezvous(make_rendezvous, key_file):
 # The source of a joining peer's state is killed while it uploads (its link is throttled): another takes over.
 @pytest.mark.slow
 def test_state_source_dies(make_rendezvous, key_file, tmp_path):
-    server = make_rendezvous(start_peers=2, beat_timeout_s=1.5, keep_rounds=4)
+    server = make_rendezvous(start_peers=2, beat_timeout_s=4, keep_rounds=4)
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 2}
     slow = start_peer(tmp_path, "a", 0, 10_000, values | {"rate_limit_mbit": 0.02})
     steady = start_peer(tmp_path, "b", 1, 10_000, values, until=150)

@@ -74,7 +74,7 @@ def test_two_by_two(make_rendezvous, key_file, tmp_path, monkeypatch, muon_lr):
     import test_streaming
 
     values = {
-        "rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=1.5).endpoint,
+        "rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=4).endpoint,
         "key_file": str(key_file),
         **VALUES,
     }
