@@ -2,6 +2,7 @@
 
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
+    orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -29,13 +30,16 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
 
 FAILED = 1
-_USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]"
+_USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
+       orchestrator join tcp://HOST:PORT (orchestrator join --help)"""
 
 
 def main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
     try:
+        if words[:1] == ["join"]:
+            return _join(words[1:])
         if words[:1] == ["--run-dir"]:
             if len(words) != 2:
                 raise ConfigError(_USAGE)
@@ -52,6 +56,18 @@ def main() -> int:
         return _run(config, run_dir)
     except ConfigError as error:
         fail(error)
+
+
+def _join(words: list[str]) -> int:
+    from orchestrator.workers.join import main as join
+
+    try:
+        return join(words)
+    except ConfigError:
+        raise
+    except (ComposerError, OSError) as error:
+        print(f"orchestrator join: {error}", file=sys.stderr)
+        return FAILED
 
 
 def _dry_run(config: Config) -> int:

@@ -30,7 +30,7 @@ _WATCH_S = 0.25
 
 def describe_startup(config: Config, gateway: Gateway, pools: Mapping[str, WorkerPool]) -> str:
     """Return what a starting run waits for. `pools`: environment workers by source."""
-    loading = [name for name, pool in pools.items() if not pool.pids]
+    loading = [name for name, pool in pools.items() if not pool.players]
     part = f"the environment workers of {', '.join(loading)}" if loading else "tasks and tokenizers"
     return f"{part} are loading; {describe_nodes(config, gateway)}"
 

@@ -145,8 +145,8 @@ class SourceConfig(BaseConfig):
     """verifiers harness: `id` is an importable module, the rest its own settings."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Where the source's code runs, and its limits."""
-    workers: int = Field(default=1, ge=1)
-    """Worker processes that run this source's episodes."""
+    workers: int = Field(default=1, ge=0)
+    """Worker processes that run this source's episodes here; with 0, hosts that join run all."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
 
@@ -263,12 +263,15 @@ class OrchestratorConfig(BaseConfig):
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
+    worker_address: str | None = None
+    """Where hosts of environment workers connect (CURVE-encrypted, `orchestrator join`); None admits none. Their
+    heartbeats are those of inference nodes (inference.heartbeat_s, inference.lost_after_s)."""
     step_address: str = "tcp://127.0.0.1:0"
     """Where trainer ranks connect (CURVE-encrypted)."""
     no_node_timeout_s: float = Field(default=300.0, gt=0)
     """How long requests wait while no inference node is connected, before the run fails."""
     worker_start_timeout_s: float = Field(default=180.0, gt=0)
-    """How long an environment worker may take to load."""
+    """How long an environment worker may take to load, and how long a source without one waits for a host."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """How long a batch may take to fill, before the run fails and names what it waited for."""
     trainer_timeout_s: float = Field(default=3600.0, gt=0)
@@ -283,6 +286,16 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a weight "
                 "above 0 (an evaluation alone is run.max_steps = 0)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_somewhere(self) -> OrchestratorConfig:
+        idle = [source.name for source in self.source if not source.workers]
+        if idle and self.worker_address is None:
+            raise ValueError(
+                f"orchestrator.source.workers is 0 for {idle}, but orchestrator.worker_address is None: nobody would "
+                "play; set workers to 1, or --orchestrator.worker_address tcp://127.0.0.1:5501 for hosts that join"
             )
         return self
 

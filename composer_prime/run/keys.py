@@ -2,9 +2,9 @@
 
 All are files of mode 0600 in the run directory's keys/. None is ever part of a configuration or a log.
 
-    server.curve, node.curve, trainer.curve   pairs; the server's secret never leaves the orchestrator's machine
-    node.token, trainer.token                 for a process elsewhere: the server's public key and its own pair
-    signing.ed25519                           the trainer's; the orchestrator gives nodes its public half
+    server.curve, node.curve, worker.curve, trainer.curve   pairs; the server's secret stays on its machine
+    node.token, worker.token, trainer.token    for a process elsewhere: the server's public key and its own pair
+    signing.ed25519                            the trainer's; the orchestrator gives nodes its public half
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from composer_prime.errors import ConfigError
 
+TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 _PREFIX = "cp1."
+_CLIENTS = ("node", "worker", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class ClientKeys:
     own: CurvePair
 
     def token(self) -> str:
-        """Return these keys as one word for `inference join --token`."""
+        """Return these keys as one word for `inference join --token` and `orchestrator join --token`."""
         return _PREFIX + base64.urlsafe_b64encode(self.server_public + self.own.public + self.own.secret).decode()
 
     @classmethod
@@ -54,6 +56,26 @@ class ClientKeys:
         except ValueError as error:
             raise ConfigError(f"the join token {error}; copy it whole from the orchestrator's run directory") from None
         return cls(raw[:40], CurvePair(raw[40:80], raw[80:]))
+
+
+def join_keys(token: str | None, file: Path | None, role: str) -> ClientKeys:
+    """Return the keys that the options --token and --token-file, or $COMPOSER_JOIN_TOKEN, give. Raises ConfigError.
+
+    `role`: node or worker.
+    """
+    if token and file:
+        raise ConfigError("--token and --token-file are both given: use one")
+    if file is not None:
+        try:
+            return ClientKeys.from_token(file.read_text())
+        except OSError as error:
+            raise ConfigError(f"--token-file {file}: {error.strerror}") from None
+    token = token or os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise ConfigError(
+            f"no join token: set ${TOKEN_VARIABLE}, or pass --token-file (the run keeps it in keys/{role}.token)"
+        )
+    return ClientKeys.from_token(token)
 
 
 def _write_secret(path: Path, data: bytes) -> None:
@@ -73,18 +95,18 @@ class RunKeys:
     def create(cls, folder: Path) -> RunKeys:
         """Create the keys that `folder` lacks. Existing keys stay: the tokens of a resumed run remain valid."""
         keys = cls(folder)
-        for name in ("server", "node", "trainer"):
+        for name in ("server", *_CLIENTS):
             if not (folder / f"{name}.curve").exists():
                 _write_secret(folder / f"{name}.curve", b"".join(zmq.curve_keypair()))
         if not (folder / "signing.ed25519").exists():
             _write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
-        for name in ("node", "trainer"):
+        for name in _CLIENTS:
             client = ClientKeys(keys.curve("server").public, keys.curve(name))
             _write_secret(folder / f"{name}.token", client.token().encode() + b"\n")
         return keys
 
     def curve(self, name: str) -> CurvePair:
-        """Return the pair `server`, `node` or `trainer`. Raises ConfigError when its file is missing."""
+        """Return the pair `server`, or that of a client. Raises ConfigError when its file is missing."""
         path = self.folder / f"{name}.curve"
         try:
             raw = path.read_bytes()
@@ -93,7 +115,7 @@ class RunKeys:
         return CurvePair(raw[:40], raw[40:])
 
     def client(self, name: str) -> ClientKeys:
-        """Return the keys of a `node` or `trainer`. Raises ConfigError when its token is missing or damaged."""
+        """Return the keys of a client of the wire. Raises ConfigError when its token is missing or damaged."""
         path = self.folder / f"{name}.token"
         try:
             return ClientKeys.from_token(path.read_text())

@@ -190,10 +190,12 @@ class RolloutRunner:
         return RolloutResult(reply=reply, records=records)
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
-        deadline_s = request.timeout_s + self.grace_s
+        deadline_s, loop = request.timeout_s + self.grace_s, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self.pools[source].run(request)
+            async with asyncio.timeout(None) as deadline:
+                return await self.pools[source].run(
+                    request, on_begin=lambda: deadline.reschedule(loop.time() + deadline_s)
+                )
         except DeadlineError as error:
             return _failed(request, "worker", str(error))
         except TimeoutError:

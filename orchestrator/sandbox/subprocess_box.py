@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.run.process import signal_session
+from composer_prime.run.scratch import Scratch
 from orchestrator.sandbox.box import NOTHING, WORK, Box, CommandResult, inside_path
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.output import CommandStreams
@@ -62,7 +62,8 @@ class SubprocessBox(Box):
 
     def __init__(self, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> None:
         self.runtime = runtime
-        self._home = Path(tempfile.mkdtemp(prefix="composer-box-"))
+        self._scratch = Scratch("box")  # It removes what dead processes left.
+        self._home = self._scratch.path
         self._work = self._home / "work"
         self._work.mkdir()
         (self._home / "bin").mkdir()
@@ -195,7 +196,7 @@ class SubprocessBox(Box):
             return
         self._closed = True
         self._end_command()
-        await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+        await asyncio.to_thread(self._scratch.close)
 
     def _outside(self, path: str) -> Path:
         """Return the host's path. Raises ValueError for one that is not below the work folder."""

@@ -179,7 +179,7 @@ class ScriptedPool:
     """A source whose rollouts are `turns` requests to the gateway; `reward(request)` decides how they end."""
 
     restarts = 0
-    pids: tuple[int, ...] = (1,)
+    players: tuple[int, ...] = (1,)
 
     def __init__(
         self, reward: Reward | None = None, *, turns: int = 2, tasks: int = 16, played: Path | None = None
@@ -205,7 +205,8 @@ class ScriptedPool:
     def difficulty(self, taskset: str = "train") -> list[float | None]:
         return []
 
-    async def run(self, request: RunRollout) -> RolloutReply:
+    async def run(self, request: RunRollout, on_begin: Callable[[], None] = lambda: None) -> RolloutReply:
+        on_begin()
         self.requests.append(request)
         if self._played is not None:
             with self._played.open("a") as file:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -73,8 +74,8 @@ async def test_a_rollout_that_lacks_a_wanted_metric_fails_alone(open_run, run_di
     """Behavior rewards ask for a number that a verifier did not always give: that rollout fails, the run goes on."""
 
     class Measured(ScriptedPool):
-        async def run(self, request: RunRollout) -> RolloutReply:
-            reply = await super().run(request)
+        async def run(self, request: RunRollout, **options: Any) -> RolloutReply:
+            reply = await super().run(request, **options)
             metrics = {} if sibling(request) == 3 else {"lines": 2.0}
             return msgspec.structs.replace(reply, metrics=metrics)
 
@@ -155,10 +156,10 @@ async def test_two_broken_tasks_of_a_healthy_source_do_not_stop_the_run(open_run
         return request.rollout_id.startswith(("g000000", "g000001"))
 
     class HealthyWait(ScriptedPool):
-        async def run(self, request: RunRollout) -> RolloutReply:
+        async def run(self, request: RunRollout, **options: Any) -> RolloutReply:
             if not is_broken(request):
                 await release.wait()
-            return await super().run(request)
+            return await super().run(request, **options)
 
     pool = HealthyWait(lambda request: RAISED if is_broken(request) else mixed(request))
     async with (
@@ -180,10 +181,10 @@ async def test_held_out_tasks_that_fail_alike_do_not_stop_training(open_run, run
     evaluated = asyncio.Event()
 
     class HealthyWait(ScriptedPool):
-        async def run(self, request: RunRollout) -> RolloutReply:
+        async def run(self, request: RunRollout, **options: Any) -> RolloutReply:
             if request.taskset != EVAL:
                 await evaluated.wait()
-            return await super().run(request)
+            return await super().run(request, **options)
 
     pool = HealthyWait(lambda request: RAISED if request.taskset == EVAL else mixed(request))
     config = make_config(tmp_path, max_retries=0, eval={"every_steps": 9, "tasks": 5})
@@ -244,7 +245,7 @@ async def test_workers_that_are_gone_for_good_end_the_run(open_run, tmp_path):
     """An error of the pool itself is not a rollout's: no retry, the run fails with it."""
 
     class Gone(ScriptedPool):
-        async def run(self, request: RunRollout):
+        async def run(self, request: RunRollout, **options: Any):
             raise EnvironmentWorkerError("it was started 6 times")
 
     async with open_run(make_config(tmp_path), Gone()) as run:

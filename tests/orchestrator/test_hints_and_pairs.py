@@ -95,7 +95,7 @@ class ToolPool(ScriptedPool):
         super().__init__(**options)
         self._renderer = build_renderer(str(MODEL), None)[1]
 
-    async def run(self, request: RunRollout) -> RolloutReply:
+    async def run(self, request: RunRollout, **_: Any) -> RolloutReply:
         self.requests.append(request)
         asked = [{"role": "user", "content": f"Add {request.task_index} and 2."}]
         prompt = self._renderer.render_ids(asked, tools=TOOLS, add_generation_prompt=True)

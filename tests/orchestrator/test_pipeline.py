@@ -143,7 +143,7 @@ async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_pa
 class LoadingPool(ScriptedPool):
     """Workers that are ready when the test says so."""
 
-    pids = ()
+    players = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class LoadingPool(ScriptedPool):
     async def start(self) -> None:
         await super().start()
         await self.ready.wait()
-        self.pids = (1,)
+        self.players = (1,)
 
 
 async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp_path):

@@ -1,0 +1,377 @@
+"""`orchestrator join tcp://HOST:PORT`: play a run's rollouts on this machine. hosts.py is the other side.
+
+    hello --> welcome: sources, tokenizer --> WorkerPool of each source --> ready
+    ForSource(RunRollout) --> WorkerPool.run --> FromSource(reply)
+    worker --HTTP, loopback--> this process --GatewayCall--> orchestrator's gateway --GatewayReply--> worker
+    silent orchestrator: rollouts are dropped, hello again, until connect_timeout_s have passed
+    SIGTERM, Drain: no more rollouts, those that run end within drain_timeout_s, goodbye
+
+The workers are the same processes as on the orchestrator's machine. They end with this process, and their sandboxes
+with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import itertools
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from composer_prime.address import tcp_address
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import (
+    ComposerError,
+    ConfigError,
+    DeadlineError,
+    EnvironmentNotInstalledError,
+    EnvironmentWorkerError,
+    RunMismatchError,
+)
+from composer_prime.plan.sandboxes import probe
+from composer_prime.run.keys import TOKEN_VARIABLE, ClientKeys, join_keys
+from composer_prime.run.scratch import Scratch
+from composer_prime.wire.node import Drain, Goodbye, HelloAgain, Rejected
+from composer_prime.wire.sockets import dealer
+from orchestrator.gateway.gateway import TOKEN_VARIABLE as GATEWAY_TOKEN
+from orchestrator.workers.hosts import releases
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import (
+    MAX_HOST_MESSAGE_BYTES,
+    CancelCall,
+    CancelRollout,
+    ForSource,
+    FromHost,
+    FromSource,
+    GatewayCall,
+    GatewayReply,
+    Heartbeat,
+    HostHello,
+    HostReady,
+    HostWelcome,
+    RunRollout,
+    SourceSpec,
+    ToHost,
+    failed_reply,
+)
+
+logger = logging.getLogger(__name__)
+
+_HELLO_EVERY_S = 2.0
+_MAX_BODY_BYTES = 64 << 20
+_LOOPBACK = "127.0.0.1"
+
+
+class JoinedHost:
+    """Plays for one orchestrator until it is drained, refused, or without an orchestrator for too long. Use once."""
+
+    def __init__(
+        self,
+        address: str,
+        keys: ClientKeys,
+        *,
+        name: str,
+        slots: int,
+        workers: int,
+        connect_timeout_s: float,
+        drain_timeout_s: float,
+    ) -> None:
+        """`slots`: rollouts at a time, of all sources together. `workers`: processes of each source."""
+        self._address = address
+        self._keys = keys
+        self._hello = HostHello(name=name, slots=slots, processes=workers, releases=releases())
+        self._connect_timeout_s = connect_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._context = zmq.asyncio.Context()
+        self._socket = dealer(self._context, address, keys)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToHost)
+        self._welcome: HostWelcome | None = None
+        """None while the orchestrator does not know this host."""
+        self._sources: tuple[list[SourceSpec], dict[str, bytes]] | None = None
+        """What the pools were started with."""
+        self._pools: dict[str, WorkerPool] = {}
+        self._loading: asyncio.Task[None] | None = None
+        self._rollouts: dict[str, asyncio.Task[None]] = {}
+        self._calls: dict[int, asyncio.Future[GatewayReply]] = {}
+        self._numbers = itertools.count()
+        self._gateway_url = ""
+        self._gateway_token = secrets.token_urlsafe(24)
+        self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves with the reason for leaving, or raises why this host cannot go on."""
+
+    def stop(self, reason: str) -> None:
+        """Drain; a second call drops the rollouts that still run."""
+        if not self._stop.done():
+            self._stop.set_result(reason)
+        else:
+            self._drop_rollouts()
+
+    async def run(self) -> None:
+        """Play. Raises DeadlineError (no orchestrator), RunMismatchError (refused), or what keeps the sources from
+        loading."""
+        os.environ[GATEWAY_TOKEN] = self._gateway_token  # The workers send it; nobody else on this machine has it.
+        async with AsyncExitStack() as stack:
+            stack.callback(self._context.destroy, linger=500)
+            self._scratch = Scratch("host")
+            stack.callback(self._scratch.close)
+            stack.push_async_callback(self._close_pools)
+            await self._serve_gateway(stack)
+            tasks = [asyncio.create_task(work) for work in (self._converse(), self._send_heartbeats())]
+            try:
+                await asyncio.wait([*tasks, self._stop], return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                await self._drain(self._stop.result())
+            except ComposerError as error:
+                self._send(Goodbye(reason=str(error)[:500]))
+                raise
+            finally:
+                for task in (*tasks, *self._rollouts.values()):
+                    task.cancel()
+                await asyncio.gather(*tasks, *self._rollouts.values(), return_exceptions=True)
+
+    async def _drain(self, reason: str) -> None:
+        logger.info("leaving (%s): %d rollouts run", reason, len(self._rollouts))
+        self._send(Drain(reason=reason))
+        if self._rollouts and self._welcome is not None:
+            _, late = await asyncio.wait(self._rollouts.values(), timeout=self._drain_timeout_s)
+            if late:
+                logger.warning("%d rollouts did not end within %g s (--drain-timeout): the run plays them again",
+                               len(late), self._drain_timeout_s)  # fmt: skip
+        self._send(Goodbye(reason=reason))
+
+    # -- the orchestrator ----------------------------------------------------------------------------------------
+
+    def _send(self, message: FromHost) -> None:
+        # A DEALER without a high-water mark never blocks, so the returned future is done.
+        self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+
+    async def _converse(self) -> None:
+        heard = time.monotonic()
+        hello_at = -_HELLO_EVERY_S
+        while True:
+            now = time.monotonic()
+            if self._welcome is None and now - hello_at >= _HELLO_EVERY_S:
+                self._send(self._hello)
+                hello_at = now
+            if await self._socket.poll(500):
+                heard = time.monotonic()
+                self._handle(self._decoder.decode(await self._socket.recv()))
+                continue
+            silent_s = time.monotonic() - heard
+            if self._welcome is not None and silent_s > self._welcome.lost_after_s:
+                logger.warning("the orchestrator at %s is silent for %.1f s", self._address, silent_s)
+                self._detach()
+            if silent_s > self._connect_timeout_s:
+                raise DeadlineError(
+                    f"waited {silent_s:.0f} s (--connect-timeout) for the orchestrator at {self._address}: check that "
+                    "it runs, that this is its orchestrator.worker_address, and that the join token is of this run"
+                )
+
+    def _handle(self, message: ToHost) -> None:
+        match message:
+            case HostWelcome():
+                self._begin(message)
+            case ForSource(source=source, message=RunRollout() as request) if self._welcome is not None:
+                task = self._rollouts[request.rollout_id] = asyncio.create_task(self._play(source, request))
+                task.add_done_callback(lambda _: self._rollouts.pop(request.rollout_id, None))
+            case ForSource(message=CancelRollout(rollout_id=rollout_id)) if rollout_id in self._rollouts:
+                self._rollouts[rollout_id].cancel()
+            case GatewayReply(call=call) if call in self._calls and not self._calls[call].done():
+                self._calls[call].set_result(message)
+            case HelloAgain():
+                self._detach()
+            case Rejected(reason=reason):
+                self._fail(RunMismatchError(f"the orchestrator at {self._address} turned this host away: {reason}"))
+            case Drain(reason=reason) if not self._stop.done():
+                self._stop.set_result(reason)
+            case _:
+                pass  # Heard, and what came too late.
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._stop.done():
+            self._stop.set_exception(error)
+
+    def _detach(self) -> None:
+        """Drop the rollouts: the orchestrator plays them again. The sources stay loaded."""
+        self._welcome = None
+        self._drop_rollouts()
+
+    def _drop_rollouts(self) -> None:
+        for task in self._rollouts.values():
+            task.cancel()
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._welcome.heartbeat_s if self._welcome is not None else _HELLO_EVERY_S)
+            if self._welcome is not None:
+                self._send(Heartbeat())
+
+    # -- the sources ---------------------------------------------------------------------------------------------
+
+    def _begin(self, welcome: HostWelcome) -> None:
+        if self._loading is not None and not self._loading.done():
+            self._loading.cancel()
+        self._welcome = welcome
+        logger.info("welcomed by run %s at %s", welcome.run_id, self._address)
+        self._loading = asyncio.create_task(self._load(welcome))
+
+    async def _load(self, welcome: HostWelcome) -> None:
+        try:
+            if self._sources != (welcome.specs, welcome.files):
+                await self._close_pools()
+                await self._open_pools(welcome)
+                self._sources = (welcome.specs, welcome.files)
+            ready = {name: pool.ready for name, pool in self._pools.items()}
+            self._send(HostReady(ready=ready))
+        except (ComposerError, OSError) as error:
+            remedy = ""
+            if isinstance(error, EnvironmentNotInstalledError):
+                remedy = ". Install its package on this host, or set PYTHONPATH to the folder that has it"
+            self._fail(ConfigError(f"host {socket.gethostname()}: {error}{remedy}"))
+            return
+        logger.info("ready: %d rollouts at a time with %d processes for each of %s", self._hello.slots,
+                    self._hello.processes, ", ".join(self._pools))  # fmt: skip
+
+    async def _open_pools(self, welcome: HostWelcome) -> None:
+        """Write the policy's files, and start the workers. Raises what keeps them from loading here."""
+        model = self._scratch.path / "model"
+        model.mkdir(exist_ok=True)
+        for name, content in welcome.files.items():
+            (model / Path(name).name).write_bytes(content)
+        for spec in welcome.specs:
+            await asyncio.to_thread(check_runtime, spec)
+            local = msgspec.structs.replace(spec, model_path=str(model))
+            self._pools[spec.name] = WorkerPool(
+                local, workers=self._hello.processes, start_timeout_s=welcome.start_timeout_s
+            )
+        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+
+    async def _close_pools(self) -> None:
+        pools, self._pools, self._sources = self._pools, {}, None
+        await asyncio.gather(*(pool.close() for pool in pools.values()))
+
+    async def _play(self, source: str, request: RunRollout) -> None:
+        try:
+            local = msgspec.structs.replace(request, gateway_url=f"{self._gateway_url}/v1")
+            reply = await self._pools[source].run(local)
+        except EnvironmentWorkerError as error:
+            self._fail(error)
+            return
+        except (ComposerError, KeyError) as error:
+            reply = failed_reply(request.rollout_id, "", "worker", f"{type(error).__name__}: {error}")
+        raw = self._encoder.encode(FromSource(source=source, reply=reply))
+        if len(raw) > MAX_HOST_MESSAGE_BYTES:
+            text = f"its reply has {len(raw)} bytes, and a host may send {MAX_HOST_MESSAGE_BYTES}"
+            failed = failed_reply(request.rollout_id, reply.task_id, "internal", text, retryable=False)
+            raw = self._encoder.encode(FromSource(source=source, reply=failed))
+        self._socket.send(raw, flags=zmq.NOBLOCK)
+
+    # -- the workers' requests to the policy -----------------------------------------------------------------------
+
+    async def _serve_gateway(self, stack: AsyncExitStack) -> None:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.add_routes([web.post("/{path:.*}", self._forward)])
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, _LOOPBACK, 0, backlog=4096).start()
+        self._gateway_url = f"http://{_LOOPBACK}:{runner.addresses[0][1]}"
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(header, f"Bearer {self._gateway_token}".encode()):
+            return web.Response(status=401, text="the Authorization header does not carry this host's token")
+        number, session = next(self._numbers), request.headers.get("X-Session-ID", "")
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(GatewayCall(call=number, path=request.path, session=session, body=await request.read()))
+            reply = await future
+        except asyncio.CancelledError:
+            self._send(CancelCall(call=number))
+            raise
+        finally:
+            del self._calls[number]
+        return web.Response(status=reply.status, body=reply.body, content_type="application/json")
+
+
+def check_runtime(spec: SourceSpec) -> None:
+    """Raise ConfigError when a source's sandboxes do not work on this machine."""
+    kind = RuntimeConfig.model_validate(spec.runtime).type
+    if kind == "auto":
+        return  # Environments that open boxes say so themselves.
+    found = probe(kind)
+    if not found.works:
+        raise ConfigError(
+            f"source {spec.name!r} has orchestrator.source.runtime.type {kind!r}, which does not work on host "
+            f"{socket.gethostname()}: {found.text}"
+        )
+
+
+# -- the command line ----------------------------------------------------------------------------------------------
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `orchestrator join`. Raises ConfigError for what the command line has wrong."""
+    options = _parser().parse_args(words)
+    address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the worker address')}"
+    keys = join_keys(options.token, options.token_file, "worker")
+    workers = options.workers or os.cpu_count() or 1
+    slots = 8 * workers if options.slots is None else options.slots
+    if not 1 <= workers <= slots:
+        raise ConfigError(f"--workers is {workers} and --slots {slots}: give 1 <= workers <= slots")
+    print(f"{options.name}: {slots} rollouts at a time, {workers} worker processes a source, orchestrator {address}")
+    if options.dry_run:
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    async def serve() -> None:
+        host = JoinedHost(
+            address,
+            keys,
+            name=options.name,
+            slots=slots,
+            workers=workers,
+            connect_timeout_s=options.connect_timeout,
+            drain_timeout_s=options.drain_timeout,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, host.stop, number.name)
+        await host.run()
+
+    asyncio.run(serve())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="orchestrator join",
+        allow_abbrev=False,
+        description="Play a run's rollouts on this machine. The host connects outwards, gets the sources' settings and "
+        "the tokenizer over the encrypted link, and may leave at any time. It needs the packages of the task sets.",
+    )
+    parser.add_argument("address", help="the run's orchestrator.worker_address, tcp://HOST:PORT")
+    parser.add_argument("--token", help=f"join token (keys/worker.token of the run); better in ${TOKEN_VARIABLE}")
+    parser.add_argument("--token-file", type=Path, help="file that holds the join token")
+    parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this host's name in the run")
+    parser.add_argument("--workers", type=int, help="processes of each source; default: the CPUs")
+    parser.add_argument("--slots", type=int, help="rollouts at a time, of all sources; default: 8 for each worker")
+    parser.add_argument("--connect-timeout", type=float, default=120.0, help="seconds without an orchestrator")
+    parser.add_argument("--drain-timeout", type=float, default=60.0, help="seconds that rollouts get at the end")
+    parser.add_argument("--dry-run", action="store_true", help="check the options, print them and stop")
+    return parser

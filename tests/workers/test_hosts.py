@@ -1,0 +1,316 @@
+"""Hosts of workers on other machines, over loopback: who is admitted, what they get to play, and how they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from peer import Peer
+
+import composer_prime
+from composer_prime.config import Config
+from composer_prime.errors import ConfigError, DeadlineError
+from composer_prime.plan.sandboxes import probe
+from composer_prime.run.keys import RunKeys
+from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
+from composer_prime.wire.sockets import dealer
+from orchestrator.workers.hosts import HostServer, chat_files, releases
+from orchestrator.workers.join import check_runtime
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import (
+    CancelCall,
+    CancelRollout,
+    ForSource,
+    FromSource,
+    GatewayCall,
+    GatewayReply,
+    Heartbeat,
+    HostHello,
+    HostReady,
+    HostWelcome,
+    RolloutReply,
+    RunRollout,
+    SourceSpec,
+    ToHost,
+    WorkerReady,
+)
+
+MODEL = str(Path(composer_prime.__file__).parent / "assets/tiny/policy")
+READY = WorkerReady(num_tasks={"train": 8}, digests={"train": "aa"})
+
+
+def make_config(**orchestrator: Any) -> Config:
+    source = {"name": "bench", "taskset": {"id": "bench_env"}, "workers": 0}
+    return Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"path": "tiny"},
+            "inference": {"heartbeat_s": 0.1, "lost_after_s": 1.0},
+            "orchestrator": {"source": [source], "worker_address": "tcp://127.0.0.1:0"} | orchestrator,
+        }
+    )
+
+
+def rollout(rollout_id: str, **more: Any) -> RunRollout:
+    return RunRollout(rollout_id=rollout_id, task_index=0, model="policy", gateway_url="", timeout_s=100, **more)
+
+
+def reply(rollout_id: str, reward: float = 1.0) -> FromSource:
+    return FromSource(source="bench", reply=RolloutReply(rollout_id=rollout_id, task_id="t", reward=reward))
+
+
+class Run:
+    """The orchestrator's side: one source without workers of its own."""
+
+    def __init__(self, folder: Path, gateway_url: str, model_path: str, spec: dict[str, Any]) -> None:
+        self.keys = RunKeys.create(folder / "keys")
+        values = {"tasksets": {"train": {"id": "bench_env"}}, "harness": {"id": "bench_env"}} | spec
+        source = SourceSpec(name="bench", model_path=model_path, **values)
+        self.pool = WorkerPool(source, workers=0, start_timeout_s=150)
+        self.server = HostServer(make_config(), {"bench": self.pool}, gateway_url, self.keys, "run-1")
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, gateway_url: str = "http://127.0.0.1:9", model_path: str = MODEL, **spec: Any
+) -> AsyncIterator[Run]:
+    run = Run(folder, gateway_url, model_path, spec)
+    task = asyncio.create_task(run.server.serve())
+    try:
+        yield run
+    finally:
+        await run.pool.close()
+        await run.server.close(finished=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class ScriptedHost:
+    """A host that says what the test says; it sends heartbeats until `silent`."""
+
+    def __init__(self, run: Run, name: str = "far", slots: int = 2, **hello: Any) -> None:
+        self.hello = HostHello(**{"name": name, "slots": slots, "processes": 1, "releases": releases()} | hello)
+        self.silent = False
+        self._run = run
+        self._context = zmq.asyncio.Context()
+        self._received: list[ToHost] = []
+
+    async def __aenter__(self) -> ScriptedHost:
+        self._socket = dealer(self._context, self._run.server.endpoint, self._run.keys.client("worker"))
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+        self.send(self.hello)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    async def expect(self, kind: type) -> Any:
+        """Wait for the next message of a type that is not Heard; others are an error."""
+        async with asyncio.timeout(100):
+            while not self._received:
+                await asyncio.sleep(0.01)
+        message = self._received.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    async def attach(self, ready: WorkerReady = READY) -> None:
+        await self.expect(HostWelcome)
+        self.send(HostReady(ready={"bench": ready}))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ToHost)
+        while True:
+            message = decoder.decode(await self._socket.recv())
+            self._received += [] if isinstance(message, Heard) else [message]
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            if not self.silent:
+                self.send(Heartbeat())
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_slots_bound_what_a_host_plays(tmp_path: Path) -> None:
+    """Rollouts beyond the slots of all hosts wait, without their deadline running, until one of them ends."""
+    async with serving(tmp_path) as run, ScriptedHost(run, "a") as a, ScriptedHost(run, "b", slots=1) as b:
+        await a.attach()
+        await b.attach()
+        await until(lambda: len(run.pool.players) == 2)
+        begun: list[str] = []
+        calls = [
+            asyncio.create_task(run.pool.run(rollout(name), on_begin=lambda name=name: begun.append(name)))
+            for name in ("r0", "r1", "r2", "r3")
+        ]
+        played = [await a.expect(ForSource), await a.expect(ForSource), await b.expect(ForSource)]
+        assert sorted(order.message.rollout_id for order in played) == sorted(begun) == ["r0", "r1", "r2"]
+        b.send(reply(played[2].message.rollout_id, 0.25))
+        last = await b.expect(ForSource)
+        assert (last.message.rollout_id, begun[-1]) == ("r3", "r3")
+        for host, order in ((a, played[0]), (a, played[1]), (b, last)):
+            host.send(reply(order.message.rollout_id))
+        assert sorted(result.reward for result in await asyncio.gather(*calls)) == [0.25, 1.0, 1.0, 1.0]
+
+
+async def test_a_silent_host_loses_its_rollouts_and_late_replies_count_for_nothing(tmp_path: Path) -> None:
+    """They fail with a retryable error and no reward; the host is told to say hello, and plays again."""
+    async with serving(tmp_path) as run, ScriptedHost(run) as host:
+        await host.attach()
+        await run.pool.start()
+        call = asyncio.create_task(run.pool.run(rollout("r")))
+        await host.expect(ForSource)
+        host.silent = True
+        lost = await call
+        assert (lost.reward, lost.error.kind, lost.error.retryable) == (None, "worker", True)
+        assert "worker host far is gone: silent" in lost.error.message and "= 1)" in lost.error.message
+        again = asyncio.create_task(run.pool.run(rollout("again")))
+        host.send(reply("again"))  # Nobody gave it to this connection.
+        await host.expect(HelloAgain)
+        host.send(host.hello)
+        host.silent = False
+        await host.attach()
+        assert (await host.expect(ForSource)).message.rollout_id == "again"
+        assert not again.done()
+        host.send(reply("again", 0.5))
+        assert (await again).reward == 0.5
+
+
+async def test_what_does_not_fit_is_refused_with_both_values(tmp_path: Path) -> None:
+    """Other releases, other tasks, too few slots; the run goes on without that host."""
+    ours = importlib.metadata.version("verifiers")
+    async with serving(tmp_path) as run:
+        for hello, words in (
+            ({"releases": {**releases(), "verifiers": "0.0.1"}}, ["0.0.1", ours, "same releases"]),
+            ({"slots": 1, "processes": 3}, ["1 slots", "3 processes", "--slots", "--workers"]),
+            ({"name": "a\nb"}, ["printable", "--name"]),
+        ):
+            async with ScriptedHost(run, **hello) as host:
+                reason = (await host.expect(Rejected)).reason
+                assert all(word in reason for word in words), reason
+        async with ScriptedHost(run) as first, ScriptedHost(run, "other") as other:
+            await first.attach()
+            await run.pool.start()
+            for ready, words in (
+                (WorkerReady(num_tasks={"train": 7}, digests=READY.digests), ["'bench'", "7", "8", "install"]),
+                (WorkerReady(num_tasks=READY.num_tasks, digests={"train": "bb"}), ["prompts", "aa", "bb"]),
+            ):
+                await other.attach(ready)
+                reason = (await other.expect(Rejected)).reason
+                assert all(word in reason for word in words), reason
+                other.send(other.hello)
+            assert run.pool.num_tasks() == 8 and len(run.pool.players) == 1
+
+
+async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Path) -> None:
+    """Its requests go to the gateway while the rollout runs there. A cancelled rollout is cancelled on the host."""
+    async with (
+        Peer() as peer,
+        serving(tmp_path, peer.url.removesuffix("/v1")) as run,
+        ScriptedHost(run) as host,
+    ):
+        await host.attach()
+        await run.pool.start()
+        call = asyncio.create_task(run.pool.run(rollout("r")))
+        await host.expect(ForSource)
+        body = msgspec.json.encode({"model": "policy", "token_ids": [5, 6], "sampling_params": {"max_tokens": 4}})
+        for number, session, path in (
+            (1, "r", "/inference/v1/generate"),
+            (2, "r#1", "/inference/v1/generate"),
+            (3, "another", "/inference/v1/generate"),
+            (4, "r", "/metrics"),
+        ):
+            host.send(GatewayCall(call=number, path=path, session=session, body=body))
+        answers = {answer.call: answer.status for answer in [await host.expect(GatewayReply) for _ in range(4)]}
+        assert answers == {1: 200, 2: 200, 3: 403, 4: 403}
+        assert set(peer.sessions) == {"r", "r#1"}
+        call.cancel()
+        assert (await host.expect(ForSource)).message == CancelRollout(rollout_id="r")
+
+
+async def test_an_open_request_ends_with_its_rollouts_host(tmp_path: Path) -> None:
+    """CancelCall and Goodbye close the requests at the gateway: nobody would read the answers."""
+    async with Peer(delay_s=100) as peer, serving(tmp_path, peer.url.removesuffix("/v1")) as run:
+        async with ScriptedHost(run) as host:
+            await host.attach()
+            await run.pool.start()
+            call = asyncio.create_task(run.pool.run(rollout("r")))
+            await host.expect(ForSource)
+            body = msgspec.json.encode({"model": "policy", "token_ids": [5], "sampling_params": {"max_tokens": 4}})
+            for number in (1, 2):
+                host.send(GatewayCall(call=number, path="/inference/v1/generate", session="r", body=body))
+            await until(lambda: peer.running == 2)
+            host.send(CancelCall(call=1))
+            await until(lambda: peer.cancelled == 1)
+            host.send(Goodbye(reason="power"))
+            assert "goodbye: power" in (await call).error.message
+            await until(lambda: peer.cancelled == 2)
+
+
+async def test_a_draining_host_gets_nothing_more_and_an_ended_run_sends_hosts_away(tmp_path: Path) -> None:
+    """Its own rollouts end well, new ones wait for another host. A finished run tells hosts to leave."""
+    async with serving(tmp_path) as run, ScriptedHost(run) as host:
+        await host.attach()
+        await run.pool.start()
+        first = asyncio.create_task(run.pool.run(rollout("first")))
+        await host.expect(ForSource)
+        host.send(Drain(reason="SIGTERM"))
+        await until(lambda: not run.pool.players[0].has_room)
+        second = asyncio.create_task(run.pool.run(rollout("second")))
+        host.send(reply("first"))
+        assert (await first).reward == 1.0
+        async with ScriptedHost(run, "other") as other:
+            await other.attach()
+            assert (await other.expect(ForSource)).message.rollout_id == "second"
+            other.send(reply("second"))
+            assert (await second).error is None
+            await run.server.close(finished=True)
+            assert (await other.expect(Drain)).reason == "the run is finished"
+
+
+def test_a_source_without_anybody_to_play_it_is_refused() -> None:
+    """workers = 0 needs an address at which hosts join."""
+    with pytest.raises(ValueError, match=r"workers is 0 for \['bench'\].*worker_address is None.*set workers to 1"):
+        make_config(worker_address=None)
+
+
+async def test_a_run_without_a_host_says_what_to_start() -> None:
+    """The wait for the first host has an end, and names the command."""
+    pool = WorkerPool(SourceSpec(name="s", tasksets={}, harness={}, model_path="m"), workers=0, start_timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"'s' has workers = 0.*0.05 s.*orchestrator join"):
+        await pool.start()
+
+
+def test_a_runtime_that_does_not_work_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without the source's runtime refuses before it loads anything."""
+    monkeypatch.setenv("PATH", "")
+    probe.cache_clear()
+    spec = SourceSpec(name="s", tasksets={}, harness={}, model_path="m", runtime={"type": "podman"})
+    with pytest.raises(ConfigError, match=r"'s'.*'podman'.*host.*not installed"):
+        check_runtime(spec)
+    probe.cache_clear()
+
+
+def test_weights_are_not_sent_to_hosts(tmp_path: Path) -> None:
+    """A host gets tokenizer, template and configuration."""
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "merges.txt"):
+        (tmp_path / name).write_text(name)
+    assert set(chat_files(tmp_path)) == {"tokenizer.json", "chat_template.jinja", "merges.txt"}
