@@ -353,7 +353,7 @@ def test_model_and_family_from_the_user(tmp_path: Path) -> None:
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="claude_code, openhands"):
+    with pytest.raises(ConfigError, match="claude_code, claude_stream"):
         taken(lines(tmp_path / "m.jsonl", MESSAGES), format="cursor")
 
 

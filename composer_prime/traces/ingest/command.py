@@ -17,7 +17,7 @@ from rich.table import Table
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.llm.families import family_named
-from composer_prime.traces.ingest.formats import openhands
+from composer_prime.traces.ingest.formats import aider, openhands
 from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
@@ -27,10 +27,10 @@ NOTHING = 1
 _MIB = 1 << 20
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
-Reads agent sessions into states.jsonl, one line for each assistant turn: Claude Code sessions, OpenHands events,
-conversation folders and output.jsonl, SWE-agent .traj, mini-swe-agent .traj.json, messages-only JSONL (SWE-smith), and
-rollouts of this project's runs. Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords,
-e-mail addresses and the owners of home folders are masked."""
+Reads agent sessions into states, one for each assistant turn: Claude Code sessions and stream-json, Codex CLI rollouts,
+Gemini CLI, Cline and Roo Code, Aider, OpenHands, SWE-agent, mini-swe-agent, ATIF (Harbor), ADP, messages-only JSONL
+(SWE-smith), and rollouts of this project's runs. Folders are searched for *.jsonl, *.ndjson, *.json, *.traj and
+.aider.chat.history.md. Keys, tokens, passwords, e-mail addresses and the owners of home folders are masked."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -118,7 +118,7 @@ def _inside(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _inside(path)
-        elif path.is_file() and path.suffix in SUFFIXES:
+        elif path.is_file() and (path.suffix in SUFFIXES or path.name.endswith(aider.FILE)):
             yield path
 
 

@@ -14,8 +14,15 @@ from pathlib import Path
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.formats import (
+    adp,
+    aider,
+    atif,
     chat_messages,
     claude_code,
+    claude_stream,
+    cline,
+    codex,
+    gemini_cli,
     mini_swe_agent,
     openhands,
     rollouts,
@@ -25,7 +32,21 @@ from composer_prime.traces.ingest.reading import take_sample
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally, TraceFile, observed_tools
 from composer_prime.traces.state import TraceState
 
-FORMATS = (claude_code, openhands, swe_agent, rollouts, mini_swe_agent, chat_messages)
+FORMATS = (
+    claude_code,
+    claude_stream,
+    codex,
+    gemini_cli,
+    openhands,
+    swe_agent,
+    atif,
+    adp,
+    rollouts,
+    cline,
+    aider,
+    mini_swe_agent,
+    chat_messages,
+)
 """Each has its NAME, the VERSION of the format that it is written for, `matches(sample)` and `read(file)`."""
 
 

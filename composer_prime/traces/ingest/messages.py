@@ -57,16 +57,19 @@ class TraceBuilder:
         mark: str | None = None,
         model: str | None = None,
         entropy: float | None = None,
+        aside: str | None = None,
     ) -> None:
         """Start a turn, or extend the open turn when `key` is its key (one turn written as several records).
 
-        `model` made this turn and those that follow, until another is named. None when the record names none.
+        `model` made this turn and those that follow, until another is named. None when the record names none. `aside`:
+        why the turn is context only and gives no state.
         """
         if self._turn is None or key is None or key != self._turn.key:
             self.close()
             self._turn = self._maker.turn(key, model, entropy)
         self._maker.model = model or self._maker.model
         self._turn.add(text, calls, reasoning)
+        self._turn.aside = self._turn.aside or aside
         self._turn_marks |= {mark} if mark else set()
 
     def tool_result(self, call_id: str | None, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
@@ -135,7 +138,8 @@ def _paired_messages(kept: list[tuple[Message, set[str]]]) -> list[tuple[Message
 
 
 _FAILED = re.compile(
-    r"<returncode>\s*(?!0\s*<)-?\d+\s*</returncode>|exit code:? (?!0\b)-?\d+|^(?:ERROR|Error|Traceback \(most recent)",
+    r"<returncode>\s*(?!0\s*<)-?\d+\s*</returncode>|[Ee]xit code:? (?!0\b)-?\d+"
+    r"|^(?:\[?ERROR|Error|Traceback \(most recent|The tool execution failed|The user denied this operation)",
     re.MULTILINE,
 )
 _AS_CONTEXT = {"system": "system", "developer": "system", "user": "user", "human": "user"}
@@ -145,7 +149,7 @@ _LEFT_OUT = {"exit"}
 """Roles that the agent never saw: mini-swe-agent writes how a run ended as a message."""
 _CLINE = "cline"
 """What Cline writes where it does not know the id of a call."""
-_HEADING = re.compile(r"\[\w{1,80}(?: for [^\n]{0,400})?\] Result:")
+_HEADING = re.compile(r"\[\w{1,80}(?: for .{0,8000}?)?\] Result:", re.DOTALL)
 _SURROUNDINGS = "<environment_details>"
 _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
 """Endings of the types of blocks that hold a call or a result."""
@@ -167,22 +171,22 @@ def feed(
     yield from file.drain()
 
 
-def take_message(builder: TraceBuilder, message: Any) -> str | None:
-    """Process one message, if it is readable."""
+def take_message(builder: TraceBuilder, message: Any, mark: str | None = None) -> str | None:
+    """Process one message, if it is readable. `mark` is what `TraceBuilder.forget` calls it by."""
     if why_unreadable(message) is not None:
         return "unreadable message"
-    step(builder, message)
+    step(builder, message, mark)
     return None
 
 
-def step(builder: TraceBuilder, message: dict[str, Any]) -> None:
+def step(builder: TraceBuilder, message: dict[str, Any], mark: str | None = None) -> None:
     """Process one message that is known to be readable."""
     role = _role(message)
     if role in _AS_CONTEXT:
-        _context(builder, message, _AS_CONTEXT[role])
+        _context(builder, message, _AS_CONTEXT[role], mark)
     elif role in _AS_ASSISTANT:
         model = string(at(message, "modelInfo", "modelId"))  # Cline's
-        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message), model=model)
+        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message), mark=mark, model=model)
     elif role in _AS_TOOL:
         _result(builder, message, text_of(_content(message)))
 
@@ -208,7 +212,7 @@ def arguments_of(written: Any) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else written
 
 
-def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> None:
+def _context(builder: TraceBuilder, message: dict[str, Any], role: str, mark: str | None = None) -> None:
     """Add a message to the agent. Results among its blocks go to their calls; the rest is context."""
     content, results = _content(message), _blocks(message, "tool_result")
     paired = [block for block in results if _paired(builder, block)]
@@ -217,7 +221,7 @@ def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> None:
     placed = {id(block) for block in paired}  # an equal block elsewhere is shown
     text = text_of([block for block in content if id(block) not in placed] if isinstance(content, list) else content)
     if text.strip() or not paired:
-        builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
+        builder.context(role, text, mark=mark, error=failure(text) if role == "user" and not paired else None)
 
 
 def _paired(builder: TraceBuilder, block: dict[str, Any]) -> bool:

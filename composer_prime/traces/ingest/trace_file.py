@@ -255,7 +255,7 @@ class StateMaker:
             self._file.tools.add(turn)
             return []
         action = self._action(turn)
-        reason = missing or self._passed_over(action, messages, digest)
+        reason = missing or turn.aside or self._passed_over(action, messages, digest)
         if reason is not None:
             self._file.tally.pass_over(reason)
         else:

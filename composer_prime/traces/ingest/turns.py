@@ -54,6 +54,8 @@ class Turn:
     results: dict[str, str] = field(default_factory=dict)
     error: str | None = None
     entropy: float | None = None
+    aside: str | None = None
+    """Why the turn is context only and gives no state."""
 
     def add(self, text: str, calls: Collection[Call], reasoning: str) -> None:
         """Add a part of the answer. Its text may contain thinking, which is split off."""

@@ -1,5 +1,5 @@
 """Read messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}`
-with `from` and `value` (ShareGPT), or one list of messages (a task of Cline has its folder's name).
+with `from` and `value` (ShareGPT), or one list of messages.
 
 Each line is one trace and one record. A line whose messages make no conversation is skipped whole. A context with a gap
 would show a teacher something that the agent never saw.
@@ -33,8 +33,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         file.unknown()
         return
     if file.whole is not None:
-        cline = file.path.name == "api_conversation_history.json"
-        yield from _trace(file, file.document(), file.path.resolve().parent.name if cline else file.path.stem)
+        yield from _trace(file, file.document(), file.path.stem)
         return
     index = 0
     for record in file.records():

@@ -163,7 +163,7 @@ class _Session:
         if node is None or behind is None:
             self.tree.close(parent.nearest)
             node = behind = self.tree.turn(parent, parent.maker.turn(key, model))
-        self.tree.extend(node, *_parts(message))
+        self.tree.extend(node, *assistant_parts(message))
         self._stands(record, behind)
         self._tally.take()
 
@@ -266,7 +266,7 @@ def _unusable(kind: str, record: dict[str, Any]) -> str | None:
     return None
 
 
-def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
+def assistant_parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
     """Return (text, calls, thinking)."""
     text, thinking, calls = [], [], []
     for block in objects(_blocks(message)):

@@ -1,0 +1,161 @@
+"""Read ATIF, the trajectory format of Harbor and of ADP's newer data sets: one JSON document, or one a line.
+
+1. A step of the agent is a turn, with the results of its calls beside them (`observation`). Results without a
+   `source_call_id` are given to the calls in order. A single one for several calls (a terminal after several
+   keystrokes) stands with the last call.
+2. Harbor writes an answer of Claude Code as several steps: its text, then each call with "Executed Bash id" as the
+   message. A text and the call that directly follows are one turn.
+3. Steps that are copied from the trajectory before (`is_copied_context`) or that no model made (`llm_call_count` 0) are
+   context only. An embedded trajectory of a subagent is a trace of its own.
+4. The format has no mark for errors. What its writers use is recognized: `extra`, an exit code, a closing line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, failure, feed
+from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
+from composer_prime.traces.ingest.trace_file import TraceFile
+from composer_prime.traces.ingest.turns import Call
+from composer_prime.traces.state import TraceState
+
+NAME, VERSION = "atif", 1
+"""Written for ATIF 1.0 to 1.7."""
+_COPIED = "copied from the trajectory that it continues"
+_NO_MODEL = "a step that no model made"
+_WITH_LAST = "[its result is shown with the last call]"
+_EXECUTED = re.compile(r"\s*Executed \S+(?: \S+)?\s*")
+_FAILED = re.compile(r"^\[error\] |^\[exit_?[cC]ode\] (?!0\b)-?\d", re.MULTILINE)
+_BAD_STATUS = {"error", "failed", "failure"}
+_MOST_DEPTH = 8
+"""Of trajectories of subagents within one another."""
+
+
+def matches(sample: FileStart) -> bool:
+    document = sample.document
+    candidates = sample.records if document is None else document if isinstance(document, list) else [document]
+    return any(_is_trajectory(candidate) for candidate in candidates[:64])
+
+
+def read(file: TraceFile) -> Iterator[TraceState]:
+    if file.whole is not None:
+        if not matches(FileStart(path=file.path, document=file.whole)):
+            file.unknown()
+            return
+        document = file.document()
+        listed = document if isinstance(document, list) else [document]
+        for record in listed:
+            yield from file.trace(partial(_trajectory, record=record))
+        return
+    for record in file.records():
+        yield from file.trace(partial(_trajectory, record=record))
+        del record
+
+
+def _is_trajectory(value: Any) -> bool:
+    steps = value.get("steps") if isinstance(value, dict) else None
+    named = str(at(value, "schema_version")).startswith("ATIF")
+    return isinstance(steps, list) and (named or any("step_id" in step and "source" in step for step in objects(steps)))
+
+
+def _trajectory(file: TraceFile, record: Any, depth: int = 0) -> Iterator[TraceState]:
+    if not _is_trajectory(record):
+        file.tally.skip("no ATIF trajectory")
+        return
+    agent = object_at(record, "agent")
+    trace_id = record.get("session_id") or record.get("trajectory_id")
+    builder = TraceBuilder(file, trace_id, agent.get("model_name"))
+    builder.tools.use_listed(agent.get("tool_definitions"))
+    yield from feed(file, builder, record["steps"], _Steps().take)
+    inner = record.get("subagent_trajectories")
+    for subagent in inner if isinstance(inner, list) else []:
+        if depth < _MOST_DEPTH:
+            yield from file.trace(partial(_trajectory, record=subagent, depth=depth + 1))
+        else:
+            file.tally.skip(f"subagents more than {_MOST_DEPTH} deep")
+
+
+class _Steps:
+    """The steps of one trajectory."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._said = False
+        """Whether the step before was a text of the agent alone, which the call of the next one may complete."""
+
+    def take(self, builder: TraceBuilder, step: Any) -> str | None:
+        """Process one step. Return why it is skipped; None when it is not."""
+        if not isinstance(step, dict):
+            return "not an object"
+        source, text = step.get("source"), text_of(step.get("message"))
+        if source == "agent":
+            self._agent(builder, step, text)
+        elif source in ("user", "system"):
+            self._said = False
+            builder.context(source, text)
+            self._observed(builder, step, [])
+        else:
+            return "step of an unknown source"
+        return None
+
+    def _agent(self, builder: TraceBuilder, step: dict[str, Any], text: str) -> None:
+        calls = [
+            Call(
+                call_id=str(call.get("tool_call_id") or f"call_{self._turns}_{index}"),
+                name=string(call.get("function_name")) or "unnamed",
+                arguments=arguments_of(call.get("arguments")),
+            )
+            for index, call in enumerate(objects(step.get("tool_calls")))
+        ]
+        if calls and _EXECUTED.fullmatch(text):
+            text = ""
+        if not (self._said and calls and not text.strip()):
+            self._turns += 1
+        copied, unmade = step.get("is_copied_context") is True, step.get("llm_call_count") == 0
+        builder.assistant(
+            text,
+            calls,
+            string(step.get("reasoning_content")) or "",
+            key=f"turn {self._turns}",
+            model=string(step.get("model_name")),
+            aside=_COPIED if copied else _NO_MODEL if unmade and not isinstance(step["llm_call_count"], bool) else None,
+        )
+        observed = self._observed(builder, step, calls)
+        self._said = not calls and not observed
+
+    def _observed(self, builder: TraceBuilder, step: dict[str, Any], calls: list[Call]) -> bool:
+        """Give the results of a step to its calls, and show the others as context. Return whether there were any."""
+        results = objects(at(step, "observation", "results"))
+        unnamed = [result for result in results if result.get("source_call_id") is None]
+        if calls and len(unnamed) == 1 and len(results) == 1:
+            for call in calls[:-1]:
+                builder.tool_result(call.call_id, _WITH_LAST)
+        for result in results:
+            text = text_of(result.get("content")) or _of_subagent(result)
+            error = _error(text, result, step)
+            named = result.get("source_call_id")
+            if not builder.tool_result(None if named is None else str(named), text, error=error) and text.strip():
+                builder.context("user", text, error=error)
+        return bool(results)
+
+
+def _of_subagent(result: dict[str, Any]) -> str:
+    references = objects(result.get("subagent_trajectory_ref"))
+    names = [str(ref.get("trajectory_id") or ref.get("session_id") or "") for ref in references]
+    return f"[done by a subagent: {', '.join(names)}]" if names else ""
+
+
+def _error(text: str, result: dict[str, Any], step: dict[str, Any]) -> str | None:
+    """Return the text where the call failed, by the marks of Harbor's agents."""
+    for extra in (object_at(result, "extra"), object_at(step, "extra")):
+        codes = [extra.get(name) for name in ("exit_code", "return_code", "returncode")]
+        flags = (extra.get("is_error"), extra.get("tool_result_is_error"), extra.get("success") is False)
+        if True in flags or str(extra.get("status")).lower() in _BAD_STATUS:
+            return text or "error"
+        if any(isinstance(code, int) and not isinstance(code, bool) and code != 0 for code in codes):
+            return text or "error"
+    return (text or "error") if result.get("error") or _FAILED.search(text) else failure(text)
