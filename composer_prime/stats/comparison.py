@@ -44,7 +44,7 @@ class Comparison:
     detectable: float | None
     """The difference that such a ladder finds with probability POWER, by the spreads of its own figures."""
     power: float
-    """Least probability that such a ladder finds `minimal_effect`."""
+    """About how likely such a ladder finds `minimal_effect`."""
 
     @property
     def verdict(self) -> str:
@@ -64,20 +64,26 @@ class Comparison:
         verdict, least = self.verdict, f"{self.minimal_effect:.3f}"
         low, high = self.over_tasks.low or 0.0, self.over_tasks.high or 0.0
         lost = self.over_seeds.high is not None and self.over_seeds.high < 0
-        one = "; one seed says nothing about others" if len(self.by_seed) == 1 else ""
+        others = (
+            "one seed says nothing of others" if len(self.by_seed) == 1 else "that other seeds would be is not shown"
+        )
         if verdict == "VALIDATED":
             return f"better, on other tasks and with other seeds, and by at least {least} here"
         if verdict == "REFUTED" and high < 0 and lost:
             return "worse, on other tasks and with other seeds"
         if verdict == "REFUTED":
             return f"a gain of {least} is excluded" + ("; a smaller one is shown over tasks" if low > 0 else "")
-        if verdict == "PARTIAL" and self.over_tasks.mean < least:
-            return f"these models are better, by less than the {least} of interest{one}"
-        if verdict == "PARTIAL":
-            return f"these models are better; that other seeds would be is not shown{one}"
+        if verdict == "PARTIAL" and self.over_tasks.mean < self.minimal_effect:
+            return f"these models are better, but by less than the {least} of interest"
+        if low > 0:
+            return f"these models are better; {others}"
         if high < 0:
-            return f"these models are worse; that other seeds would be is not shown{one}"
-        return f"a difference of 0 is not excluded, nor is one of {least}{one}"
+            return f"these models are worse; {others}"
+        return (
+            f"neither 0 nor a gain of {least} is excluded"
+            if high >= self.minimal_effect
+            else f"0 is not excluded; {others}"
+        )
 
     @property
     def tone(self) -> str:

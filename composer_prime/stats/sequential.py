@@ -104,7 +104,7 @@ def _t_quantile(alpha: float, planned: int, count: int) -> float:
 def power(
     effect: float, *, seeds: int, seed_spread: float, tasks: int, task_spread: float, alpha: float, span: float
 ) -> float:
-    """Return at least how likely both intervals lie above 0 after all seeds, when the true difference is `effect`.
+    """Return about how likely both intervals lie above 0 after all seeds, when the true difference is `effect`.
 
     `seed_spread`, `task_spread`: standard deviations of the paired differences. 0 for one seed, which has no interval.
     """
@@ -116,8 +116,8 @@ def power(
     if seed_spread > 0:
         noncentrality = effect / (seed_spread / math.sqrt(seeds))
         of_seeds = 1 - float(nctdtr(seeds - 1, noncentrality, _t_quantile(alpha, seeds, seeds)))
-    # The half width of a betting interval for values of this spread, to first order, and never below log(2 / alpha) / n
-    # times the largest step of a bet.
+    # Half the width of a betting interval: by the spread, and where there is none by the largest bet. It is a little
+    # optimistic for few tasks: at 32 a simulated ladder finds .66 where .81 is told, at 128 the two agree.
     level = math.log(2 * seeds / alpha)
     half = max(task_spread * math.sqrt(2 * level / tasks), 2 * span * level / tasks)
     of_tasks = NormalDist(half, max(task_spread, 1e-9) / math.sqrt(tasks)).cdf(effect)

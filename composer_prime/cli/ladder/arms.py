@@ -50,7 +50,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         takes_value = word == "@" or (flag and "=" not in word)
         if takes_value and queue and not queue[0].startswith(("--", "@")):
             common.append(queue.pop(0))
-    return parser().parse_args(own), common
+    return parser().parse_intermixed_args(own), common
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def _check_arms(commands: Sequence[ArmCommand]) -> None:
     for name, count in Counter(command.arm.name for command in commands).items():
         if count > 1:
             raise ConfigError(
-                f"{count} configurations have run.name {name!r}: give each its own, for arms have its name"
+                f"{count} configurations have run.name {name!r}: give each its own, for it names the arm"
             )
     lengths = {command.arm.name: command.arm.steps for command in commands if command.arm.steps}
     if len(set(lengths.values())) > 1:
@@ -192,7 +192,7 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
         if not right:
             value = getattr(options, flag[2:].replace("-", "_"))
             raise ConfigError(
-                f"{flag} is {value}; it must be above 0 (--alpha also below 0.5, --rewards LOW below HIGH)"
+                f"{flag} is {value}; give a number above 0, --alpha below 0.5, --rewards LOW below HIGH"
             )
     return Preregistration(
         arms=arms,
