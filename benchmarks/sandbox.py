@@ -2,7 +2,8 @@
 
     launch        until the first command of a new box has ended | until `true` has ended as a sub-process
     round trip    a command in an open box | the same command as a sub-process, of the same interpreter
-    graded tasks  a small pytest suite: a new box each time, opened ahead, and closed | a sub-process in a new folder
+    graded tasks  a small pytest suite, started as grading starts it, in a new box each time, opened ahead, and closed:
+                  warm (a fork that has pytest) | cold (a new interpreter in the box) | a sub-process in a new folder
     memory        proportional set size (PSS) of all processes of the open boxes, and the growth of used memory
 
 Each pair is measured alternately, so that other load on the machine meets both sides. Figures are medians.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from statistics import median
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.plan.sandboxes import probe
+from orchestrator.environments.code.grading import ISOLATED
 from orchestrator.sandbox.box import open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.sandbox.pool import close_pools, shared_pool
@@ -36,7 +39,9 @@ SUITE = {
     "test_area.py": b"import pytest\nfrom area import area\n\n"
     b"@pytest.mark.parametrize('n', range(40))\ndef test_area(n):\n    assert area(n, 2) == 2 * n\n",
 }
-GRADING = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PROGRAM = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))"
+WARM = ("python", *ISOLATED, "-c", PROGRAM)
+COLD = ("python", "-I", "-B", "-c", PROGRAM)
 
 
 async def seconds(work: Callable[[], Awaitable[object]]) -> float:
@@ -95,9 +100,9 @@ async def round_trips(runtime: RuntimeConfig, repeat: int) -> None:
 
 
 async def graded(runtime: RuntimeConfig, repeat: int) -> None:
-    async def in_box() -> None:
+    async def in_box(argv: Sequence[str]) -> None:
         async with await open_box(runtime, files=SUITE) as box:
-            finished = await box.run(GRADING)
+            finished = await box.run(argv)
             if b"40 passed" not in finished.stdout:
                 raise SystemExit(f"the suite did not pass: {finished}")
 
@@ -105,18 +110,21 @@ async def graded(runtime: RuntimeConfig, repeat: int) -> None:
         folder = tempfile.mkdtemp()
         for name, content in SUITE.items():
             Path(folder, name).write_bytes(content)
-        await plain(GRADING, folder)
+        await plain(COLD, folder)
         shutil.rmtree(folder)
 
     # The pool is refilled while tasks are graded: this is throughput, not latency, so both sides run as a whole.
-    box_s, plain_s = [], []
+    sides = {"warm": lambda: in_box(WARM), "cold": lambda: in_box(COLD), "sub-process": in_folder}
+    spent_s: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(3):
-        await shared_pool(runtime).filled()
-        box_s.append(await seconds(lambda: many(in_box, repeat)))
-        plain_s.append(await seconds(lambda: many(in_folder, repeat)))
+        for name, work in sides.items():
+            await shared_pool(runtime).filled()
+            spent_s[name].append(await seconds(lambda work=work: many(work, repeat)))
+    rates = {name: repeat / median(times) for name, times in spent_s.items()}
+    shown = "   ".join(f"{name} {rate:.1f} /s" for name, rate in rates.items())
     print(
-        f"graded tasks, 40 tests, 2 at a time    sandbox {repeat / median(box_s):8.1f} /s   "
-        f"sub-process {repeat / median(plain_s):8.1f} /s   ratio {median(plain_s) / median(box_s):5.2f}",
+        f"graded tasks, 40 tests, 2 at a time    {shown}   warm is {rates['warm'] / rates['cold']:.2f} times cold, "
+        f"{rates['warm'] / rates['sub-process']:.2f} times a sub-process",
         flush=True,
     )
     await close_pools()
@@ -168,7 +176,9 @@ def available_bytes() -> int:
 async def main(boxes: int, repeat: int) -> None:
     runtime = RuntimeConfig(type="bubblewrap")
     python_image(())
-    print(f"Python {sys.version.split()[0]}, {repeat} repetitions; container: docker {probe('docker').text}")
+    load = "/".join(f"{figure:.1f}" for figure in os.getloadavg())
+    print(f"Python {sys.version.split()[0]}, {repeat} repetitions; load {load} on {os.cpu_count()} CPUs", flush=True)
+    print(f"container: docker {probe('docker').text}")
     await launches(runtime, repeat)
     await round_trips(runtime, repeat)
     await graded(runtime.model_copy(update={"warm": 4}), repeat)

@@ -10,6 +10,10 @@ control socket, with the descriptors of a command's standard streams. Output doe
 arguments, folder, environment, sys.path and __main__ as a new interpreter would. Whatever could make a difference (an
 option, a PYTHON variable, a module in the way of one that is loaded here) gets a new interpreter instead.
 
+`python -I -B -X pytest -c CODE` is a fork, too, and finds pytest imported: the graders' program. -I keeps its meaning:
+no folder of the work and no user's site in sys.path, no PYTHON variable is read. This process never ran code of the
+box, so nothing that is loaded here is an agent's.
+
 It is PID 1 of its namespace: no process inside can end it, and its end is the end of all of them. It is not dumpable,
 so no process inside can read its memory or descriptors. Nevertheless what it reports are hints: hostile code has the
 same user id. The host limits and reads the box without its help.
@@ -43,10 +47,17 @@ PR_SET_DUMPABLE = 4
 MAX_FDS = 3
 MAX_OPEN_FILES = 1024
 SPARE_PROCESSES = 8
+ISOLATED = ["-I", "-B", "-X", "pytest"]
+"""Options of a program that finds pytest imported. An interpreter ignores this -X."""
+NOT_OF_PYTEST = ("runpy", "resource", "ctypes", "_ctypes", "ctypes._endian")
+"""Modules that only this file loads. pytest and what it needs have all the others."""
 KNOWN_VARIABLES = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 PRELOADED = ("pytest", "_pytest.assertion.rewrite", "_pytest.capture", "_pytest.fixtures", "_pytest.logging",
              "_pytest.pastebin", "_pytest.python", "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest",
-             "_pytest.monkeypatch", "_pytest.tmpdir", "_pytest.terminal", "_pytest.cacheprovider")  # fmt: skip
+             "_pytest.monkeypatch", "_pytest.tmpdir", "_pytest.terminal", "_pytest.cacheprovider",
+             "_pytest.faulthandler", "_pytest.helpconfig", "_pytest.setuponly", "_pytest.setupplan",
+             "_pytest.skipping", "_pytest.threadexception", "_pytest.tracemalloc", "_pytest.unraisableexception",
+             "_pytest.warnings")  # fmt: skip
 """Modules that every pytest run loads."""
 
 libc = ctypes.CDLL(None)
@@ -222,16 +233,20 @@ def preload():
 def forks_interpreter(request):
     """Return a function that runs the command in a fork of this interpreter, or None where a new one is needed."""
     argv, env = request["argv"], request["env"]
-    if argv[0] not in ("python", "python3", sys.executable) or len(argv) < 3 or argv[1] not in ("-c", "-m"):
+    is_isolated = argv[1 : 1 + len(ISOLATED)] == ISOLATED
+    words = [argv[0], *argv[1 + len(ISOLATED) :]] if is_isolated else argv
+    if words[0] not in ("python", "python3", sys.executable) or len(words) < 3:
         return None
-    if any(name.startswith("PYTHON") and name not in KNOWN_VARIABLES for name in env):
+    if words[1] not in (("-c",) if is_isolated else ("-c", "-m")):
+        return None
+    if not is_isolated and any(name.startswith("PYTHON") and name not in KNOWN_VARIABLES for name in env):
         return None
     if env.get("PYTHONDONTWRITEBYTECODE") != "1" or env.get("LANG") != "C.UTF-8" or "LC_ALL" in env:
         return None
     if env.get("HOME") != "/tmp" or os.path.lexists("/tmp/.local"):
         return None  # The user's own site-packages.
     python_path = env.get("PYTHONPATH", "").split(":") if env.get("PYTHONPATH") else []
-    if argv[1:3] == ["-m", "pytest"]:
+    if is_isolated or words[1:3] == ["-m", "pytest"]:
         preload()
     loaded = {name.partition(".")[0] for name in sys.modules}
     for folder in [request["cwd"], *python_path]:
@@ -242,26 +257,34 @@ def forks_interpreter(request):
                 return None
 
     def run_python():
-        prepare_interpreter(argv, env, python_path)
-        if argv[1] == "-m":
-            runpy._run_module_as_main(argv[2])
+        sys.orig_argv[:] = argv
+        if is_isolated:
+            prepare_interpreter(words, env, [], NOT_OF_PYTEST)
         else:
-            exec(compile(argv[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
+            folders = [os.getcwd() if words[1] == "-m" else "", *(os.path.abspath(folder) for folder in python_path)]
+            is_pytest = words[1:3] == ["-m", "pytest"]
+            fresh = MODULES_WITH_RUNPY if words[1] == "-m" else FRESH_MODULES
+            prepare_interpreter(words, env, folders, () if is_pytest else set(sys.modules) - fresh)
+        if words[1] == "-m":
+            runpy._run_module_as_main(words[2])
+        else:
+            exec(compile(words[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
 
     return run_python
 
 
-def prepare_interpreter(argv, env, python_path):
-    """Give this process the state of a new interpreter with these arguments."""
+def prepare_interpreter(words, env, folders, superfluous):
+    """Give this process the state of a new interpreter.
+
+    `words`: its arguments without options. `folders`: come first in sys.path. `superfluous`: names of modules.
+    """
     os.environ.clear()
     os.environ.update(env)
-    sys.argv[:] = [argv[1], *argv[3:]]
-    sys.orig_argv[:] = argv
-    sys.path[:0] = [os.getcwd() if argv[1] == "-m" else "", *(os.path.abspath(folder) for folder in python_path)]
-    if argv[1:3] != ["-m", "pytest"]:
-        for name in set(sys.modules) - (MODULES_WITH_RUNPY if argv[1] == "-m" else FRESH_MODULES):
-            if not name.startswith("encodings"):
-                del sys.modules[name]
+    sys.argv[:] = [words[1], *words[3:]]
+    sys.path[:0] = folders
+    for name in superfluous:
+        if not name.startswith("encodings"):
+            sys.modules.pop(name, None)
     importlib.invalidate_caches()
     sys.path_importer_cache.clear()
     main_module = types.ModuleType("__main__")

@@ -13,6 +13,7 @@ from code_tasks_made import FAIL_TO_PASS, MORE_TESTS, PASS_TO_PASS, STUB, TOTAL,
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from composer_prime.plan.sandboxes import probe
 from orchestrator.environments.code import grading
 from orchestrator.environments.code.grading import Grade, allowed_files, grade
 
@@ -33,10 +34,15 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def graded(trees: Path, text: str | None, **changes: Any) -> Grade:
+def warmest() -> RuntimeConfig:
+    """Where bubblewrap works, a box whose first process has imported pytest: graded code runs in its fork."""
+    return RuntimeConfig(type="bubblewrap") if probe("bubblewrap").works else runtime()
+
+
+async def graded(trees: Path, text: str | None, box: RuntimeConfig | None = None, **changes: Any) -> Grade:
     """The grade of one text of the file to write."""
     patch = {} if text is None else {FILE: text.encode()}
-    return await grade(make_task(**changes), trees, patch, runtime())
+    return await grade(make_task(**changes), trees, patch, box or runtime())
 
 
 # -- what is taken from a patch
@@ -98,7 +104,7 @@ def test_only_signed_records_count() -> None:
 # The original passes everything; the stub and an empty patch fail what the deletion broke; no other test suffers.
 @process
 async def test_original_solves_and_stub_does_not(trees: Path) -> None:
-    solved = await graded(trees, TOTAL)
+    solved = await graded(trees, TOTAL, warmest())
     assert solved.solved and solved.fraction == 1.0 and not solved.missing and not solved.tampered, solved.report
     assert solved.passed == {*FAIL_TO_PASS, *PASS_TO_PASS}
     for text in (STUBBED, None):
@@ -172,6 +178,10 @@ HACKS = {
     + "p.Function.runtest = new\n",
     "tests rewritten on disk": STUBBED
     + "\nimport glob\nfor path in glob.glob('tests/*.py'):\n    open(path, 'w').write('def test_total(): pass')\n",
+    "state of the interpreter": STUBBED
+    + "\nimport sys\nframe = sys._getframe()\nwhile frame:\n    for name, value in list(frame.f_globals.items()):\n"
+    + "        if name in ('fingerprint', 'changed', 'mark', 'run_python', 'prepare_interpreter', 'kill_others'):\n"
+    + "            frame.f_globals[name] = lambda *a: {}\n    frame = frame.f_back\n",
     "forged lines": STUBBED.replace(
         STUB,
         "    import os\n    for fd in range(3, 30):\n        try:\n"
@@ -185,7 +195,7 @@ HACKS = {
 @process
 @pytest.mark.parametrize("hack", HACKS)
 async def test_hacks_earn_nothing(trees: Path, hack: str) -> None:
-    result = await graded(trees, HACKS[hack])
+    result = await graded(trees, HACKS[hack], warmest())
     assert not result.solved and result.fraction == 0.0, result
 
 

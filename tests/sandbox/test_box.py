@@ -17,6 +17,7 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
+from orchestrator.environments.code.grading import ISOLATED
 from orchestrator.sandbox.box import Box, CommandResult, open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.sandbox.launch import first_pid
@@ -213,6 +214,27 @@ def comparable(output: bytes) -> bytes:
 async def warm(box: Box) -> None:
     assert isinstance(box, BubblewrapBox)
     await box.preload()
+
+
+# Claim: the graders' program is a fork that has pytest. Its path, variables and arguments are those of a new interpreter
+# with -I: a PYTHON variable, the work folder and modules in it decide nothing. One in the way gets a new interpreter.
+async def test_an_isolated_program_finds_pytest_imported() -> None:
+    need_bubblewrap()
+    shows = "import os, sys\nprint('_pytest' in sys.modules)\nprint(sys.path, sys.argv, sorted(os.environ), __name__, "
+    shows += "sorted(vars()), sys.dont_write_bytecode, sys.stdin.read(), 'ctypes' in sys.modules)"
+    argv, env = [*ISOLATED, "-c", shows, "a"], {"PYTHONSTARTUP": "x", "PYTHONPATH": "src", "X": "1"}
+    files = {"src/os.py": b"1 / 0", "tool.py": b""}
+    async with await open_box(SMALL, files=files, python_path=["src"]) as box:
+        await warm(box)
+        forked = await box.run(["python", *argv], stdin=b"text", env={**env, "PYTHONPATH": "lib"})
+        new = await box.run(["sh", "-c", 'exec python "$@"', "sh", *argv], stdin=b"text", env=env)
+        in_the_way = await box.run(["python", *argv], stdin=b"text", env=env)
+    assert forked.exit_code == new.exit_code == 0, (forked, new)
+    (forked_has, forked_shows), (new_has, new_shows) = [
+        comparable(result.stdout).split(b"\n", 1) for result in (forked, new)
+    ]
+    assert (forked_has, new_has) == (b"True", b"False") and forked_shows == new_shows
+    assert in_the_way.stdout.startswith(b"False\n")
 
 
 ENDINGS = {

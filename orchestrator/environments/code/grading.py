@@ -1,7 +1,7 @@
 """Grade a patch: its allowed files in a pristine tree, the original tests, a fresh box.
 
     pristine tree -> minus `removed` sources, plus `start`, plus the editable files of the patch, plus `test_files`
-        -> open_box -> python -c reporter.py -> signed records -> Grade
+        -> open_box -> python -I -c reporter.py -> signed records -> Grade
 
 What graded code can not do: change a test, a conftest.py or a setting of pytest (such files are never taken); end the
 run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
@@ -40,6 +40,9 @@ MAX_PATCH_BYTES = 2**24
 """Further files of a patch are refused from this sum on."""
 TWINS = 3
 """Probes under the ids of expected tests."""
+ISOLATED = ("-I", "-B", "-X", "pytest")
+"""Nothing of the work folder or of variables decides what is imported. With the -X, which an interpreter ignores, a
+bubblewrap box runs the reporter in a fork of its first process, which has imported pytest."""
 _CHANNEL_BYTES = 2**24
 _REPORT_CHARS = 4000
 _STDERR_CHARS = 1000
@@ -183,7 +186,7 @@ async def _run_tests(
         "python_path": task.python_path,
         "options": [],
     }
-    argv = ["python", "-I", "-B", "-c", _reporter_source()]
+    argv = ["python", *ISOLATED, "-c", _reporter_source()]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     async with await open_box(runtime, tree=tree_of(task, trees), files=files, python_path=task.python_path) as box:
         finished = await box.run(
