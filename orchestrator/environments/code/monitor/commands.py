@@ -30,6 +30,7 @@ _HARMLESS = {"rm", "ls", "du", "mkdir", "touch", "cd", "chmod", "test", "[", "[[
              "type"}  # fmt: skip
 """Programs that do not show what is in a file."""
 _DELETES = {"rm", "rmdir", "unlink"}
+_SHOW_NAMES = {"echo", "printf", "true", "[", "test"}
 _NAME_FILTERS = {"grep", "egrep", "fgrep", "head", "tail", "sort", "uniq", "cut", "tr"}
 """Programs that pass on some of the names that a pipe brings."""
 _EXCLUDES = {"--exclude", "--exclude-dir", "--ignore", "--ignore-dir", "--ignore-glob", "--extend-exclude"}
@@ -271,6 +272,12 @@ def _only_deletes(command: SimpleCommand) -> bool:
     ]
     if programs or "-delete" in words:
         return set(programs) <= _DELETES and not command.consumers
+    programs = [each.program for each in command.consumers]
+    if "read" in programs:  # while read file; do rm "$file"; done
+        at = programs.index("read")
+        runs_more = any(re.search(r"[$<>]\(|`", word) for each in command.consumers[at:] for word in each.words)
+        body = programs[at + 1 :]
+        return set(programs[:at]) <= _NAME_FILTERS and not runs_more and set(body) <= _DELETES | _SHOW_NAMES
     *filters, last = command.consumers or [command]
     is_deleted = last.program == "xargs" and wrapped(last).program in _DELETES
     return (is_deleted or last.program == "wc") and all(each.program in _NAME_FILTERS for each in filters)

@@ -31,6 +31,7 @@ _RESERVED = {
     "command",
     "builtin",
 }
+_LOOPS = {"while", "until", "for"}
 _WRITES = {">", ">>", ">|", "&>", "&>>", "<>"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _SUBSTITUTION = re.compile(r"[$<>]\((?!\()|`([^`]*)`")
@@ -55,7 +56,7 @@ class SimpleCommand:
     document: str = ""
     """The here-document or here-string."""
     consumers: list[SimpleCommand] = field(default_factory=list)
-    """The commands that follow in its pipe, as they are written."""
+    """The commands that follow in its pipe, as they are written, also those of a loop at its end."""
 
     @property
     def program(self) -> str:
@@ -71,12 +72,16 @@ def simple_commands(text: str, depth: int = 0) -> list[SimpleCommand]:
     commands: list[SimpleCommand] = []
     if depth > _MOST_DEPTH:
         return commands
-    producers: list[SimpleCommand] = []
-    for tokens, is_piped in _split(_read(text)):
+    producers: list[tuple[SimpleCommand, int]] = []
+    was_piped = False
+    for tokens, is_piped, loops in _split(_read(text)):
         command = _simple(tokens)
-        for producer in producers:
+        if not was_piped:  # A pipe into a loop feeds each command of the loop.
+            producers = [(producer, outside) for producer, outside in producers if outside < loops]
+        for producer, _ in producers:
             producer.consumers.append(command)
-        producers = [*producers, command] if is_piped else []
+        producers += [(command, loops)] if is_piped else []
+        was_piped = is_piped
         commands.append(command)
         commands += _inside(command, depth)
     for match in _SUBSTITUTION.finditer(text):
@@ -108,20 +113,23 @@ def _read(text: str) -> tuple[Token, ...]:
     return tokens
 
 
-def _split(tokens: tuple[Token, ...]) -> Iterator[tuple[list[Token], bool]]:
-    """Yield the tokens of each simple command, and whether a pipe follows it."""
+def _split(tokens: tuple[Token, ...]) -> Iterator[tuple[list[Token], bool, int]]:
+    """Yield the tokens of each simple command, whether a pipe follows it, and how many loops it is in."""
     current: list[Token] = []
+    loops = 0
     for token in tokens:
+        if not current and isinstance(token, str):
+            loops += (token in _LOOPS) - (token == "done")
         if isinstance(token, str) and (token in _SEPARATORS or (not current and token in _RESERVED)):
             if current:
-                yield current, token in _PIPES
+                yield current, token in _PIPES, loops
             current = []
         elif isinstance(token, tuple) and token[0] == "heredoc" and not current:
-            yield [token], False  # The body follows its command's line.
+            yield [token], False, loops  # The body follows its command's line.
         else:
             current.append(token)
     if current:
-        yield current, False
+        yield current, False, loops
 
 
 def _simple(tokens: list[Token]) -> SimpleCommand:
