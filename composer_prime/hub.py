@@ -215,9 +215,8 @@ def _near(model_id: str) -> str:
     owner, _, name = model_id.partition("/")
     try:
         api = HfApi()
-        found = [
-            each.id for kind in ({"author": owner}, {"search": name}) for each in api.list_models(limit=100, **kind)
-        ]
+        found = [each.id for each in api.list_models(author=owner, limit=100)]
+        found += [each.id for each in api.list_models(search=name, limit=100)]
     except (errors.HTTPError, OSError):
         return ""
     return " or ".join(difflib.get_close_matches(model_id, dict.fromkeys(found), n=2, cutoff=0.8))

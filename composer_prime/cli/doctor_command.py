@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -52,6 +53,9 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 """
 
 
+_TORCH_VERSION = re.compile(r"^(__version__|cuda)\b[^=]*= *'([^']*)'", re.MULTILINE)
+
+
 class Check(NamedTuple):
     """The result of one check."""
 
@@ -62,8 +66,8 @@ class Check(NamedTuple):
     """The finding, and the remedy where there is something to repair."""
 
 
-def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
-    """Yield the result of every check; `quick` leaves out the one that loads torch."""
+def checks(output_dir: Path, *, full: bool) -> Iterator[Check]:
+    """Yield the result of every check. Loading torch takes longer than all others, so only `full` does it."""
     machine = this_machine()
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     yield Check("ok", "python", text)
@@ -83,8 +87,7 @@ def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
     yield from _sandboxes()
     if Path("/dev/shm").is_dir():
         yield shared_memory(shutil.disk_usage("/dev/shm").total, len(machine.gpus))
-    if not quick:
-        yield _torch(len(machine.gpus))
+    yield _torch(len(machine.gpus)) if full else installed_torch(len(machine.gpus))
 
 
 def _packages() -> Check:
@@ -180,6 +183,19 @@ def _torch(gpus: int) -> Check:
     return torch_check(json.loads(done.stdout.strip().splitlines()[-1]), gpus)
 
 
+def installed_torch(gpus: int) -> Check:
+    """Judge torch by the file that states its version, without loading it."""
+    file = module_file("torch")
+    version = {} if file is None else dict(_TORCH_VERSION.findall((file.parent / "version.py").read_text()))
+    if "__version__" not in version:
+        return Check("bad", "torch", "not installed: run `uv sync`")
+    cuda = version.get("cuda")
+    text = f"{version['__version__']} ({f'CUDA {cuda}' if cuda else 'CPU only'})"
+    if gpus and not cuda:
+        return Check("note", "torch", f"{text} cannot use {pluralize(gpus, 'visible GPU')}: install its CUDA build")
+    return Check("ok", "torch", f"{text} is installed; --full loads it, --gpu computes on the GPU")
+
+
 def torch_check(report: dict[str, Any], gpus: int) -> Check:
     """Judge what torch reports of itself; `gpus` is the number of GPUs that the CUDA driver shows."""
     cuda = report["cuda"]
@@ -203,20 +219,24 @@ _USES = (
 """Each use: its name, the checks that must be ok for it, and the command."""
 
 
-def main(words: list[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs would be written")
-    parser.add_argument("--quick", action="store_true", help="do not load torch (saves some seconds)")
+    parser.add_argument("--full", action="store_true", help="also load torch and compute with it (some seconds)")
     parser.add_argument("--gpu", action="store_true", help="compute on the GPU: every part, in under ten minutes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with --gpu: cpu tries the checks")
     parser.add_argument(
         "--only", nargs="+", choices=tuple(DEADLINES_S), metavar="CHECK", help="with --gpu: some of them"
     )
-    options = parser.parse_args(words)
+    return parser
+
+
+def main(words: list[str]) -> int:
+    options = _parser().parse_args(words)
     if options.gpu:
         return run_checks(options.device, options.only)
     levels: dict[str, Level] = {}
-    for check in checks(options.output_dir, quick=options.quick):
+    for check in checks(options.output_dir, full=options.full):
         levels[check.name] = check.level
         print(f"{check.level:<5} {check.name:<11} {check.text}", flush=True)
     print("\n".join(["", *what_works(levels)]))

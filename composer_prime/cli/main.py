@@ -34,6 +34,7 @@ COMMANDS = {
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
     "tasks": ("composer_prime.cli.tasks_command", "make coding tasks from packages, check them, look at them"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
+    "completion": ("composer_prime.cli.completion_command", "completion of commands and settings for a shell (bash)"),
 }
 """Each command's module, which has main(words), and its line in the help."""
 

@@ -31,14 +31,18 @@ KINDS = {
 """By kind: the template of each file, and the file's name."""
 
 
-def main(words: list[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer new", description="Write a module, a TOML and a test that run.", allow_abbrev=False
     )
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=tuple(KINDS))
     parser.add_argument("name", metavar="NAME", help="name of the module: lower-case letters, digits, underscores")
     parser.add_argument("-o", "--folder", type=Path, default=Path("."), help="where to write (default: here)")
-    options = parser.parse_args(words)
+    return parser
+
+
+def main(words: list[str]) -> int:
+    options = _parser().parse_args(words)
     written = write_new(options.kind, options.name, options.folder)
     print("\n".join(f"wrote {path}" for path in written))
     module, configuration = options.folder / f"{options.name}.py", options.folder / f"{options.name}.toml"
