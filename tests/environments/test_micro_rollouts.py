@@ -219,6 +219,11 @@ def test_an_edit_in_the_last_turn_counts(before):
     assert (trace.reward, trace.metrics["solved"]) == (1.0, 1.0)
 
 
+def test_an_error_in_the_last_turn_counts():
+    trace = roll_out(lambda function: [*[call("read", {"file": SOURCE})] * 5, edit(function, text="    x =")])
+    assert trace.num_turns == 6 and trace.metrics["tool_errors"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("script", "grading", "monitor", "reward", "is_solved"),
     [

@@ -28,6 +28,8 @@ from verifiers.v1.runtimes import ProgramResult
 from composer_prime.llm.reply import TOOL_CALL_OR_REST
 
 INVALID_CALL = "Invalid JSON in tool call"
+BROKEN = "broken_"
+"""Begins the id of a call that could not be read, which no executor sees."""
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -74,7 +76,7 @@ async def answer_calls(executor: ToolExecutor | None, message: dict[str, Any]) -
             reply = await executor.call(name, function["arguments"])
         answers.append(_tool_message(call["id"], name, reply))
     broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
-    answers += [_tool_message(f"broken_{index}", None, INVALID_CALL) for index in range(len(broken))]
+    answers += [_tool_message(f"{BROKEN}{index}", None, INVALID_CALL) for index in range(len(broken))]
     return answers
 
 
