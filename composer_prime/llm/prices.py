@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
 from composer_prime.traces.replay.selection import count_selected
-from composer_prime.traces.state import Message
+from composer_prime.traces.state import Message, read_states, write_state
+from composer_prime.traces.states_file import is_compressed, trace_of_each
 
 if TYPE_CHECKING:
     from genai_prices.types import ModelPrice, TieredPrices
@@ -225,11 +227,14 @@ def _family(state: _Line | None, teachers: TeachersConfig) -> str:
 
 
 def _sampled(path: Path) -> tuple[int, list[bytes]]:
-    """Return (states, some lines). For a large file the number is estimated from its size and first lines."""
+    """Return (states, some whole ones as lines). For a large file of whole states the number is estimated."""
     try:
         size = path.stat().st_size
+        if is_compressed(path):
+            states = islice(read_states(path, lambda error: None), SAMPLE_LINES)
+            return sum(1 for _ in trace_of_each(path)), [write_state(state) for state in states]
         with path.open("rb") as file:
-            lines = [line for line, _ in zip(file, range(SAMPLE_LINES), strict=False)]
+            lines = list(islice(file, SAMPLE_LINES))
     except OSError as error:
         raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
     if len(lines) < SAMPLE_LINES:

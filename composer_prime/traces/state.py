@@ -1,4 +1,4 @@
-"""A recorded decision of some agent: what it saw and what it did. One line of states.jsonl.
+"""A recorded decision of some agent: what it saw and what it did. states_file.py has the form of a file of them.
 
 composer ingest (traces/ingest) -> states.jsonl -> composer replay (traces/replay) -> pairs.jsonl -> replay-DPO
 
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.errors import ConfigError
+from composer_prime.traces.states_file import MAGIC, StateLine, StateTable, state_file_lines
 
 SCHEMA_VERSION = 1
 Message = dict[str, Any]
@@ -89,54 +90,90 @@ def storable_arguments(arguments: str) -> str:
 
 
 def write_state(state: TraceState) -> bytes:
-    """Return one line of states.jsonl."""
+    """Return a whole state as one line."""
     return msgspec.json.encode(state) + b"\n"
 
 
 def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
-    """Yield every state of a states.jsonl.
+    """Yield every state of a file of states. They share the messages of their trace: nobody may change them.
 
     Raises ConfigError, which names the line, for one that is no state or of another schema. With `on_bad` such a line
     is given to it and left out. A file that cannot be read is an error all the same.
     """
-    decoder = msgspec.json.Decoder(TraceState)
+    decoder, table = _StateDecoder(), StateTable()
     try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                try:
-                    state = _decode(decoder, raw, f"{path}:{number}")
-                except ConfigError as error:
-                    if on_bad is None:
-                        raise
-                    on_bad(error)
-                    continue
+        for number, raw in enumerate(state_file_lines(path), 1):
+            try:
+                state = decoder.decode(raw, table, f"{path}:{number}")
+            except ConfigError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+                continue
+            if state is not None:
                 yield state
     except OSError as error:
         raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
 
 
-def _decode(decoder: msgspec.json.Decoder[TraceState], raw: bytes, where: str) -> TraceState:
-    try:
-        state = decoder.decode(raw)
-        msgspec.convert([*state.messages, state.student_action], list[_RequiredMessage])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
-    if state.schema_version != SCHEMA_VERSION:
-        raise ConfigError(
-            f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
-            "make the file again with `composer ingest`"
+class _StateDecoder:
+    def __init__(self) -> None:
+        self._whole = msgspec.json.Decoder(TraceState)
+        self._compact = msgspec.json.Decoder(StateLine)
+
+    def decode(self, raw: bytes, table: StateTable, where: str) -> TraceState | None:
+        """Return the state of a line; None for a line of the table. Raises ConfigError."""
+        try:
+            taken = table.takes(raw)
+            if isinstance(taken, dict):
+                msgspec.convert(taken, _RequiredMessage)
+                _make_storable([taken], raw)
+            if taken is not False:
+                return None
+            state = self._with_table(raw, table) if raw.startswith(b'{"step":') else self._whole.decode(raw)
+            known = [state.student_action] if raw.startswith(b'{"step":') else [*state.messages, state.student_action]
+            msgspec.convert(known, list[_RequiredMessage])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError) as error:
+            raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
+        if state.schema_version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
+                "make the file again with `composer ingest`"
+            )
+        _make_storable(known, raw)
+        return state
+
+    def _with_table(self, raw: bytes, table: StateTable) -> TraceState:
+        line = self._compact.decode(raw)
+        if table.trace is None:
+            raise LookupError("no trace begins before it")
+        return TraceState(
+            trace_id=table.trace,
+            state_id=f"{table.trace}/{line.step:04d}",
+            step=line.step,
+            messages=table.messages(line.context),
+            student_action=line.student_action,
+            source_model=line.source_model,
+            source_family=line.source_family,
+            tools=table.tools,
+            error=line.error,
+            entropy=line.entropy,
+            format=line.format,
         )
+
+
+def _make_storable(messages: list[Message], raw: bytes) -> None:
+    """Replace the half characters in the arguments of calls. `raw`: the line that the messages are from."""
     if _SURROGATE_BYTES.search(raw):
-        for message in (*state.messages, state.student_action):
+        for message in messages:
             for call in message.get("tool_calls") or []:
                 call["function"]["arguments"] = storable_arguments(call["function"]["arguments"])
-    return state
 
 
 def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
     """Raise ConfigError where the first line of `path` shows that it does not hold `what`, or cannot be read.
 
-    A file that does not exist or is blank passes.
+    A file that does not exist or is blank passes. A compressed file is looked into.
     """
     if not path.is_file():
         return
@@ -145,6 +182,8 @@ def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
             line = b"\n"
             while line and not line.strip():
                 line = file.readline(_MOST_BYTES)
+        if line.startswith(MAGIC):
+            line = next(state_file_lines(path), b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name another file") from None
     if line and not is_own(line):

@@ -1,9 +1,8 @@
-"""`composer ingest PATHS... -o states.jsonl`: find trace files, ingest them, and print what was taken and skipped."""
+"""`composer ingest PATHS... -o states.zst`: find trace files, ingest them, and print what was taken and skipped."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,10 +17,12 @@ from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.llm.families import family_named
 from composer_prime.traces.ingest.formats import aider, openhands
-from composer_prime.traces.ingest.ingest import FORMATS, ingest
+from composer_prime.traces.ingest.ingest import FORMATS
+from composer_prime.traces.ingest.processes import processes_for, write_states
 from composer_prime.traces.ingest.reading import FileStart
-from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
-from composer_prime.traces.state import check_own, lines_of, same_file, write_state
+from composer_prime.traces.ingest.trace_file import Options, Tally
+from composer_prime.traces.state import check_own, lines_of, read_states, same_file, write_state
+from composer_prime.traces.states_file import TRACE, is_compressed
 
 NOTHING = 1
 _MIB = 1 << 20
@@ -51,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
 def ingest_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
     parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="states.jsonl to write")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file of states to write")
     parser.add_argument(
         "--format", choices=[reader.NAME for reader in FORMATS], help="use this format instead of detecting it"
     )
@@ -60,8 +61,14 @@ def ingest_parser() -> argparse.ArgumentParser:
         "--family", type=family_named, help="the model's family (claude, gpt, qwen ...); overrides the traces"
     )
     parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
+    parser.add_argument("--processes", type=int, help="files read at the same time; by default one a core")
+    parser.add_argument("--plain", action="store_true", help="write whole states as JSON lines, for other programs")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     return parser
+
+
+def _is_state(line: bytes) -> bool:
+    return line.startswith(TRACE) or _is_whole(line)
 
 
 class _Named(msgspec.Struct):
@@ -71,20 +78,26 @@ class _Named(msgspec.Struct):
     state_id: str
 
 
+_is_whole = lines_of(_Named)
+
+
 def ingest_files(options: argparse.Namespace) -> int:
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError(f"--processes is {options.processes}: give 1 or more, or leave it out for one a core")
     if options.output.is_dir():
         raise ConfigError(f"{options.output} is a folder: name the states file with -o")
     if options.output.exists() and not options.overwrite:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
-    check_own(options.output, lines_of(_Named), "states")
+    check_own(options.output, _is_state, "states")
     files = find_files(options.paths, options.output)
     how = Options(mask=not options.no_mask, model=options.model, family=options.family, format=options.format)
-    tallies = _write(files, options.output, how)
+    tallies = _write(files, options, how)
     for table in ingest_table(tallies):
         if table.row_count:
             Console().print(table)
     total = sum(tally.states for _, tally in tallies)
-    print(f"{total} states in {options.output}")
+    form = "whole states, a line each" if options.plain else "zstd; --plain writes a line of JSON for each"
+    print(f"{total} states in {options.output} ({form})")
     return 0 if total else NOTHING
 
 
@@ -118,40 +131,48 @@ def _inside(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _inside(path)
-        elif path.is_file() and (path.suffix in SUFFIXES or path.name.endswith(aider.FILE)):
+        elif path.is_file() and not is_compressed(path) and (path.suffix in SUFFIXES or path.name.endswith(aider.FILE)):
             yield path
 
 
-def _write(files: list[Path], output: Path, how: Options) -> list[tuple[str, Tally]]:
+def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list[tuple[str, Tally]]:
     """Write all states to a sibling file, then rename it. The output is complete or absent."""
+    output: Path = options.output
     console = Console(stderr=True)
-    partial = output.with_name(f".{output.name}.partial")
-    fingerprints, trace_ids, tallies = Recent(), Recent(), []
+    partial, plain = output.with_name(f".{output.name}.partial"), output.with_name(f".{output.name}.plain")
+    tallies: list[tuple[str, Tally]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        sizes = [_size(path) for path in files]
+        processes = processes_for(files, sizes, options.processes)
         bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        with partial.open("wb") as file, bar:
-            size = sum(
-                part.stat().st_size for path in files for part in (path.rglob("*.json") if path.is_dir() else [path])
-            )
-            advance = _advancing(bar, size)
-            for path in files:
-                tally = Tally()
-                name = path.name.encode("utf-8", "replace").decode("utf-8")
-                bar.update(bar.task_ids[0], description=name[:40])
-                states = ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids, progress=advance)
-                file.writelines(map(write_state, states))
-                tallies.append((name, tally))
-            file.flush()
-            os.fsync(file.fileno())
+        with bar:
+            advance = _advancing(bar, sum(sizes))
+            bar.update(bar.task_ids[0], description=_shown_name(files[0]))
+            for number, (path, tally) in enumerate(write_states(files, sizes, partial, how, processes, advance), 1):
+                tallies.append((_shown_name(path), tally))
+                bar.update(bar.task_ids[0], description=_shown_name(files[min(number, len(files) - 1)])[:40])
+        if options.plain:
+            with plain.open("wb") as file:
+                file.writelines(map(write_state, read_states(partial)))
+            plain.replace(partial)
         partial.replace(output)
     except OSError as error:
         raise ConfigError(f"ingestion stopped: {error}") from None
     finally:
-        with suppress(OSError):
-            partial.unlink()
+        for path in (partial, plain):
+            with suppress(OSError):
+                path.unlink()
     return tallies
+
+
+def _size(path: Path) -> int:
+    return sum(part.stat().st_size for part in (path.rglob("*.json") if path.is_dir() else [path]))
+
+
+def _shown_name(path: Path) -> str:
+    return path.name.encode("utf-8", "replace").decode("utf-8")
 
 
 def _advancing(bar: Progress, total: int) -> Callable[[int], None]:

@@ -29,8 +29,9 @@ from composer_prime.traces.ingest.formats import (
     swe_agent,
 )
 from composer_prime.traces.ingest.reading import take_sample
-from composer_prime.traces.ingest.trace_file import Options, Recent, Tally, TraceFile, observed_tools
+from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Recent, Tally, TraceFile, observed_tools
 from composer_prime.traces.state import TraceState
+from composer_prime.traces.states_file import is_compressed
 
 FORMATS = (
     claude_code,
@@ -72,6 +73,9 @@ def ingest(
         names = ", ".join(reader.NAME for reader in FORMATS)
         raise ConfigError(f"there is no trace format {options.format!r}: choose one of {names}, or let it be detected")
     size = path.stat().st_size
+    if path.is_file() and is_compressed(path):  # states, of which no states are made
+        tally.skip(NO_TRACE)
+        return
     sample = take_sample(path, options.limits)
     reader = next((reader for reader in named or FORMATS if named or reader.matches(sample)), None)
     whole = sample.document

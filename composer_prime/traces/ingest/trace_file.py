@@ -28,6 +28,7 @@ from composer_prime.traces.state import Message, TraceState
 
 NO_TRACE = "not a known trace format"
 NO_RESULT = "[no result was recorded]"
+COPY = "copy of an earlier state"
 GATHERING = "the tools of the file are still being gathered"
 ERROR_CHARS = 500
 MAX_REASONS = 200
@@ -187,13 +188,14 @@ class TraceFile:
         for _ in self.records():
             self.tally.skip(NO_TRACE)
 
-    def unique_id(self, name: str) -> str:
-        """Return `name`, with a number where another trace has it."""
-        numbered, number = name, 1
-        while not self.trace_ids.add(hashlib.blake2b(numbered.encode(), digest_size=8).digest()):
-            number += 1
-            numbered = f"{name}~{number}"
-        return numbered
+
+def unique_name(name: str, taken: Recent) -> str:
+    """Return `name`, with a number where another trace has it, and add it to those that are taken."""
+    numbered, number = name, 1
+    while not taken.add(hashlib.blake2b(numbered.encode(), digest_size=8).digest()):
+        number += 1
+        numbered = f"{name}~{number}"
+    return numbered
 
 
 def observed_tools(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceState]]) -> ObservedTools:
@@ -225,7 +227,8 @@ class StateMaker:
         named = isinstance(trace_id, str | int) and str(trace_id).strip()
         name = str(trace_id)[:200] if named else file.path.stem
         # The name of a file need not be UTF-8.
-        self._trace_id = file.unique_id(self._masker.text(name.encode("utf-8", "replace").decode("utf-8")))
+        masked = self._masker.text(name.encode("utf-8", "replace").decode("utf-8"))
+        self._trace_id = unique_name(masked, file.trace_ids)
         self.model = model if isinstance(model, str) and model else None
         """The model that the trace named last."""
         called = None if isinstance(file.tools, ObservedTools) else file.tools
@@ -298,7 +301,7 @@ class StateMaker:
             return "nothing before it"
         if any(self.tools.lacks(call["function"]["name"]) for call in action.get("tool_calls") or []):
             return f"its tool is not among the first {MAX_TOOLS} of the file"
-        return None if self._file.fingerprints.add(digest_of(digest, action)) else "copy of an earlier state"
+        return None if self._file.fingerprints.add(digest_of(digest, action)) else COPY
 
     def _state(self, turn: Turn, action: Message, messages: list[Message]) -> TraceState:
         options = self._file.options

@@ -28,6 +28,7 @@ from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
 from composer_prime.traces.replay.selection import count_selected, selected_states
 from composer_prime.traces.state import read_states, same_file
+from composer_prime.traces.states_file import trace_of_each
 
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to go on"
@@ -165,11 +166,10 @@ async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
 
 
 def count_states(path: Path) -> int:
-    """Return the number of lines. Raises ConfigError when the file cannot be read or its first line is no state."""
+    """Return the number of states. Raises ConfigError when the file cannot be read or its first line is no state."""
     if next(read_states(path), None) is None:
         raise ConfigError(f"{path} holds no states: make it with `composer ingest`, whose table says what was skipped")
-    with path.open("rb") as file:
-        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
+    return sum(1 for _ in trace_of_each(path))
 
 
 def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast | None = None) -> list[str]:

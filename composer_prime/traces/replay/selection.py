@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-import msgspec
-
 from composer_prime.config.teachers import SelectConfig
 from composer_prime.errors import ConfigError
 from composer_prime.traces.state import TraceState, read_states
+from composer_prime.traces.states_file import trace_of_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +25,10 @@ class _Place:
     failed: bool
 
 
-class _Traced(msgspec.Struct):
-    trace_id: str
-
-
 def selected_states(
     path: Path, select: SelectConfig, on_bad: Callable[[ConfigError], None] | None = None
 ) -> Iterator[TraceState]:
-    """Yield the states that `select` takes of a states.jsonl, in its order. The file is read twice where it takes some.
+    """Yield the states that `select` takes of a file, in its order. The file is read twice where it takes some.
 
     Raises ConfigError as `read_states` does.
     """
@@ -51,16 +45,12 @@ def selected_states(
 
 
 def count_selected(path: Path, select: SelectConfig, states: int) -> int:
-    """Return how many of the `states` of a states.jsonl are taken. The file is read where a trace gives only some.
+    """Return how many of the `states` of a file of states are taken. The file is read where a trace gives only some.
 
     Raises OSError.
     """
     if select.per_trace is not None:
-        by_trace = Counter[str]()
-        with path.open("rb") as file:
-            for line in file:
-                with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a line that is no state is not replayed
-                    by_trace[msgspec.json.decode(line, type=_Traced).trace_id] += 1
+        by_trace = Counter(trace for trace in trace_of_each(path) if trace is not None)
         states = sum(min(count, select.per_trace) for count in by_trace.values())
     return min(states, select.states or states)
 
