@@ -41,15 +41,14 @@ def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     registered = read_preregistration(Path(options.run[0])) if len(options.run) == 1 else None
     if registered is not None:
-        return report_ladder(Path(options.run[0]), registered, options)
+        return _report_ladder(Path(options.run[0]), registered, options)
     return _compare([open_run(folder) for folder in dict.fromkeys(options.run)], options, [])
 
 
-def report_ladder(folder: Path, registered: Preregistration, options: argparse.Namespace | None = None) -> int:
+def _report_ladder(folder: Path, registered: Preregistration, options: argparse.Namespace) -> int:
     """Print the comparison of a registered ladder's finished runs, and its results below; or write the page."""
     from composer_prime.cli.ladder import report
 
-    options = options or _parser().parse_args([str(folder)])
     runs = report.finished_runs(folder, registered)
     if runs:
         _compare(runs, options, report.sentences(folder, registered))

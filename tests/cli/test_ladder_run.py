@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from composer_prime.cli.ladder.arms import parse, plan_arms, preregistration
-from composer_prime.cli.ladder.run import main, plan_lines
+from composer_prime.cli.ladder.run import forecast_text, main, plan_lines
 from composer_prime.errors import ConfigError
+from composer_prime.run.costs import CostLedger
 from composer_prime.run.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,8 @@ def test_words_for_every_run_are_told_apart() -> None:
 
 # A0 is an arm without training, A1 the baseline, A2 gets a twin that loses SDPO; the plan names runs, price and power.
 def test_a_ladder_is_planned(tmp_path: Path) -> None:
-    words = [A0, A1, A2, "-o", str(tmp_path), "--seeds", "2", "--steps", "30", "--washout", "sdpo", "--at", "10"]
+    ladder = tmp_path / "ladder"
+    words = [A0, A1, A2, "-o", str(ladder), "--seeds", "2", "--steps", "30", "--washout", "sdpo", "--at", "10"]
     options, common = parse([*words, "--orchestrator.eval.every_steps", "5", "--run.usd_per_hour", "2"])
     commands = plan_arms(options, common)
     planned = preregistration(options, [command.arm for command in commands])
@@ -57,13 +59,35 @@ def test_a_ladder_is_planned(tmp_path: Path) -> None:
     washout = commands[3]
     assert washout.config.channels.sdpo.weight_at(10) == 0.5 and washout.config.channels.sdpo.weight_at(11) == 0
     assert [arm.name for arm in planned.challengers] == ["a2", "a2-no-sdpo-after-10"]
-    text = "\n".join(plan_lines(tmp_path, planned, commands))
+    text = "\n".join(plan_lines(ladder, planned, commands))
     assert "4 arms x 2 seeds = 8: 8 new" in text and "a0 (not trained)" in text and "$2 an hour" in text
     assert "power     for differences that spread by 0.03 over seeds and 0.5 over tasks (assumed)" in text
-    run_words = commands[1].run_words(1, RunDir(tmp_path / "a1-seed1"))
+    run_words = commands[1].run_words(1, RunDir(ladder / "a1-seed1"))
     assert run_words[:2] == ["@", A1] and run_words[-2:] == ["--run.seed", "1"] and "--resume" not in run_words
-    (tmp_path / "a1-seed1" / "checkpoints").mkdir(parents=True)
-    assert commands[1].run_words(1, RunDir(tmp_path / "a1-seed1"))[-1] == "--resume"
+    (ladder / "a1-seed1" / "checkpoints").mkdir(parents=True)
+    assert commands[1].run_words(1, RunDir(ladder / "a1-seed1"))[-1] == "--resume"
+
+
+# A finished run of the same settings beside the ladder gives its pace: 100 s for 10 steps are 300 s for 30, each.
+def test_hours_and_dollars_follow_from_earlier_runs(tmp_path: Path) -> None:
+    words = [A1, "-o", str(tmp_path / "ladder"), "--seeds", "2", "--steps", "30"]
+    options, common = parse([*words, "--run.usd_per_hour", "36"])
+    commands = plan_arms(options, common)
+    planned = preregistration(options, [command.arm for command in commands])
+    assert "not known before a run" in forecast_text(tmp_path / "ladder", planned, commands)
+    earlier = RunDir(tmp_path / "a1")
+    settings = commands[0].arm.settings | {"run": {"max_steps": 10}}
+    earlier.eval_rollouts(10).parent.mkdir(parents=True)
+    earlier.config.write_text(json.dumps(settings))
+    earlier.eval_rollouts(10).write_text("")
+    earlier.metrics.write_text('{"step": 10, "event": "ended", "state": "finished"}\n')
+    CostLedger(earlier.root / "costs.jsonl").write("machine", seconds=100.0, usd=1.0)
+    assert (
+        forecast_text(tmp_path / "ladder", planned, commands) == "about 10m 00s left, $6.00 (a run so far: a1 5m 00s)"
+    )
+    other = settings | {"model": {"path": "another"}}
+    earlier.config.write_text(json.dumps(other))
+    assert "not known before a run" in forecast_text(tmp_path / "ladder", planned, commands)
 
 
 # What cannot be compared is refused before anything is written, with both values and the remedy.
@@ -94,7 +118,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, words: list[str], me
 # with another effect of interest it is refused.
 @pytest.mark.slow
 def test_a_ladder_runs_once(tmp_path: Path) -> None:
-    words = [A1, "-o", str(tmp_path), "--seeds", "1", "--steps", "1", "--yes", *SMALL]
+    folder = tmp_path / "ladder"
+    words = [A1, "-o", str(folder), "--seeds", "1", "--steps", "1", "--yes", *SMALL]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "composer_prime.cli.main", "ladder", "run", *words, *more]
@@ -105,10 +130,8 @@ def test_a_ladder_runs_once(tmp_path: Path) -> None:
     assert (
         "1 arm x 1 seed = 1: 1 new" in first.stdout and "compute of a run, at equal optimizer steps (1)" in first.stdout
     )
-    steps = [
-        line for line in (tmp_path / "a1-seed0" / "metrics.jsonl").read_text().splitlines() if "loss/total" in line
-    ]
-    assert len(steps) == 1 and json.loads((tmp_path / "preregistration.json").read_text())["seeds"] == [0]
+    steps = [line for line in (folder / "a1-seed0" / "metrics.jsonl").read_text().splitlines() if "loss/total" in line]
+    assert len(steps) == 1 and json.loads((folder / "preregistration.json").read_text())["seeds"] == [0]
     again = run()
     assert again.returncode == 0 and "a1-seed0: finished already" in again.stdout
     with pytest.raises(ConfigError, match=r"minimal_effect: registered 0.05, now 0.2"):

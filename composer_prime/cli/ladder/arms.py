@@ -150,9 +150,7 @@ def _check_arms(commands: Sequence[ArmCommand]) -> None:
     """Raise ConfigError for equal names, unequal steps, arms without evaluation and joint runs."""
     for name, count in Counter(command.arm.name for command in commands).items():
         if count > 1:
-            raise ConfigError(
-                f"{count} configurations have run.name {name!r}: give each its own, for it names the arm"
-            )
+            raise ConfigError(f"{count} configurations have run.name {name!r}: give each its own, for it names the arm")
     lengths = {command.arm.name: command.arm.steps for command in commands if command.arm.steps}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
@@ -191,9 +189,7 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
     for flag, right in figures.items():
         if not right:
             value = getattr(options, flag[2:].replace("-", "_"))
-            raise ConfigError(
-                f"{flag} is {value}; give a number above 0, --alpha below 0.5, --rewards LOW below HIGH"
-            )
+            raise ConfigError(f"{flag} is {value}; give a number above 0, --alpha below 0.5, --rewards LOW below HIGH")
     return Preregistration(
         arms=arms,
         baseline=baseline,

@@ -41,20 +41,30 @@ def result_lines(folder: Path, registered: Preregistration) -> list[str]:
     for arm in registered.challengers:
         if arm.washout is not None:
             text += ["", *_washout(folder, registered, base, arm)]
-    for source in [name for name in base.sources if name != registered.held_out]:
+    for source in _other_sources(registered, base):
         text += ["", *_elsewhere(folder, registered, base, source)]
     return [*text, "", *_compute(folder, registered)]
 
 
 def sentences(folder: Path, registered: Preregistration) -> list[dict[str, str]]:
-    """Return the verdicts as the page shows them: `text` and `tone`."""
+    """Return verdicts, washouts and other sets of tasks as the page shows them: `text` and `tone`."""
     base = registered.arm(registered.baseline)
     shown = []
     for arm in registered.challengers:
         result = _result(folder, registered, base, arm, registered.held_out)
-        if result is not None:
-            shown.append({"text": _headline(registered, base, arm, registered.held_out, result), "tone": result.tone})
+        if arm.washout is not None:
+            shown.append({"text": _washout(folder, registered, base, arm)[0], "tone": "open"})
+        elif result is not None:
+            intervals = f"{_headline(base, arm, registered.held_out, result)} ({_intervals(result)})"
+            shown.append({"text": intervals, "tone": result.tone})
+    for source in _other_sources(registered, base):
+        name, *rows = _elsewhere(folder, registered, base, source)
+        shown += [{"text": f"{name}: {row.strip()}", "tone": "open"} for row in rows]
     return shown
+
+
+def _other_sources(registered: Preregistration, base: PlannedArm) -> list[str]:
+    return [name for name in base.sources if name != registered.held_out]
 
 
 def _result(
@@ -64,7 +74,7 @@ def _result(
     return compare(registered, *means)
 
 
-def _headline(registered: Preregistration, base: PlannedArm, arm: PlannedArm, source: str, result: Comparison) -> str:
+def _headline(base: PlannedArm, arm: PlannedArm, source: str, result: Comparison) -> str:
     return (
         f"{arm.name} - {base.name}, held-out {source} after step {arm.steps}: {result.over_tasks.mean:+.3f} "
         f"{result.verdict}: {result.meaning}"
@@ -86,7 +96,7 @@ def _primary(folder: Path, registered: Preregistration, base: PlannedArm, arm: P
     if result is None:
         return [f"{arm.name} - {base.name}: no seed that both have finished"]
     return [
-        _headline(registered, base, arm, registered.held_out, result),
+        _headline(base, arm, registered.held_out, result),
         *(f"  {line}" for line in result.lines()),
     ]
 

@@ -33,9 +33,12 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.comparison import arm_means, compare, run_compute
 from composer_prime.stats.preregistration import FILE, STOPPING, Preregistration, read_preregistration, register
 from composer_prime.stats.sequential import POWER, detectable_effect, power
+from composer_prime.view.catalog import max_steps, read_settings
 
 _LAUNCHER_ENDS_S = 120.0
 _LAUNCHER_POLL_S = 5.0
+_PACE_TABLES = ("model", "inference", "orchestrator", "trainer", "teachers")
+"""Settings of a run that decide how long its steps take. Loss terms hardly matter beside them."""
 
 
 def main(words: list[str]) -> int:
@@ -57,9 +60,10 @@ def main(words: list[str]) -> int:
         print(f"{'agrees with' if registered else 'wrote'} {folder / FILE}", flush=True)
         status = run_all(folder, planned, commands)
     if status == 0:
-        from composer_prime.cli.ladder_command import report_ladder
+        from composer_prime.cli import ladder_command
 
-        report_ladder(folder, planned)
+        ladder_command.main([str(folder)])
+        ladder_command.main([str(folder), "--html", str(folder / "ladder.html")])
     return status
 
 
@@ -92,47 +96,80 @@ def plan_lines(folder: Path, planned: Preregistration, commands: Sequence[ArmCom
 
 
 def forecast_text(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> str:
-    """Return hours and dollars that are left, from finished runs of these arms; else from others of the same model."""
+    """Return hours and dollars that are left, by finished runs of these arms, here or beside the ladder's folder."""
     paces = _paces(folder, planned, commands)
+    if not paces:
+        return (
+            "not known before a run of one of these arms has ended, here or beside this folder; "
+            f"{_price_text(commands)}"
+        )
     left_s = usd = 0.0
     for command in commands:
         for seed in planned.seeds:
             run_dir = _run_dir(folder, planned, command, seed)
             if _state(run_dir, command.arm.steps) == "finished":
                 continue
-            pace = paces.get(command.arm.name) or (max(paces.values()) if paces else None)
-            if pace is None:
-                return "not known before the first run of this ladder has ended" + _price_text(commands)
             done = (run_dir.complete_checkpoints() or [0])[-1]
-            seconds = pace * (1 - done / command.arm.steps if command.arm.steps else 1)
+            share = 1 - done / command.arm.steps if command.arm.steps else 1.0
+            seconds = share * paces.get(command.arm.name, max(paces.values()))
             left_s, usd = left_s + seconds, usd + seconds / 3600 * command.config.run.usd_per_hour
     of_arms = ", ".join(f"{name} {clock(pace)}" for name, pace in paces.items())
-    spent_usd = f", ${usd:,.2f} at run.usd_per_hour" if usd else _price_text(commands)
-    return f"about {clock(left_s)} left{spent_usd}" + (f" (a run so far: {of_arms})" if of_arms else "")
+    price = f"${usd:,.2f}" if usd else _price_text(commands)
+    return f"about {clock(left_s)} left, {price} (a run so far: {of_arms})"
 
 
 def _price_text(commands: Sequence[ArmCommand]) -> str:
-    prices = {command.config.run.usd_per_hour for command in commands}
-    if prices == {0.0}:
-        return "; dollars: run.usd_per_hour is not set"
-    return f"; ${max(prices):g} an hour"
+    price = max(command.config.run.usd_per_hour for command in commands)
+    return f"${price:g} an hour" if price else "dollars are not known without run.usd_per_hour"
 
 
 def _paces(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> dict[str, float]:
-    """Return the mean seconds of a finished run, by arm."""
+    """Return the mean seconds of a finished run by arm: of this ladder's, else of earlier ones of equal settings."""
     paces = {}
     for command in commands:
-        seconds = []
-        for seed in planned.seeds:
-            run_dir = _run_dir(folder, planned, command, seed)
-            if _state(run_dir, command.arm.steps) == "finished":
-                try:
-                    seconds.append(run_compute(run_dir).wall_s)
-                except LedgerError:
-                    continue
-        if seconds:
+        run_dirs = [_run_dir(folder, planned, command, seed) for seed in planned.seeds]
+        own = [wall_s for run_dir in run_dirs if (wall_s := _wall_s(run_dir, command.arm.steps))]
+        if seconds := own or list(_earlier_walls_s(folder, command)):
             paces[command.arm.name] = sum(seconds) / len(seconds)
     return paces
+
+
+def _wall_s(run_dir: RunDir, steps: int) -> float:
+    """Return how long a finished run took; 0 for any other."""
+    try:
+        return run_compute(run_dir).wall_s if _state(run_dir, steps) == "finished" else 0.0
+    except LedgerError:
+        return 0.0
+
+
+def _earlier_walls_s(folder: Path, command: ArmCommand) -> Iterator[float]:
+    """Yield the seconds of runs beside `folder` that have the arm's settings, scaled to its steps."""
+    beside = _folders_in(folder.parent)
+    for path in [*beside, *(inside for each in beside for inside in _folders_in(each))]:
+        run_dir = RunDir(path)
+        if not (settings := read_settings(run_dir)):
+            continue
+        steps = max_steps(settings)
+        known = all(_agree(settings.get(table), command.arm.settings[table]) for table in _PACE_TABLES)
+        if known and bool(steps) == bool(command.arm.steps) and (wall_s := _wall_s(run_dir, steps)):
+            yield wall_s * (command.arm.steps / steps if steps else 1.0)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders in `folder`; none where they cannot be listed, or are being removed."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _agree(old: Any, new: Any) -> bool:
+    """Return whether settings that both have are equal; another release has a few more or fewer."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(_agree(old[key], new[key]) for key in old.keys() & new.keys())
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_agree, old, new))
+    return old == new
 
 
 def _run_dir(folder: Path, planned: Preregistration, command: ArmCommand, seed: int) -> RunDir:
