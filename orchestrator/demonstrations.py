@@ -153,6 +153,8 @@ class RowTokenizer:
         """Mark from where a turn is sampled to the token that ends it: for a template that does not say more."""
         mask = [False] * len(ids)
         for index in row.imitated:
+            if index == 0:
+                raise _unmarked(row, "the conversation begins with an answer, and it opens none without a question")
             context = self._renderer.render_ids(messages[:index], tools=row.tools, add_generation_prompt=True)
             start = len(context)
             if ids[:start] != list(context):

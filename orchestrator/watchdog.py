@@ -37,6 +37,8 @@ def describe_startup(config: Config, gateway: Gateway, pools: Mapping[str, Worke
 
 def describe_nodes(config: Config, gateway: Gateway) -> str:
     """Return how many nodes serve, or why none does."""
+    if not config.orchestrator.source:
+        return "there is no source to play"
     router = gateway.router
     if serving := len(router.serving()):
         return f"served by {pluralize(serving, 'node')}"

@@ -105,8 +105,8 @@ def _with_epochs(config: Config) -> Config:
         return config
     if "max_steps" in config.run.model_fields_set:
         raise ConfigError(
-            f"run.max_steps is {config.run.max_steps} and orchestrator.demonstrations.epochs is {settings.epochs}: both "
-            "give the length of the run; remove one"
+            f"run.max_steps is {config.run.max_steps} and orchestrator.demonstrations.epochs is {settings.epochs}: "
+            "both give the length of the run; remove one"
         )
     rows = count_rows(settings.files, "orchestrator.demonstrations.files")
     run = config.run.model_copy(update={"max_steps": settings.epochs * settings.steps_per_pass(rows)})

@@ -8,9 +8,9 @@ rank of each round: rows of a round should cost the same. Siblings in one row le
 prompt once (prefixes.py). Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller
 estimate wins. Torch-free and deterministic; the orchestrator calls it.
 
-A unit is what must share a row: a sample with its hinted turns, both sides of a preference pair, or a demonstration. Teacher documents
-take no room in the row, so a long sample keeps all its hints: the trainer reads them in the row where they fit, and
-otherwise in passes of their own without a gradient.
+A unit is what must share a row: a sample with its hinted turns, both sides of a preference pair, or a demonstration.
+Teacher documents take no room in the row, so a long sample keeps all its hints: the trainer reads them in the row where
+they fit, and otherwise in passes of their own without a gradient.
 
     sample                    context ── turn ── tool ── turn
     teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
@@ -243,8 +243,8 @@ def _of_demonstration(each: Demonstration) -> Unit:
     where = f"row {each.name}"
     if len(ids) != len(mask) or not mask.any() or mask[0]:
         raise RunMismatchError(
-            f"{where}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: a row trains at "
-            "least one token, and not its first, which has no context to predict it"
+            f"{where}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: a row trains "
+            "at least one token, and not its first, which has no context to predict it"
         )
     return Unit(name=where, documents=(ids,), demonstration=each)
 

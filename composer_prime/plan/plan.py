@@ -96,7 +96,7 @@ def _run(config: Config) -> Rows:
     divisor = f" (divided by {config.completion_length:,} tokens a sequence)" if constant else ""
     rows = [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
-        ("sources", sources),
+        ("sources", sources or "none"),
         ("loss", f"{objective}{divisor}, off-policy correction {channels.policy.correction}"),
     ]
     sdpo, replay, hints = channels.sdpo, channels.replay_dpo, config.orchestrator.hints
@@ -106,6 +106,14 @@ def _run(config: Config) -> Rows:
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
         rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs a step"))
+    if channels.sft.weight:
+        settings = config.orchestrator.demonstrations
+        files = ", ".join(map(str, settings.files))
+        text = f"{channels.sft.weight:g} x sft on {files} ({settings.too_long} what is longer than model.max_context)"
+        if config.orchestrator.groups_per_step:
+            rows.append(("", f"+ {text}"))
+        else:  # no rollouts, so no policy loss
+            rows[2] = ("loss", text)
     return rows
 
 
@@ -130,10 +138,10 @@ def _roles(config: Config, findings: Findings) -> Rows:
     if orchestrator.address:
         rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
     else:
-        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
+        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source) or "none"
         rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers})"))
         rows += [("", f"code of {source.name} runs in: {text}") for source, text in source_runtimes(config)]
-    if inference.nodes == 0:
+    if inference.nodes == 0 and orchestrator.source:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
     for node in range(inference.nodes):
         devices = _devices(placement.nodes[node] if placement else None, inference.threads)
@@ -162,6 +170,9 @@ def _step(config: Config) -> Rows:
     if config.run.max_steps == 0:
         return []
     orchestrator = config.orchestrator
+    conversations = pluralize(orchestrator.demonstrations.rows_per_step, "recorded conversation")
+    if orchestrator.groups_per_step == 0:
+        return [("step", f"{conversations}, no rollouts")]
     rollouts = orchestrator.groups_per_step * orchestrator.group_size
     max_tokens = rollouts * config.model.max_context
     per_rank = -(-max_tokens // (config.trainer.micro_batch_tokens * config.trainer.ranks))
@@ -185,11 +196,18 @@ def _step(config: Config) -> Rows:
 def _eval(config: Config) -> Rows:
     evaluation = config.orchestrator.eval
     names = [source.name for source in config.orchestrator.source if source.eval_taskset]
+    held_out = ", ".join(map(str, config.orchestrator.demonstrations.eval_files))
+    scored = [("" if names else "eval", f"{held_out}: loss and token accuracy")] if held_out else []
+    if scored and not names:
+        return scored
     if not evaluation.every_steps or not names:
         return [("eval", "none (orchestrator.eval.every_steps is 0 or no source has an eval_taskset)")]
     when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
     passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
-    return [("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}")]
+    return [
+        ("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}"),
+        *scored,
+    ]
 
 
 def _extras(config: Config, machine: Machine) -> Rows:

@@ -67,7 +67,7 @@ class Gateway:
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self._nodes = NodeSocket(keys, config.model.max_context)
-        self._request_timeout_s = max(source.timeout_s for source in orchestrator.source)
+        self._request_timeout_s = max((source.timeout_s for source in orchestrator.source), default=0.0)
         self.router = Router(
             lambda node, message: self._nodes.send(node.identity, message),
             vocab_size=vocab_size,

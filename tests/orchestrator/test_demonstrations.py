@@ -1,0 +1,258 @@
+"""Recorded conversations on their way into a step: tokens to imitate, rows of a step, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_prime.config.load import resolve
+from composer_prime.errors import CheckpointError, ConfigError
+from composer_prime.traces.demonstrations import count_rows, digest, read_rows
+from composer_prime.wire.types import Demonstration, flags, ints, pack_flags, pack_ints
+from orchestrator.chat_renderer import ChatTemplateRenderer
+from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer
+from tests.chat_models import chat
+from tests.rollouts_made import TOOLS
+
+KEY = "orchestrator.demonstrations.files"
+SFT = str(Path(__file__).parents[2] / "configs" / "sft.toml")
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Add 1 and 2."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "3"},
+    {"role": "assistant", "content": "It is 3."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+PLAIN = [TALK[0], *TALK[3:]]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def rows_of(tmp_path: Path, *values: Any):
+    return read_rows([write(tmp_path / "rows.jsonl", *values)], KEY)
+
+
+def tokenizer_of(name: str = "tiny", *, max_context: int = 4096, too_long: Any = "refuse") -> RowTokenizer:
+    return RowTokenizer(chat(name)[0], max_context=max_context, too_long=too_long)
+
+
+def imitated(name: str, row: Demonstration) -> list[str]:
+    """The text of each run of imitated tokens."""
+    texts, tokenizer = [], chat(name)[1]
+    before = 0
+    for token, trained in zip(ints(row.input_ids), flags(row.loss_mask), strict=True):
+        if trained:
+            texts += [] if before else [[]]
+            texts[-1].append(int(token))
+        before = trained
+    return [tokenizer.decode(ids) for ids in texts]
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2", "qwen3"])
+def test_imitated_are_the_assistants_tokens_and_the_end_of_each_turn(tmp_path, name):
+    # Calls, text and the end-of-turn token of all three turns, for a renderer that says what is sampled (tiny, qwen3)
+    # and for a bare chat template (smollm2). Openings of turns, users and tools are context.
+    # Qwen3's template writes an empty thought into the last answer, which the model would sample, too.
+    (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS} if name != "smollm2" else {"messages": PLAIN})
+    texts = imitated(name, tokenizer_of(name).demonstration(row))
+    assert texts[-1].endswith("Yes.<|im_end|>") and texts[-2].endswith("It is 3.<|im_end|>")
+    if name != "smollm2":
+        assert len(texts) == 3 and '"name": "add"' in texts[0] and texts[0].endswith("</tool_call><|im_end|>")
+
+
+def test_a_turn_is_what_a_rollout_would_sample(tmp_path):
+    # Tokens up to a turn are those of the prompt that a rollout samples it after, id by id.
+    (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS})
+    row_ids, mask = (lambda each: (list(ints(each.input_ids)), list(flags(each.loss_mask))))(
+        tokenizer_of().demonstration(row)
+    )
+    for index in row.imitated:
+        prompt = list(chat("tiny")[0].render_ids(TALK[:index], tools=TOOLS, add_generation_prompt=True))
+        assert row_ids[: len(prompt)] == prompt and mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
+
+
+def test_both_ways_of_marking_agree(tmp_path):
+    # The bare chat template gives the mask that the renderer's own attribution gives.
+    (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS})
+    tokenizer = tokenizer_of()
+    ids, mask = tokenizer._marked(row)
+    assert tokenizer._marked_by_prefixes(row, TALK, ids) == mask
+
+
+def test_messages_of_weight_0_are_context(tmp_path):
+    # As fine-tuning services have it.
+    talk = [TALK[0], {**TALK[3], "weight": 0}, TALK[4], {**TALK[5], "weight": 1}]
+    (row,) = rows_of(tmp_path, {"messages": talk})
+    assert imitated("tiny", tokenizer_of().demonstration(row)) == ["Yes.<|im_end|>"]
+
+
+def test_the_mask_is_that_of_a_template_with_generation_blocks(tmp_path):
+    # transformers' own assistant mask, which TRL's assistant_only_loss reads.
+    _, tokenizer = chat("smollm2")
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
+        "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (row,) = rows_of(tmp_path, {"messages": PLAIN})
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        ours = RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse").demonstration(row)
+        theirs = tokenizer.apply_chat_template(PLAIN, return_assistant_tokens_mask=True, return_dict=True)
+    finally:
+        tokenizer.chat_template = before
+    assert list(ints(ours.input_ids)) == theirs["input_ids"]
+    assert list(flags(ours.loss_mask)) == theirs["assistant_masks"]
+
+
+def test_a_template_that_rewrites_history_is_refused(tmp_path):
+    # What is imitated would not be what the policy reads and writes.
+    _, tokenizer = chat("smollm2")
+    template = (
+        "{% for message in messages %}{% if loop.last or message.role != 'assistant' %}<|im_start|>{{ message.role }}\n"
+        "{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (row,) = rows_of(tmp_path, {"messages": PLAIN})
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template cannot mark .* before message 1"):
+            RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse").demonstration(row)
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_what_a_template_cannot_render_is_named(tmp_path):
+    (row,) = rows_of(tmp_path, {"messages": [{"role": "assistant", "content": 7}]})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1"):
+        tokenizer_of("smollm2").demonstration(row)
+
+
+def test_long_rows_are_refused_cut_or_skipped(tmp_path):
+    # A cut row trains its beginning; one whose beginning has nothing to imitate is skipped. Both are counted.
+    (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS})
+    whole = tokenizer_of().demonstration(row)
+    length = len(ints(whole.input_ids))
+    with pytest.raises(ConfigError, match=rf"has {length} tokens, but model.max_context is {length - 3}: .*'cut'"):
+        tokenizer_of(max_context=length - 3).demonstration(row)
+    assert tokenizer_of(max_context=length - 3, too_long="skip").demonstration(row) is None
+    cutting = tokenizer_of(max_context=length - 3, too_long="cut")
+    cut = cutting.demonstration(row)
+    assert (ints(cut.input_ids) == ints(whole.input_ids)[: length - 3]).all() and cutting.cut == 1
+    assert 0 < cut.num_trained < whole.num_trained
+    assert tokenizer_of(max_context=16, too_long="cut").demonstration(row) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["{broken"], r"rows.jsonl:1: no JSON"),
+        ([{"messages": TALK}, "", "7"], r"rows.jsonl:3: int; a row is an object with `messages`"),
+        ([{"prompt": "a", "completion": "b"}], r"rows.jsonl:1: keys prompt, completion; a row"),
+        ([{"messages": []}], "a list of at least one message"),
+        ([{"messages": TALK[:1]}], r"rows.jsonl:1: no assistant message to imitate among 1"),
+        ([{"messages": [{**TALK[5], "weight": 0}]}], "no assistant message to imitate"),
+        ([{"messages": [{"role": "bot", "content": ""}]}], "message 0 has role 'bot'; the roles are system"),
+        ([{"messages": TALK, "tools": "add"}], "tools is 'add'; write a list"),
+        ([" "], "which is empty"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line(tmp_path, lines, said):
+    with pytest.raises(ConfigError, match=said):
+        rows_of(tmp_path, *lines)
+
+
+def test_a_missing_file_and_one_of_bytes(tmp_path):
+    with pytest.raises(ConfigError, match=r"demonstrations.files names .*gone.jsonl, but there is no such file"):
+        count_rows([tmp_path / "gone.jsonl"], KEY)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        count_rows([tmp_path / "binary"], KEY)
+
+
+def made(count: int, per_step: int = 4, **more: Any) -> DemonstrationRows:
+    ids, mask = pack_ints([1, 2]), pack_flags([0, 1])
+    rows = [Demonstration(name=f"f:{number}", input_ids=ids, loss_mask=mask) for number in range(count)]
+    return DemonstrationRows(rows, per_step=per_step, seed=7, **more)
+
+
+def names(rows: DemonstrationRows, *steps: int) -> list[str]:
+    return [row.name for step in steps for row in rows.of_step(step)]
+
+
+def test_each_pass_has_each_row_once_in_an_order_of_its_own():
+    # Ten rows, four a step: three steps a pass, the last with two. The step alone says which rows it has.
+    rows = made(10)
+    first, second = names(rows, 1, 2, 3), names(rows, 4, 5, 6)
+    assert len(rows.of_step(3)) == 2 and sorted(first) == sorted(second) == sorted(f"f:{n}" for n in range(10))
+    assert first != second and names(made(10), 5) == names(rows, 5)
+    assert rows.metrics(5) == {
+        "sft/rows": 4, "sft/pass": 1, "sft/rows_in_files": 10, "sft/rows_cut": 0, "sft/rows_skipped": 0,
+    }  # fmt: skip
+
+
+def test_rows_that_made_a_step_not_finite_are_left_out():
+    assert set(names(made(10), 1, 2, 3)) - set(names(made(10, left_out=frozenset({"row f:3"})), 1, 2, 3)) == {"f:3"}
+
+
+def test_no_files_no_rows():
+    assert NO_ROWS.of_step(3) == [] and NO_ROWS.metrics(3) == {}
+
+
+def test_a_resume_needs_the_same_files(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"messages": TALK})
+    rows = made(3, digest=digest([path]))
+    rows.check_resume(digest([path]))
+    write(path, {"messages": TALK}, {"messages": TALK})
+    with pytest.raises(CheckpointError, match="give the run the files it was started with"):
+        rows.check_resume(digest([path]))
+
+
+def test_epochs_set_the_length_of_the_run(tmp_path):
+    # Ten rows, four a step, two passes: six steps. A length of its own beside it is refused.
+    path = write(tmp_path / "rows.jsonl", *[{"messages": TALK}] * 10)
+    config = tmp_path / "run.toml"
+    text = Path(SFT).read_text().replace("max_steps = 32\n", "")
+    config.write_text(text.replace('files = ["outputs/rows.jsonl"]', f'files = ["{path}"]'))
+    words = ["@", str(config), "--orchestrator.demonstrations.rows_per_step", "4"]
+    words += ["--orchestrator.demonstrations.epochs", "2"]
+    assert resolve(words).config.run.max_steps == 6
+    with pytest.raises(ConfigError, match=r"run.max_steps is 5 and orchestrator.demonstrations.epochs is 2"):
+        resolve([*words, "--run.max_steps", "5"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--channels.sft.weight", "0"], "channels.sft.weight is 0 and .*files names 1 file: SFT needs"),
+        (["--channels.sdpo.weight", "1"], "groups_per_step is 0, but channels.sdpo.weight is 1"),
+        (["--run.max_steps", "0"], "eval_files is set, but .* run.max_steps is 0"),
+        (["--orchestrator.eval.every_steps", "0"], "eval_files is set, but orchestrator.eval.every_steps is 0"),
+        (["--orchestrator.demonstrations.too_long", "drop"], "too_long"),
+        (["--orchestrator.demonstrations.rows_per_step", "0"], "rows_per_step"),
+    ],
+)
+def test_settings_that_contradict_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(["@", SFT, *words])
+
+
+def test_a_run_without_sources_needs_no_nodes(tmp_path):
+    # Demonstrations alone: no source, no node. Rollouts need a source.
+    text = '[run]\nname = "x"\n[model]\npath = "tiny"\n[channels.sft]\nweight = 1.0\n[inference]\nnodes = 0\n'
+    (tmp_path / "x.toml").write_text(text)
+    words = ["@", str(tmp_path / "x.toml"), "--orchestrator.demonstrations.files", '["rows.jsonl"]']
+    alone = ["--orchestrator.groups_per_step", "0"]
+    assert resolve([*words, *alone]).config.orchestrator.source == []
+    with pytest.raises(ConfigError, match=r"inference\.nodes is 1, but there is no"):
+        resolve([*words, *alone, "--inference.nodes", "1"])
+    with pytest.raises(ConfigError, match=r"orchestrator\.source is empty: .*groups_per_step = 0"):
+        resolve(words)
