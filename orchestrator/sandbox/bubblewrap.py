@@ -252,18 +252,33 @@ class BubblewrapBox(Box):
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         self._check_open()
-        return read_regular(self._root_fd, inside_path(path), max_bytes)
+        try:
+            return read_regular(self._root_fd, inside_path(path), max_bytes)
+        except FileNotFoundError:
+            os.close(self._open_work())
+            raise
 
     async def list_files(self) -> dict[str, int]:
         self._check_open()
         try:
-            work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
+            work_fd = self._open_work()
         except PermissionError:  # Code in the box took its own permission away.
             return {}
         try:
             return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files)
         finally:
             os.close(work_fd)
+
+    def _open_work(self) -> int:
+        """Open the work folder. Raises SandboxError for a box that was killed, whose files would seem to be removed.
+
+        Its mounts go before its end is heard of. Then the empty folder below the mount shows, on the root's device.
+        """
+        work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
+        if os.fstat(work_fd).st_dev == os.fstat(self._root_fd).st_dev:
+            os.close(work_fd)
+            raise SandboxError("the sandbox was killed while its files were read; open another one")
+        return work_fd
 
     async def close(self) -> None:
         if self._closed:

@@ -122,6 +122,7 @@ class HostServer:
         assert config.orchestrator.worker_address is not None
         self.hosts: dict[bytes, WorkerHost] = {}
         """By connection."""
+        self._closing = False
         self._pools = pools
         self._run_id = run_id
         self._gateway_url = gateway_url
@@ -154,6 +155,7 @@ class HostServer:
 
     async def close(self, *, finished: bool) -> None:
         """Lose every host and free the address. With `finished`, hosts learn that the run is over and leave."""
+        self._closing = True
         for host in list(self.hosts.values()):
             if finished:
                 self.send(host.identity, Drain(reason="the run is finished"))
@@ -304,11 +306,8 @@ class HostServer:
             call.cancel()
         for workers in host.workers.values():
             workers.end(f"{workers.label} is gone: {reason}")
-        logger.log(
-            logging.WARNING if running else logging.INFO,
-            "worker host %s is gone: %s; %d rollouts ran there", host.hello.name, reason, running,
-            extra=event("node"),
-        )  # fmt: skip
+        log = logger.info if self._closing else logger.warning
+        log("worker host %s is gone: %s; %d rollouts ran there", host.hello.name, reason, running)
 
 
 def releases() -> dict[str, str]:

@@ -148,11 +148,12 @@ class JoinedHost:
     async def _drain(self, reason: str) -> None:
         logger.info("leaving (%s): %d rollouts run", reason, len(self._rollouts))
         self._send(Drain(reason=reason))
-        if self._rollouts and self._welcome is not None:
-            _, late = await asyncio.wait(self._rollouts.values(), timeout=self._drain_timeout_s)
-            if late:
-                logger.warning("%d rollouts did not end within %g s (--drain-timeout): the run plays them again",
-                               len(late), self._drain_timeout_s)  # fmt: skip
+        until = time.monotonic() + self._drain_timeout_s
+        while self._rollouts and self._welcome is not None and (left_s := until - time.monotonic()) > 0:
+            await asyncio.wait([*self._rollouts.values()], timeout=left_s)
+        if self._rollouts:
+            logger.warning("%d rollouts did not end within %g s (--drain-timeout): the run plays them again",
+                           len(self._rollouts), self._drain_timeout_s)  # fmt: skip
         self._send(Goodbye(reason=reason))
 
     # -- the orchestrator ----------------------------------------------------------------------------------------

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
@@ -17,13 +22,13 @@ from peer import Peer
 
 import composer_prime
 from composer_prime.config import Config
-from composer_prime.errors import ConfigError, DeadlineError
+from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import dealer
 from orchestrator.workers.hosts import HostServer, chat_files, releases
-from orchestrator.workers.join import check_runtime
+from orchestrator.workers.join import JoinedHost, check_runtime
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
     CancelCall,
@@ -44,6 +49,8 @@ from orchestrator.workers.protocol import (
 )
 
 MODEL = str(Path(composer_prime.__file__).parent / "assets/tiny/policy")
+START_S = 280.0
+"""Importing verifiers takes seconds of CPU: let a busy machine have its time."""
 READY = WorkerReady(num_tasks={"train": 8}, digests={"train": "aa"})
 
 
@@ -54,7 +61,12 @@ def make_config(**orchestrator: Any) -> Config:
             "run": {"name": "r"},
             "model": {"path": "tiny"},
             "inference": {"heartbeat_s": 0.1, "lost_after_s": 1.0},
-            "orchestrator": {"source": [source], "worker_address": "tcp://127.0.0.1:0"} | orchestrator,
+            "orchestrator": {
+                "source": [source],
+                "worker_address": "tcp://127.0.0.1:0",
+                "worker_start_timeout_s": START_S,
+            }
+            | orchestrator,
         }
     )
 
@@ -74,7 +86,7 @@ class Run:
         self.keys = RunKeys.create(folder / "keys")
         values = {"tasksets": {"train": {"id": "bench_env"}}, "harness": {"id": "bench_env"}} | spec
         source = SourceSpec(name="bench", model_path=model_path, **values)
-        self.pool = WorkerPool(source, workers=0, start_timeout_s=150)
+        self.pool = WorkerPool(source, workers=0, start_timeout_s=START_S)
         self.server = HostServer(make_config(), {"bench": self.pool}, gateway_url, self.keys, "run-1")
 
 
@@ -144,8 +156,8 @@ class ScriptedHost:
                 self.send(Heartbeat())
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(100):
+async def until(condition: Any, timeout_s: float = 150) -> None:
+    async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -248,21 +260,24 @@ async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Pat
 
 async def test_an_open_request_ends_with_its_rollouts_host(tmp_path: Path) -> None:
     """CancelCall and Goodbye close the requests at the gateway: nobody would read the answers."""
-    async with Peer(delay_s=100) as peer, serving(tmp_path, peer.url.removesuffix("/v1")) as run:
-        async with ScriptedHost(run) as host:
-            await host.attach()
-            await run.pool.start()
-            call = asyncio.create_task(run.pool.run(rollout("r")))
-            await host.expect(ForSource)
-            body = msgspec.json.encode({"model": "policy", "token_ids": [5], "sampling_params": {"max_tokens": 4}})
-            for number in (1, 2):
-                host.send(GatewayCall(call=number, path="/inference/v1/generate", session="r", body=body))
-            await until(lambda: peer.running == 2)
-            host.send(CancelCall(call=1))
-            await until(lambda: peer.cancelled == 1)
-            host.send(Goodbye(reason="power"))
-            assert "goodbye: power" in (await call).error.message
-            await until(lambda: peer.cancelled == 2)
+    async with (
+        Peer(delay_s=100) as peer,
+        serving(tmp_path, peer.url.removesuffix("/v1")) as run,
+        ScriptedHost(run) as host,
+    ):
+        await host.attach()
+        await run.pool.start()
+        call = asyncio.create_task(run.pool.run(rollout("r")))
+        await host.expect(ForSource)
+        body = msgspec.json.encode({"model": "policy", "token_ids": [5], "sampling_params": {"max_tokens": 4}})
+        for number in (1, 2):
+            host.send(GatewayCall(call=number, path="/inference/v1/generate", session="r", body=body))
+        await until(lambda: peer.running == 2)
+        host.send(CancelCall(call=1))
+        await until(lambda: peer.cancelled == 1)
+        host.send(Goodbye(reason="power"))
+        assert "goodbye: power" in (await call).error.message
+        await until(lambda: peer.cancelled == 2)
 
 
 async def test_a_draining_host_gets_nothing_more_and_an_ended_run_sends_hosts_away(tmp_path: Path) -> None:
@@ -314,3 +329,104 @@ def test_weights_are_not_sent_to_hosts(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "merges.txt"):
         (tmp_path / name).write_text(name)
     assert set(chat_files(tmp_path)) == {"tokenizer.json", "chat_template.jinja", "merges.txt"}
+
+
+# -- real hosts ----------------------------------------------------------------------------------------------------
+
+
+def join(run: Run, name: str, **more: Any) -> JoinedHost:
+    options = {"slots": 4, "workers": 1, "connect_timeout_s": START_S, "drain_timeout_s": 100.0} | more
+    return JoinedHost(run.server.endpoint, run.keys.client("worker"), name=name, **options)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(550)
+async def test_a_joined_host_plays_with_the_runs_tokenizer_and_policy(tmp_path: Path, model_path: str) -> None:
+    """It needs the address and the token only. Asked to stop, it ends what runs; nothing of it is left."""
+    async with (
+        Peer(delay_s=0.05) as peer,
+        serving(tmp_path, peer.url.removesuffix("/v1"), model_path, harness={"id": "bench_env", "turns": 3}) as run,
+    ):
+        host = join(run, "far")
+        running = asyncio.create_task(host.run())
+        await run.pool.start()
+        assert run.pool.num_tasks() == 8
+        calls = [asyncio.create_task(run.pool.run(rollout(f"r{i}", seed=i))) for i in range(6)]
+        await until(lambda: peer.running > 0)
+        host.stop("SIGTERM")
+        ended = [await call for call in calls[:4]]
+        assert [(result.reward, result.error) for result in ended] == [(2.0, None)] * 4
+        assert {len(peer.sessions[f"r{i}"]) for i in range(4)} == {3}
+        await running
+        assert not run.pool.players and not run.server.hosts
+        for call in calls[4:]:
+            call.cancel()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(550)
+async def test_a_host_without_the_task_set_says_what_to_install(tmp_path: Path, model_path: str) -> None:
+    """The error names the host, the source and the remedy; the run waits for another host."""
+    tasksets = {"train": {"id": "no_such_env"}}
+    async with serving(tmp_path, model_path=model_path, tasksets=tasksets) as run:
+        with pytest.raises(ConfigError, match=r"(?s)host .*'bench'.*no_such_env.*Install.*PYTHONPATH"):
+            await join(run, "far").run()
+        await until(lambda: not run.server.hosts)
+
+
+async def test_a_host_that_is_turned_away_or_alone_ends_with_the_reason(tmp_path: Path) -> None:
+    """A refusal and a missing orchestrator are errors of the host, not silence."""
+    async with serving(tmp_path) as run:
+        with pytest.raises(RunMismatchError, match=r"turned this host away.*2 slots.*3 processes"):
+            await join(run, "far", slots=2, workers=3).run()
+        gone = run.server.endpoint
+    with pytest.raises(DeadlineError, match=r"--connect-timeout.*worker_address"):
+        await JoinedHost(
+            gone, run.keys.client("worker"), name="n", slots=1, workers=1, connect_timeout_s=0.1, drain_timeout_s=0
+        ).run()
+
+
+def descendants(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(550)
+async def test_rollouts_of_a_killed_host_are_played_by_another(tmp_path: Path, model_path: str) -> None:
+    """kill -9 of a host in mid-run: no rollout gets a reward for it, all are played elsewhere, its workers end."""
+    async with (
+        Peer(delay_s=0.5) as peer,
+        serving(tmp_path, peer.url.removesuffix("/v1"), model_path, harness={"id": "bench_env", "turns": 4}) as run,
+    ):
+        words = ["join", run.server.endpoint, "--workers", "1", "--slots", "4", "--connect-timeout", "250"]
+        hosts = [
+            subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.main", *words, "--name", name],
+                env={**os.environ, "COMPOSER_JOIN_TOKEN": run.keys.client("worker").token()},
+            )
+            for name in ("doomed", "steady")
+        ]
+        try:
+            await until(lambda: len(run.pool.players) == 2, START_S)
+            players = {player.label: player for player in run.pool.players}
+            workers = descendants(hosts[0].pid)
+            calls = [asyncio.create_task(run.pool.run(rollout(f"r{i}", seed=i))) for i in range(8)]
+            await until(lambda: peer.running == 8)
+            assert [player.running for player in players.values()] == [4, 4]
+            hosts[0].kill()
+            first = await asyncio.gather(*calls)
+            lost = [result for result in first if result.error is not None]
+            assert len(lost) == 4
+            assert {(result.reward, result.error.kind, result.error.retryable) for result in lost} == {
+                (None, "worker", True)
+            }
+            again = await asyncio.gather(*(run.pool.run(rollout(f"{result.rollout_id}r1")) for result in lost))
+            assert [result.reward for result in again] == [2.0] * 4
+            await until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
+            hosts[1].send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(hosts[1].wait, 100) == 0
+        finally:
+            for host in hosts:
+                host.kill()
+                host.wait()

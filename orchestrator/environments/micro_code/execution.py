@@ -95,11 +95,15 @@ class CodeRunner:
         stdin, timeout_s = b"".join(job.line() for job in jobs), _START_S + _JOB_S * len(jobs)
         try:
             finished = await self._run_in_box(stdin, timeout_s)
+            killed = finished.ended_by == "box"  # Code in a box cannot end it.
         except SandboxError:
-            await self._drop_box()  # The box has ended: a fresh one, once.
+            killed = True
+        if killed:
+            await self._drop_box()
             finished = await self._run_in_box(stdin, timeout_s)
         if finished.ended_by == "box":
             await self._drop_box()
+            raise SandboxError("the sandbox of micro_code was killed in mid-test, twice; look at the free memory")
         return _results(finished, len(jobs))
 
     async def _run_in_box(self, stdin: bytes, timeout_s: float) -> CommandResult:

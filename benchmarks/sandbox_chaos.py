@@ -1,0 +1,233 @@
+"""Kill workers and sandboxes under many rollouts: python benchmarks/sandbox_chaos.py [--rollouts 256] [--seed 0]
+
+    scripted policy --right answers only--> a coding task, its own sandbox a rollout --tests in a fresh one--> reward 1
+    seeded kill -9 of worker processes and of sandboxes' first processes, until --box-kills and --worker-kills are used
+
+A rollout that a kill took is a failure and is played again under a new id, as in a run. It ends with status 1 when a
+rollout was scored other than 1, when a task has not exactly one score, or when a process, sandbox or folder is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+from aiohttp import web
+from transformers import AutoTokenizer
+
+import composer_prime
+from orchestrator.environments.code.task import CodeTask, write_tasks
+from orchestrator.rollouts.rollout import retry_pause_s
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import RunRollout, SourceSpec
+
+POLICY = Path(composer_prime.__file__).parent / "assets/tiny/policy"
+STUB, BODY = "    raise NotImplementedError\n", "    return a + b\n"
+HEAD = "def add(a, b):\n"
+TESTS = (
+    "from demo import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\ndef test_callable():\n    assert add\n"
+)
+MAX_TRIES = 60
+END_S = 60.0
+
+
+def tool_call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+TEXTS = (
+    tool_call("bash", command="ls"),
+    tool_call("str_replace", path="demo.py", old_str=STUB.rstrip(), new_str=BODY.rstrip()),
+    tool_call("bash", command="python -c 'import demo; print(demo.add(1, 2))'"),
+    "Done.",
+)
+
+
+def write_task(folder: Path) -> None:
+    tree = folder / "trees/demo-1.0"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "demo.py").write_text(HEAD + BODY)
+    (tree / "tests/test_demo.py").write_text(TESTS)
+    task = CodeTask(
+        id="demo",
+        kind="delete",
+        repository="demo-1.0",
+        tree="demo-1.0",
+        prompt="Implement demo.add: the sum of both.",
+        start={"demo.py": HEAD + STUB},
+        solution={"demo.py": HEAD + BODY},
+        editable=["*.py"],
+        tests=["tests/test_demo.py"],
+        fail_to_pass=["tests/test_demo.py::test_add"],
+        pass_to_pass=["tests/test_demo.py::test_callable"],
+        timeout_s=200.0,
+    )
+    write_tasks(folder, [task])
+
+
+class ScriptedPolicy:
+    """Answers the n-th request of a session with the n-th text, after a seeded while."""
+
+    def __init__(self, seed: int) -> None:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(POLICY))
+        self._ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in TEXTS]
+        self._turns: Counter[str] = Counter()
+        self._random = random.Random(seed)
+
+    async def __aenter__(self) -> ScriptedPolicy:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self._generate)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        session = request.headers["X-Session-ID"]
+        ids = self._ids[min(self._turns[session], len(TEXTS) - 1)]
+        self._turns[session] += 1
+        await asyncio.sleep(self._random.uniform(0.2, 2.0))
+        content = [{"token": f"token_id:{number}", "logprob": -0.5} for number in ids]
+        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
+        return web.json_response({"request_id": "", "choices": [choice]})
+
+
+class Chaos:
+    """Kills at seeded times, and remembers every process that the pool ever had."""
+
+    def __init__(self, pool: WorkerPool, seed: int, box_kills: int, worker_kills: int) -> None:
+        self.seen: set[psutil.Process] = set()
+        self.most_boxes = 0
+        self.killed: Counter[str] = Counter()
+        self._pool = pool
+        self._random = random.Random(seed)
+        self._kinds = ["sandbox"] * box_kills + ["worker"] * worker_kills
+        self._random.shuffle(self._kinds)
+
+    async def run(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(self._random.expovariate(1 / every_s))
+            workers, boxes = await asyncio.to_thread(self._look)
+            victims = boxes if self._kinds and self._kinds[-1] == "sandbox" else workers
+            if self._kinds and victims and boxes:
+                victim = self._random.choice(victims)
+                try:
+                    victim.kill()
+                except psutil.NoSuchProcess:
+                    continue
+                self.killed[self._kinds.pop()] += 1
+
+    def _look(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """Return the workers, and the first process of each sandbox."""
+        workers, boxes = [], []
+        for child in psutil.Process().children(recursive=True):
+            try:
+                self.seen.add(child)
+                parent = child.parent()
+                if child.pid in self._pool.pids:
+                    workers.append(child)
+                elif parent is not None and parent.name() == "bwrap" and child.name() != "bwrap":
+                    boxes.append(child)
+            except psutil.NoSuchProcess:
+                continue
+        self.most_boxes = max(self.most_boxes, len(boxes))
+        return sorted(workers, key=lambda found: found.pid), sorted(boxes, key=lambda found: found.pid)
+
+
+async def play(pool: WorkerPool, url: str, number: int, scores: dict[int, list[float | None]], tries: Counter) -> None:
+    """Play one rollout until it has a score, each try under an id of its own."""
+    for attempt in range(MAX_TRIES):
+        request = RunRollout(
+            rollout_id=f"g{number}" + (f"r{attempt}" if attempt else ""),
+            task_index=0,
+            model="policy",
+            gateway_url=url,
+            timeout_s=500.0,
+            seed=number,
+        )
+        reply = await pool.run(request)
+        tries[reply.error.kind if reply.error else "scored"] += 1
+        if reply.error is None:
+            scores.setdefault(number, []).append(reply.reward)
+            return
+        if not reply.error.retryable:
+            raise SystemExit(f"rollout {reply.rollout_id} failed for good: {reply.error.text()}")
+        await asyncio.sleep(retry_pause_s(min(attempt, 2)))
+
+
+async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return what went wrong; prints the figures."""
+    write_task(folder / "tasks")
+    taskset = {"id": "orchestrator.environments.code", "folder": str(folder / "tasks"), "split": "all"}
+    spec = SourceSpec(
+        name="chaos",
+        tasksets={"train": taskset | {"runtime": {"type": "bubblewrap"}}},
+        harness={"id": "orchestrator.environments.tool_loop", "max_turns": 8},
+        model_path=str(POLICY),
+    )
+    pool = WorkerPool(
+        spec, workers=options.workers, start_timeout_s=500, hang_timeout_s=200, max_restarts=10_000, backoff_s=0.1
+    )
+    scores: dict[int, list[float | None]] = {}
+    tries: Counter[str] = Counter()
+    chaos = Chaos(pool, options.seed, options.box_kills, options.worker_kills)
+    async with ScriptedPolicy(options.seed) as policy, pool:
+        began = time.perf_counter()
+        killing = asyncio.create_task(chaos.run(options.kill_every_s))
+        await asyncio.gather(*(play(pool, policy.url, number, scores, tries) for number in range(options.rollouts)))
+        killing.cancel()
+        chaos._look()
+        took_s = time.perf_counter() - began
+    _, alive = await asyncio.to_thread(psutil.wait_procs, chaos.seen, END_S)
+    left = sorted(path.name for path in folder.iterdir() if path.name != "tasks")
+    print(
+        f"{options.rollouts} rollouts at once, {options.workers} workers, seed {options.seed}: {took_s:.0f} s, "
+        f"most sandboxes at a time {chaos.most_boxes}\n"
+        f"killed: {dict(chaos.killed)}; workers started again: {pool.restarts}\n"
+        f"tries: {dict(tries)}\n"
+        f"scores: {dict(Counter(score for found in scores.values() for score in found))}; "
+        f"tasks with exactly one: {sum(len(found) == 1 for found in scores.values())} of {options.rollouts}\n"
+        f"processes seen {len(chaos.seen)}, left {len(alive)}; folders left {left}"
+    )
+    wrong = {number: found for number, found in scores.items() if found != [1.0]}
+    return [
+        *([f"scores other than one 1.0: {wrong}"] if wrong else []),
+        *([f"{options.rollouts - len(scores)} rollouts have no score"] if len(scores) != options.rollouts else []),
+        *([f"processes left: {alive}"] if alive else []),
+        *([f"folders left: {left}"] if left else []),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=256, help="all in flight at once")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--box-kills", type=int, default=64)
+    parser.add_argument("--worker-kills", type=int, default=4)
+    parser.add_argument("--kill-every-s", type=float, default=1.0, help="mean of the random pauses")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="sandbox-chaos-") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        problems = asyncio.run(survive(options, Path(folder)))
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
