@@ -37,7 +37,7 @@ _stop: Any = None
 """In a process of the pool: the event that ends its work."""
 
 
-class Stopped(Exception):
+class _Stopped(Exception):
     """The ingestion was interrupted. Raised within a process of the pool."""
 
 
@@ -135,7 +135,7 @@ def _in_pool(path: Path, part: Path, how: Options) -> Tally:
 
 def _check_stop(_: int) -> None:
     if _stop.is_set():
-        raise Stopped
+        raise _Stopped
 
 
 def _ingested(path: Path, part: Path, how: Options, advance: Callable[[int], None]) -> Tally:

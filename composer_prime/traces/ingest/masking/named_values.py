@@ -30,10 +30,10 @@ from detect_secrets.plugins.keyword import (
 
 WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
 """The name of a secret holds one of these, in lower case."""
-_NAME = re.compile(
-    r"(?:api|access|auth|private|secret|account|client)[_-]?key|secret|token|passw(?:or)?d|passphrase|pass|pwd"
-)
-"""Where _NAMED may start, in lower-case text."""
+_FIRST = ("secret", "token", "pass", "pwd")
+_BEFORE_KEY = re.compile(r"(?:api|access|auth|private|secret|account|client)[_-]?\Z")
+"""How a name begins, and what it has before `key`, in lower-case text."""
+_LONGEST_BEFORE = len("private_")
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = re.compile(
@@ -78,8 +78,8 @@ _MOST_COOKIES = 4096
 def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each value beside such a name. `lowered`: the text in lower case, of the same length."""
     done = 0
-    for name in _NAME.finditer(lowered):
-        match = _NAMED.match(text, name.start()) if name.start() >= done else None
+    for start in _name_starts(lowered):
+        match = _NAMED.match(text, start) if start >= done else None
         if match:
             done = match.end()
             yield match.span("secret")
@@ -91,6 +91,23 @@ def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
         if header.start() >= done:
             done = _end_of_cookies(text, header.end())
             yield from crumbs(text, header.end(), done)
+
+
+def _name_starts(lowered: str) -> list[int]:
+    """Return where _NAMED may match, in order. Looking for words is many times faster than for one of many patterns."""
+    starts = {start for word in _FIRST for start in _places(lowered, word)}
+    for end in _places(lowered, "key"):
+        before = _BEFORE_KEY.search(lowered, max(end - _LONGEST_BEFORE, 0), end)
+        if before:
+            starts.add(before.start())
+    return sorted(starts)
+
+
+def _places(text: str, word: str) -> Iterator[int]:
+    place = text.find(word)
+    while place >= 0:
+        yield place
+        place = text.find(word, place + 1)
 
 
 def crumbs(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
