@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
 from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.demonstrations import rollout_row
 
 
 def main(words: list[str]) -> int:
@@ -20,6 +23,9 @@ def main(words: list[str]) -> int:
         print(printable("\n".join(show(find(run_dir, options.id)))))
         return 0
     chosen = [rollout for rollout in select(run_dir, options) if passes(rollout, options)]
+    if options.messages is not None:
+        print(export_rows(chosen, options.messages))
+        return 0
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
     print(printable("\n".join(hack_listing(shown) if options.hacks else listing(shown))))
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
@@ -42,9 +48,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool-errors", action="store_true", help="only rollouts in which a tool call was an error")
     parser.add_argument("--hacks", action="store_true", help="findings of the monitor, of every step")
     parser.add_argument("--status", help="only trained, filtered, stale, failed or evaluated ones")
+    parser.add_argument("--messages", type=Path, metavar="FILE", help="write all chosen ones to FILE, as rows for SFT")
     parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
     parser.add_argument("--last", action="store_true", help="the last ones instead of the first")
     return parser
+
+
+def export_rows(rollouts: list[Rollout], file: Path) -> str:
+    """Write `rollouts` as JSON Lines of messages and return what was written. Raises ConfigError."""
+    rows = [row for rollout in rollouts if (row := rollout_row(rollout)) is not None]
+    if not rows:
+        raise ConfigError(
+            f"none of {pluralize(len(rollouts), 'chosen rollout')} can be a row: choose others, see --help"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise ConfigError(f"--messages {file} cannot be written: {error.strerror}") from None
+    left_out = len(rollouts) - len(rows)
+    return (
+        f"{pluralize(len(rows), 'row')} in {file}; {pluralize(left_out, 'rollout')} with branches or failures left out"
+    )
 
 
 def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:

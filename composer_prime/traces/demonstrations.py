@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,34 @@ def digest(files: Sequence[Path]) -> str:
     for path in files:
         contents.update(hashlib.sha256(path.expanduser().read_bytes()).digest())
     return contents.hexdigest()
+
+
+def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a line of a run's rollout log as a row; None for one that failed, has branches or answers nothing."""
+    turns = rollout.get("turns") or []
+    parents = [turn.get("parent") for turn in turns]
+    if rollout.get("reward") is None or parents != [None, *range(len(turns) - 1)]:
+        return None
+    messages: list[dict[str, Any]] = []
+    unanswered: list[str] = []
+    for index, turn in enumerate(turns):
+        message = {"role": turn["role"], "content": turn.get("text") or ""}
+        calls = [
+            {"id": f"call_{index}_{number}", "type": "function", "function": call}
+            for number, call in enumerate(turn.get("tool_calls") or [])
+        ]
+        if calls:
+            message["tool_calls"] = calls
+            unanswered = [call["id"] for call in calls]
+        if turn.get("reasoning"):
+            message["reasoning_content"] = turn["reasoning"]
+        if turn["role"] == "tool" and unanswered:
+            message["tool_call_id"] = unanswered.pop(0)
+        messages.append(message)
+    if not any(message["role"] == "assistant" for message in messages):
+        return None
+    tools = rollout.get("tools")
+    return {"messages": messages, **({"tools": tools} if tools else {})}
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:

@@ -105,7 +105,7 @@ class BatchScheduler:
         versions = self.batches.versions
         self.batches.restore(versions=versions, formed=formed, batches=list(resumed.batches.values()))
         for step, batch in resumed.batches.items():
-            if not self.run_dir.rollouts(step).exists():
+            if batch.groups and not self.run_dir.rollouts(step).exists():
                 self._unlogged.append((step, batch.groups))
         self._note_supply()
 
@@ -181,7 +181,8 @@ class BatchScheduler:
             self.batches.add(batch)
         self.counters["batches"] += 1
         self._note_supply()
-        self._unlogged.append((step, [*groups, *dropped]))
+        if groups or dropped:
+            self._unlogged.append((step, [*groups, *dropped]))
         self.changed.notify()
         return True
 

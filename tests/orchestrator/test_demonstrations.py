@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from composer_prime.cli import rollouts_command
 from composer_prime.config.load import resolve
 from composer_prime.errors import CheckpointError, ConfigError
-from composer_prime.traces.demonstrations import count_rows, digest, read_rows
+from composer_prime.traces.demonstrations import count_rows, digest, read_rows, rollout_row
 from composer_prime.wire.types import Demonstration, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer
@@ -256,3 +257,50 @@ def test_a_run_without_sources_needs_no_nodes(tmp_path):
         resolve([*words, *alone, "--inference.nodes", "1"])
     with pytest.raises(ConfigError, match=r"orchestrator\.source is empty: .*groups_per_step = 0"):
         resolve(words)
+
+
+def turn(role: str, text: str, parent: int | None, *calls: str) -> dict[str, Any]:
+    return {
+        "role": role,
+        "text": text,
+        "parent": parent,
+        "tool_calls": [{"name": name, "arguments": "{}"} for name in calls],
+    }
+
+
+PLAYED = [turn("user", "Add.", None), turn("assistant", "", 0, "add"), turn("tool", "3", 1), turn("assistant", "3", 2)]
+
+
+def test_a_rollout_becomes_a_row(tmp_path):
+    # What was played and paid: calls with ids, their answers, the tools on offer. It reads back as a row.
+    line = rollout_row({"reward": 1.0, "turns": PLAYED, "tools": TOOLS})
+    (row,) = rows_of(tmp_path, line)
+    assert row.tools == TOOLS and row.imitated == [1, 3]
+    assert row.messages[1]["tool_calls"][0]["id"] == row.messages[2]["tool_call_id"] == "call_1_0"
+    assert imitated("tiny", tokenizer_of().demonstration(row))[1] == "3<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"reward": None}, {"turns": PLAYED[:1]}, {"turns": []}, {"turns": [*PLAYED, turn("assistant", "again", 0)]}],
+)
+def test_what_failed_or_branched_is_no_row(changes):
+    assert rollout_row({"reward": 1.0, "turns": PLAYED, **changes}) is None
+
+
+def test_the_command_writes_the_chosen_rollouts(tmp_path, capsys):
+    # Those that pass the filters, whatever --limit; what is no row is counted.
+    run = tmp_path / "run"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    branched = [*PLAYED, turn("user", "x", 0)]
+    played = [{"rollout_id": str(n), "reward": n % 2, "turns": PLAYED if n else branched} for n in range(6)]
+    write(run / "rollouts" / "step_000001.jsonl", *played, {"rollout_id": "6", "reward": 1.0, "turns": branched})
+    words = [str(run), "--min-reward", "1", "--limit", "1", "--messages"]
+    assert rollouts_command.main([*words, str(tmp_path / "new" / "good.jsonl")]) == 0
+    assert "3 rows in" in (said := capsys.readouterr().out) and "1 rollout with branches" in said
+    assert count_rows([tmp_path / "new" / "good.jsonl"], KEY) == 3
+    with pytest.raises(ConfigError, match="none of 0 chosen rollouts can be a row"):
+        rollouts_command.main([str(run), "--min-reward", "2", "--messages", str(tmp_path / "none.jsonl")])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        rollouts_command.main([*words, str(tmp_path)])
