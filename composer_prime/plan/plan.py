@@ -96,6 +96,7 @@ def _run(config: Config) -> Rows:
     divisor = f" (divided by {config.completion_length:,} tokens a sequence)" if constant else ""
     rows = [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
+        *([("price", f"${run.usd_per_hour:g} an hour for this machine")] if run.usd_per_hour else []),
         ("sources", sources or "none"),
         ("loss", f"{objective}{divisor}, off-policy correction {channels.policy.correction}"),
     ]

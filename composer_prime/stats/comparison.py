@@ -177,6 +177,14 @@ def compare(
     )
 
 
+def decided(folder: Path, registered: Preregistration) -> bool:
+    """Return whether every arm is VALIDATED or REFUTED by the runs that are finished; washouts do not count."""
+    base = arm_means(folder, registered, registered.arm(registered.baseline), registered.held_out)
+    arms = [arm for arm in registered.challengers if arm.washout is None]
+    results = [compare(registered, base, arm_means(folder, registered, arm, registered.held_out)) for arm in arms]
+    return bool(results) and all(each is not None and each.verdict in ("VALIDATED", "REFUTED") for each in results)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCompute:
     """What one run used, as far as it noted it."""

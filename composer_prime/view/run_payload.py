@@ -201,6 +201,7 @@ def costs(run_dir: RunDir) -> dict[str, Any]:
         "hint_calls": paid.hint_calls,
         "process_s": paid.process_s,
         "gpu_s": paid.gpu_s,
+        "machine_usd": paid.machine_usd,
         "seconds_by_role": by_role,
         "bytes_by_link": dict(paid.link_bytes),
     }

@@ -104,6 +104,7 @@ def test_hours_and_dollars_follow_from_earlier_runs(tmp_path: Path) -> None:
         ([A0], "no arm trains"),
         ([A1, "--held-out", "far"], "held-out source 'far' is not evaluated by arm a1, which has toolsmith"),
         ([A1, "--orchestrator.eval.every_steps", "0"], "arm a1 is never evaluated on held-out tasks"),
+        ([A2, "--run.name", "again", A2.replace("a2", "a1"), "--baseline", "again"], "2 configurations have run.name"),
         ([A1, "--effect", "0"], "--effect is 0.0; give a number above 0"),
         ([A1, str(ROOT / "configs/code/a1.toml")], "run.max_steps is a1 60, code-a1"),
     ],

@@ -15,7 +15,7 @@ from composer_prime.cli.ladder.report import finished_runs, result_lines, senten
 from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
 from composer_prime.run.costs import CostLedger
-from composer_prime.stats.comparison import Comparison, arm_means, compare
+from composer_prime.stats.comparison import Comparison, arm_means, compare, decided
 from composer_prime.stats.preregistration import (
     PlannedArm,
     Preregistration,
@@ -172,6 +172,7 @@ def test_the_report_has_verdict_washout_other_tasks_and_dollars(
     assert text in capsys.readouterr().out
     assert main([str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     verdicts = sentences(tmp_path, registered)
+    assert decided(tmp_path, registered) and not decided(tmp_path / "elsewhere", registered)
     assert verdicts[0]["tone"] == "good" and verdicts[0]["text"] in (tmp_path / "page.html").read_text()
 
 

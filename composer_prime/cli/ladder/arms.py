@@ -151,6 +151,10 @@ def _check_arms(commands: Sequence[ArmCommand]) -> None:
     for name, count in Counter(command.arm.name for command in commands).items():
         if count > 1:
             raise ConfigError(f"{count} configurations have run.name {name!r}: give each its own, for it names the arm")
+    names: dict[str, str] = {}
+    for command in commands:
+        if (other := names.setdefault(command.arm.digest, command.arm.name)) != command.arm.name:
+            raise ConfigError(f"arms {other} and {command.arm.name} have equal settings: leave one out")
     lengths = {command.arm.name: command.arm.steps for command in commands if command.arm.steps}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {steps}" for name, steps in lengths.items())

@@ -30,7 +30,7 @@ from composer_prime.plan.plan import build_plan
 from composer_prime.run.check_run_dir import earlier_output
 from composer_prime.run.process import child_options, exit_text
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.comparison import arm_means, compare, run_compute
+from composer_prime.stats.comparison import decided, run_compute
 from composer_prime.stats.preregistration import FILE, STOPPING, Preregistration, read_preregistration, register
 from composer_prime.stats.sequential import POWER, detectable_effect, power
 from composer_prime.view.catalog import max_steps, read_settings
@@ -46,18 +46,16 @@ def main(words: list[str]) -> int:
     commands = plan_arms(options, common)
     folder: Path = options.output
     planned = preregistration(options, [command.arm for command in commands])
+    if read_preregistration(folder) is not None:
+        register(folder, planned)
+    print("\n".join(plan_lines(folder, planned, commands)))
+    problems = [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
+    if problems:
+        raise ConfigError(f"the ladder cannot start: {what_is_wrong(list(dict.fromkeys(problems)))}")
+    if not (options.yes or _confirmed()):
+        return 0
     with _only_ladder_in(folder):
-        if registered := read_preregistration(folder) is not None:
-            register(folder, planned)
-        print("\n".join(plan_lines(folder, planned, commands)))
-        problems = [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
-        if problems:
-            raise ConfigError(f"the ladder cannot start: {what_is_wrong(list(dict.fromkeys(problems)))}")
-        if not (options.yes or _confirmed()):
-            return 0
-        if not registered:
-            register(folder, planned)
-        print(f"{'agrees with' if registered else 'wrote'} {folder / FILE}", flush=True)
+        print(f"{'wrote' if register(folder, planned) else 'agrees with'} {folder / FILE}", flush=True)
         status = run_all(folder, planned, commands)
     if status == 0:
         from composer_prime.cli import ladder_command
@@ -205,7 +203,7 @@ def run_all(folder: Path, planned: Preregistration, commands: Sequence[ArmComman
                 )
                 return status if status > 0 else 128 - status
             print(f"time      {forecast_text(folder, planned, commands)}", flush=True)
-        if planned.stopping == STOPPING[1] and _decided(folder, planned) and seed != planned.seeds[-1]:
+        if planned.stopping == STOPPING[1] and decided(folder, planned) and seed != planned.seeds[-1]:
             print(f"\nevery arm is VALIDATED or REFUTED after seed {seed}: no further seeds, as registered")
             break
     return 0
@@ -243,13 +241,6 @@ def train(words: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _decided(folder: Path, planned: Preregistration) -> bool:
-    base = arm_means(folder, planned, planned.arm(planned.baseline), planned.held_out)
-    arms = [arm for arm in planned.challengers if arm.washout is None]
-    results = [compare(planned, base, arm_means(folder, planned, arm, planned.held_out)) for arm in arms]
-    return bool(results) and all(each is not None and each.verdict in ("VALIDATED", "REFUTED") for each in results)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ export function eventLog(run) {
 }
 
 export function paid(costs) {
-  return (costs.teacher_usd || 0) + (costs.hint_usd || 0);
+  return (costs.teacher_usd || 0) + (costs.hint_usd || 0) + (costs.machine_usd || 0);
 }
 
 export function costsBlock(run) {
@@ -79,6 +79,7 @@ export function costsBlock(run) {
     costs.hint_calls > 0 && ["hints", `${dollars(costs.hint_usd)} in ${plural(costs.hint_calls, "call")}`],
     ...Object.entries(costs.seconds_by_role).map(([role, time]) => [`process ${role}`, seconds(time)]),
     costs.gpu_s > 0 && ["GPUs", seconds(costs.gpu_s)],
+    costs.machine_usd > 0 && ["machine", dollars(costs.machine_usd)],
     ...Object.entries(costs.bytes_by_link).map(([name, count]) => [`link ${name}`, bytes(count)]),
   ].filter(Boolean);
   if (!rows.length) return h("p", { class: "quiet" }, "Costs are written when the launcher ends.");
