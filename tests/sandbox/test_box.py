@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -336,6 +337,22 @@ async def test_the_pool_gives_fresh_boxes() -> None:
     await close_pools()
     assert len(set(pids)) == 3
     assert not still_there(started)
+
+
+# Claim: the files of a box that was killed are an error, never an empty folder, also before its end was heard of.
+async def test_the_files_of_a_killed_box_are_not_taken_for_removed() -> None:
+    async with await open_box(table("bubblewrap"), files={"f.py": b"x"}) as box:
+        assert isinstance(box, BubblewrapBox)
+        os.kill(box.init_pid, signal.SIGKILL)
+        until = time.monotonic() + 100
+        # No await: this loop does not hear of the end.
+        while os.stat("work", dir_fd=box._root_fd).st_dev != os.fstat(box._root_fd).st_dev:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        with pytest.raises(SandboxError, match="killed while its files were read"):
+            await box.read_file("f.py", 1)
+        with pytest.raises(SandboxError, match=r"was killed|has ended"):
+            await box.list_files()
 
 
 # Claim: a closed box refuses commands with an error that says what to do.

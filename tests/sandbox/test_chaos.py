@@ -1,0 +1,51 @@
+"""Workers and sandboxes are killed while rollouts run; benchmarks/sandbox_chaos.py does it with 256 at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.environments.micro_code.execution import CodeRunner, Job
+from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.usage import processes_of
+from tests.sandbox.boxes import need_bubblewrap
+
+
+# Claim: no kill -9 gives a reward, loses a rollout, or leaves a process, a sandbox or a folder.
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(560)
+def test_kills_of_workers_and_sandboxes_cost_tries_only() -> None:
+    need_bubblewrap()
+    script = Path(__file__).parents[2] / "benchmarks/sandbox_chaos.py"
+    options = ["--rollouts", "8", "--workers", "1", "--box-kills", "4", "--worker-kills", "1", "--kill-every-s", "0.5"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "scores: {1.0: 8}; tasks with exactly one: 8 of 8" in done.stdout
+
+
+# Claim: a box of micro_code that is killed in mid-test is replaced, and the tests run again.
+@pytest.mark.process
+async def test_a_killed_box_of_micro_code_is_no_failed_test() -> None:
+    need_bubblewrap()
+    runner = CodeRunner(RuntimeConfig(type="bubblewrap"))
+    files = {"f.py": "import time\ntime.sleep(1)\ndef f(x):\n    return x\n"}
+    try:
+        running = asyncio.create_task(runner.run(Job(files=files, calls=("f(3)",))))
+        async with asyncio.timeout(100):
+            while not isinstance(runner._box, BubblewrapBox) or len(processes_of(runner._box.init_pid)) < 2:
+                await asyncio.sleep(0.01)
+        first = runner._box.init_pid
+        os.kill(first, signal.SIGKILL)
+        result = await running
+        assert isinstance(runner._box, BubblewrapBox) and runner._box.init_pid != first
+        assert result["values"] == ["3"], result
+    finally:
+        await runner.close()
