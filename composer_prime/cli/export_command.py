@@ -6,25 +6,58 @@ The final model of a run has its low-rank adapters merged already (trainer/weigh
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from composer_prime.cli.eval_command import model_folder
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import check_model_folder, resolve_model
+from composer_prime.run.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 
 DTYPES = ("float32", "float16", "bfloat16")
+_BESIDE = ("chat_template.jinja", "generation_config.json", "README.md", "LICENSE")
+"""Files of a model folder that loading and saving may not carry over."""
 
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
-    folder, target = resolve_model(model_folder(options.model)), options.output
+    target = options.output
     is_file = target.suffix == ".gguf"
     if target.exists() and (is_file or not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name another place, or remove it")
+    if options.step is None:
+        return _export(resolve_model(model_folder(options.model)), options)
+    run_dir = _run_with_checkpoint(options.model, options.step)
     target.parent.mkdir(parents=True, exist_ok=True)
-    from composer_prime.integrations.model_export import exported_from, write_model
+    from trainer.weights.checkpoint import write_checkpoint_model
 
-    notes = []
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
+        folder = Path(scratch) / "model"
+        write_checkpoint_model(run_dir, options.step, folder)
+        return _export(folder, options, f"step {options.step} of {run_dir.root} (adapters merged)")
+
+
+def _run_with_checkpoint(run: str, step: int) -> RunDir:
+    """Return the run directory `run`. Raises ConfigError when it has no checkpoint of `step`."""
+    run_dir = RunDir(Path(run))
+    if not run_dir.config.is_file():
+        raise ConfigError(f"--step {step}: {run} is no run directory, and only runs have checkpoints: leave --step out")
+    steps = run_dir.complete_checkpoints()
+    if step not in steps:
+        kept = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            f"--step {step}: {run} has no such checkpoint; the kept ones are of step {kept}. "
+            "trainer.checkpoint.keep sets how many stay"
+        )
+    return run_dir
+
+
+def _export(folder: Path, options: argparse.Namespace, name: str = "") -> int:
+    """Write the model of `folder`, which the message calls `name`."""
+    target, notes = options.output, []
+    is_file = target.suffix == ".gguf"
+    target.parent.mkdir(parents=True, exist_ok=True)
     if is_file:
         from composer_prime.integrations.gguf_file import write_gguf
 
@@ -34,13 +67,33 @@ def main(words: list[str]) -> int:
             target.unlink(missing_ok=True)
             raise
     else:
-        write_model(folder, target, dtype=options.dtype, shard_size=options.shard_size)
+        _write_model(folder, target, dtype=options.dtype, shard_size=options.shard_size)
         check_model_folder(target, str(target))
     written = [target] if is_file else sorted(target.iterdir())
     size = sum(path.stat().st_size for path in written if path.is_file())
-    print(f"wrote {exported_from(folder)} to {target}: {size / 1e6:,.1f} MB")
+    print(f"wrote {name or exported_from(folder)} to {target}: {size / 1e6:,.1f} MB")
     print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     return 0
+
+
+def _write_model(folder: Path, target: Path, *, dtype: str | None, shard_size: str) -> None:
+    """Write the model and tokenizer of `folder` to `target`. `dtype`: None keeps the stored one."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    stored = getattr(torch, dtype) if dtype else "auto"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=stored, local_files_only=True)
+    model.save_pretrained(target, max_shard_size=shard_size)
+    AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(target)
+    for name in _BESIDE:
+        if (folder / name).is_file() and not (target / name).exists():
+            shutil.copyfile(folder / name, target / name)
+
+
+def _exported_from(folder: Path) -> str:
+    """Return what the model came from, for the message."""
+    run = RunDir(folder.parent)
+    return f"the final model of {run.root} (adapters merged)" if run.config.is_file() else str(folder)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,12 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="composer export",
         description="Write a trained model for other programs.",
         epilog="examples:  composer export outputs/a1 -o a1-model --dtype bfloat16\n"
+        "           composer export outputs/a1 --step 40 -o a1-step-40\n"
         "           composer export outputs/a1 -o a1.gguf        (Qwen2 and Qwen3; extra gguf)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
     parser.add_argument("-o", "--output", type=Path, required=True, help="new folder, or a file that ends in .gguf")
+    parser.add_argument("--step", type=int, help="the checkpoint of this step instead of a run's final model")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored; GGUF: float16)")
     parser.add_argument("--shard-size", default="5GB", help="largest weight file (default 5GB)")
     return parser
