@@ -2,6 +2,7 @@
 
     python benchmarks/ingest.py --mib 2048
     python benchmarks/ingest.py --mib 64 --kinds claude_code messages
+    python benchmarks/ingest.py --mib 24 --processes 2        one process beside two, and the size of the states
 
 Each measurement is a process of its own, started after the file is in the page cache. Both sides have both clocks.
 `cpu` is the process's CPU time, which other work on the machine hardly changes. `wall` is what a user waits, and means
@@ -15,13 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from composer_prime.traces.state import read_states, write_state
 
 WORDS = [
     "def",
@@ -57,13 +63,12 @@ path, program, records, states = Path(sys.argv[1]), sys.argv[2], 0, 0
 def run(mask):
     global records, states
     from composer_prime.traces.ingest.ingest import ingest
-from composer_prime.traces.ingest.trace_file import Options
-    from composer_prime.traces.ingest.trace_file import Tally
-    from composer_prime.traces import write_state
-    tally = Tally()
-    with open("/dev/null", "wb") as out:
+    from composer_prime.traces.ingest.trace_file import Options, Tally
+    from composer_prime.traces.states_file import StateLines, compressed
+    tally, table = Tally(), StateLines()
+    with open("/dev/null", "wb") as out, compressed(out) as sink:
         for state in ingest(path, tally, Options(mask=mask)):
-            out.write(write_state(state))
+            sink.write(b"".join(table.lines(state)))
     assert tally.balanced
     records, states = tally.seen, tally.states
 cpu, wall = time.process_time(), time.perf_counter()
@@ -110,8 +115,8 @@ def prose(rng: random.Random, words: int) -> str:
     return " ".join(rng.choices(WORDS, k=words)) + f"\n    x{rng.randrange(10**6)} = {rng.random()}"
 
 
-def make(path: Path, kind: str, size_bytes: int) -> None:
-    rng, written, number = random.Random(0), 0, 0
+def make(path: Path, kind: str, size_bytes: int, seed: int = 0) -> None:
+    rng, written, number = random.Random(seed), 0, 1_000_000 * seed
     with path.open("wb") as file:
         while written < size_bytes:
             written += sum(file.write(json.dumps(line).encode() + b"\n") for line in KINDS[kind](rng, number))
@@ -148,12 +153,47 @@ def row(name: str, mib: float, found: Measured, floor: Measured) -> str:
     return " | ".join([*columns, f"{found.peak_kib / 1024:>8.1f}"])
 
 
+def beside(processes: int, kind: str, mib: int, files: int) -> None:
+    """Print the command's wall time with one process and with several, and the size of what it writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = Path(folder) / "sessions"
+        sessions.mkdir()
+        for number in range(files * processes):
+            make(sessions / f"{number}.jsonl", kind, (mib << 20) // (files * processes), seed=number)
+        size = sum(path.stat().st_size for path in sessions.iterdir())
+        print(f"{kind}: {size / 2**20:.0f} MiB in {files * processes} files; load {os.getloadavg()[0]:.1f}")
+        walls = {number: command(sessions, Path(folder) / f"{number}.zst", number) for number in (1, processes)}
+        for number, wall_s in walls.items():
+            print(
+                f"  {number} process{'es' if number > 1 else ''}: {wall_s:6.1f} s, {size / 2**20 / wall_s:6.1f} MiB/s"
+            )
+        print(f"  {walls[1] / walls[processes]:.2f} times as fast with {processes}; load {os.getloadavg()[0]:.1f}")
+        one, several = ((Path(folder) / f"{number}.zst").read_bytes() for number in walls)
+        assert one == several, "the number of processes changed the output"
+        whole = sum(len(write_state(state)) for state in read_states(Path(folder) / "1.zst"))
+        print(f"  states: {len(one):,} bytes, whole {whole:,}: 1/{whole / len(one):.0f}")
+
+
+def command(sessions: Path, output: Path, processes: int) -> tuple[float, float]:
+    """Return the (wall, CPU) seconds of the command, its start and its processes included."""
+    words = [sys.executable, "-m", "composer_prime.cli.main", "ingest", str(sessions), "-o", str(output)]
+    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*words, "--processes", str(processes)], capture_output=True, check=True)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="size of each file")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--processes", type=int, help="compare one process with this many")
+    parser.add_argument("--files", type=int, default=2, help="with --processes: files a process")
     options = parser.parse_args()
     for kind in options.kinds:
+        if options.processes:
+            beside(options.processes, kind, options.mib, options.files)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "traces.jsonl"
             make(path, kind, options.mib << 20)
