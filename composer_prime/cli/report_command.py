@@ -18,7 +18,7 @@ from composer_prime.errors import ComposerError, ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
 from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
-from composer_prime.monitor.rollouts import eval_scores, open_run
+from composer_prime.monitor.rollouts import Scores, eval_scores, only_evaluated, open_run
 from composer_prime.run.costs import spent
 from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.run_dir import RunDir
@@ -403,10 +403,18 @@ def _costs(run_dir: RunDir) -> list[str]:
 
 
 def _evaluations(run_dir: RunDir) -> list[str]:
-    scored = {step: scores for step, scores in eval_scores(run_dir).items() if scores}
+    """Return the evaluations on tasks of the trained sources, then those of each source that is only evaluated."""
+    text = _evaluated(eval_scores(run_dir), "held-out tasks")
+    for source in only_evaluated(run_dir):
+        text += _evaluated(eval_scores(run_dir, source), f"tasks of {source}, which is never trained on")
+    return text
+
+
+def _evaluated(evaluations: dict[int, Scores], name: str) -> list[str]:
+    scored = {step: scores for step, scores in evaluations.items() if scores}
     if not scored:
         return []
-    text = ["  evaluation on held-out tasks, mean reward [95 %]"]
+    text = [f"  evaluation on {name}, mean reward [95 %]"]
     first = scored[min(scored)]
     for step, scores in scored.items():
         change = ""

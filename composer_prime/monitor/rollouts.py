@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,36 @@ def scores(path: Path) -> Scores:
     return by_task
 
 
-def eval_scores(run_dir: RunDir) -> dict[int, Scores]:
-    """Return the scores of every evaluation of the run, by the step before it."""
-    return {step: scores(path) for step, path in rollout_files(run_dir, "eval").items()}
+def eval_scores(run_dir: RunDir, source: str | None = None) -> dict[int, Scores]:
+    """Return the scores of every evaluation of the run, by the step before it.
+
+    They are those of `source`, by default of all sources that the run trains on.
+    """
+    evaluations = {step: scores(path) for step, path in rollout_files(run_dir, "eval").items()}
+    if source is None:
+        return without_sources(evaluations, only_evaluated(run_dir))
+    return {
+        step: {task: rewards for task, rewards in by_task.items() if task.startswith(f"{source}/")}
+        for step, by_task in evaluations.items()
+    }
+
+
+def only_evaluated(run_dir: RunDir) -> list[str]:
+    """Return the sources of weight 0, which the run does not train on."""
+    try:
+        sources = json.loads(run_dir.config.read_bytes())["orchestrator"]["source"]
+        return [source["name"] for source in sources if source.get("weight") == 0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def without_sources(evaluations: Mapping[int, Scores], names: list[str]) -> dict[int, Scores]:
+    """Return `evaluations` without the tasks of these sources."""
+    prefixes = tuple(f"{name}/" for name in names)
+    return {
+        step: {task: rewards for task, rewards in by_task.items() if not task.startswith(prefixes)}
+        for step, by_task in evaluations.items()
+    }
 
 
 def open_run(folder: str) -> RunDir:

@@ -11,7 +11,7 @@ from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line
 from composer_prime.monitor.progress import RunProgress, numeric_field
-from composer_prime.monitor.rollouts import Scores
+from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
@@ -34,6 +34,7 @@ _TOLD = ("problem", "stage", "event", "warning")
 def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Scores]) -> dict[str, Any]:
     """Return the page of one run. `metrics` has been refreshed."""
     run_dir, settings, lines = found.run_dir, read_settings(found.run_dir), metrics.lines
+    evaluations = without_sources(evaluations, only_evaluated(run_dir))
     progress = RunProgress()
     progress.update(lines)
     last = progress.last.step if progress.last else 0

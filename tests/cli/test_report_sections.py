@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from composer_prime.cli.report_command import RoundTotals, hint_lines, joint_lines, pair_lines, report_run
 from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -133,3 +135,21 @@ def test_lost_calls_are_listed_with_their_cost(tmp_path):
     (row,) = [line for line in report_run(RunDir(tmp_path), 1) if "teachers" in line]
     assert "$4.5000 in 3 calls (x $4.5000), 1 failed, 1 without an end" in row
     assert "counts at what was held: overcharge_factor times its bound" in row
+
+
+def test_tasks_that_are_never_trained_on_stand_apart(tmp_path):
+    # A source of weight 0 has lines of its own, and does not count among the held-out tasks.
+    sources = [{"name": "near", "weight": 1.0}, {"name": "far", "weight": 0.0}]
+    (tmp_path / "config.json").write_text(json.dumps({"orchestrator": {"source": sources}}))
+    MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1})
+    rewards = {"near": (1.0, 0.0, 1.0), "far": (0.0, 0.0)}
+    lines = [
+        json.dumps({"source": source, "task_id": f"t{task}", "reward": reward}) + "\n"
+        for source, values in rewards.items()
+        for task, reward in enumerate(values)
+    ]
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "eval_000001.jsonl").write_text("".join(lines))
+    text = "\n".join(report_run(RunDir(tmp_path), 1))
+    near, far = text.partition("held-out tasks, mean reward")[2].split("tasks of far, which is never trained on")
+    assert "3 tasks" in near and "0.667" in near and "2 tasks" in far and "0.000" in far

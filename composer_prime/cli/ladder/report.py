@@ -94,7 +94,7 @@ def _levels(folder: Path, registered: Preregistration) -> Iterator[str]:
 def _primary(folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm) -> list[str]:
     result = _result(folder, registered, base, arm, registered.held_out)
     if result is None:
-        return [f"{arm.name} - {base.name}: no seed that both have finished"]
+        return [f"{arm.name} - {base.name}: no seed that has both evaluations"]
     return [
         _headline(base, arm, registered.held_out, result),
         *(f"  {line}" for line in result.lines()),
@@ -116,7 +116,7 @@ def _washout(folder: Path, registered: Preregistration, base: PlannedArm, arm: P
         (f"{arm.name} - {base.name} after step {last}", at_end),
         (f"{arm.name} - {full.name} after step {last}", against),
     ):
-        text.append(f"  {name}: " + (_intervals(result) if result else "no seed that both have finished"))
+        text.append(f"  {name}: " + (_intervals(result) if result else "no seed that has both evaluations"))
     return text
 
 
@@ -149,7 +149,7 @@ def _elsewhere(folder: Path, registered: Preregistration, base: PlannedArm, sour
             yield f"  {arm.name}: not evaluated on it"
             continue
         result = _result(folder, registered, base, arm, source)
-        yield f"  {arm.name} - {base.name}: " + (_intervals(result) if result else "no seed that both have finished")
+        yield f"  {arm.name} - {base.name}: " + (_intervals(result) if result else "no seed that has both evaluations")
 
 
 def _intervals(result: Comparison) -> str:
