@@ -17,11 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_prime.cli.tasks_command import factory_runtime
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.tasks.factory.check import draw_tasks
-from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory
+from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, factory_runtime
 from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
 from orchestrator.tasks.factory.suite import SuiteRun, run_suite
 

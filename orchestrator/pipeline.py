@@ -58,6 +58,7 @@ from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.step_server import POLL_S, StepServer
+from orchestrator.tasks.making import task_makers
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
 from orchestrator.workers.hosts import HostServer
@@ -229,6 +230,8 @@ class Pipeline:
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
+        for maker in task_makers(config.orchestrator.source, sources, self.run_dir.root, whole=shard == WHOLE):
+            self._spawn(maker.run())
         self._loaded.set_result(training)
         if training.evaluator.due(self.batches.trained, self.batches.last_step):
             training.evaluator.request(self.batches.trained, self.batches.versions.newest)
@@ -275,6 +278,7 @@ class Pipeline:
             renderer=model.renderer,
             max_context=model.max_context,
             import_from=self.config.run.import_from,
+            run_dir=self.run_dir.root,
         )
         if make_pool is not None:
             return make_pool(source, spec)

@@ -15,12 +15,11 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import bounded_interval
 from orchestrator.tasks.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
-from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory
+from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, factory_runtime
 from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
 
 NOTHING = 1
@@ -114,12 +113,6 @@ def _parser() -> argparse.ArgumentParser:
             "--runtime", choices=["auto", "bubblewrap", "subprocess"], default="auto", help="kind of sandbox"
         )
     return parser
-
-
-def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
-    """Return the runtime of proofs. A command runs many tests one after the other, so its time and output are large."""
-    limits = SandboxLimits(wall_s=7200, cpu_s=7200, memory_gb=2, output_kb=1 << 18, output_mb=512)
-    return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
 
 
 def make_tasks(options: argparse.Namespace) -> int:

@@ -130,6 +130,19 @@ class SamplingConfig(BaseConfig):
     """Tokens of one assistant turn."""
 
 
+class MakingConfig(BaseConfig):
+    """Harder tasks, made during the run of what `composer tasks make` left over in the source's folder of tasks."""
+
+    mastered: float = Field(default=0.5, gt=0, le=1)
+    """Share of the source's tasks that the policy passes nearly always, from which on more are made."""
+    tasks: int = Field(default=32, ge=1)
+    """Tasks that are made at one time. Those that are too easy are not played."""
+    jobs: int = Field(default=1, ge=1)
+    """Sandboxes at one time, at the lowest priority."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """How long making them may take. What is done then counts."""
+
+
 class SourceConfig(BaseConfig):
     """One source of tasks: a verifiers task set and the agent program that plays it."""
 
@@ -145,6 +158,8 @@ class SourceConfig(BaseConfig):
     """verifiers harness: `id` is an importable module, the rest its own settings."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Where the source's code runs, and its limits."""
+    making: MakingConfig | None = None
+    """Make harder tasks as the policy learns; None makes none. For coding tasks, with the curriculum Frontier."""
     workers: int = Field(default=1, ge=0)
     """Worker processes that run this source's episodes here; with 0, hosts that join run all."""
     timeout_s: float = Field(default=300.0, gt=0)

@@ -16,6 +16,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -46,6 +47,7 @@ _LEFT_OUT = (
     "turtledemo",
     "lib2to3",
 )
+_PACKAGE_TESTS = re.compile(r"/tests?/")
 _ACCOUNTS = {
     "passwd": "root:x:0:0:root:/tmp:/bin/sh\nagent:x:1000:1000:agent:/tmp:/bin/bash\n",
     "group": "root:x:0:\nagent:x:1000:\n",
@@ -151,8 +153,11 @@ def _make(folder: Path, prefix: str, distributions: Sequence[metadata.Distributi
         site = made / "python/lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         for distribution in distributions:
             _copy_distribution(distribution, site)
-        # Boxes cannot write bytecode, and compile every module at each start without it.
-        compileall.compile_dir(site, quiet=2, workers=1, stripdir=str(made / "python"), prependdir=prefix)
+        # Boxes cannot write bytecode, and compile every module at each start without it. Nobody imports the packages'
+        # own tests, which are half of some of them.
+        compileall.compile_dir(
+            site, quiet=2, workers=1, rx=_PACKAGE_TESTS, stripdir=str(made / "python"), prependdir=prefix
+        )
         (made / "etc/alternatives").mkdir(parents=True)
         for name, text in _ACCOUNTS.items():
             (made / "etc" / name).write_text(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import hashlib
 import logging
@@ -17,7 +18,7 @@ import secrets
 import shlex
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -33,6 +34,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.sandbox.box import NOTHING, WORK, Box, CommandResult, inside_path
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.python_image import python_image
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +324,17 @@ def runtime_settings(table: RuntimeConfig) -> Any:
             f"{'.'.join(str(part) for part in problem['loc'][1:])}: {problem['msg']}" for problem in error.errors()
         ]
         raise ConfigError(f"orchestrator.source.runtime.settings of type {table.type!r}: {'; '.join(lines)}") from error
+
+
+async def make_images(settings: Iterable[Any]) -> None:
+    """Copy the Python of bubblewrap runtimes: with large packages this outlasts a rollout's deadline.
+
+    A missing package is told by each rollout that needs it, as every failure of a sandbox.
+    """
+    for config in settings:
+        if isinstance(config, BubblewrapConfig):
+            with contextlib.suppress(SandboxError):
+                await asyncio.to_thread(python_image, tuple(config.table.packages))
 
 
 @functools.cache

@@ -21,6 +21,10 @@ from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedGroup, derive_seed
 from orchestrator.tasks.difficulty import DifficultyModel
 
+_MASTERED = 0.9
+"""Pass rate from which on a task teaches next to nothing."""
+_DIFFICULTY_STEPS = 20
+
 
 class Curriculum(Protocol):
     """Called from the event loop: each call must be quick."""
@@ -127,16 +131,35 @@ class Frontier:
             if (difficulty := self._difficulty_of(task)) is not None:
                 self._expected.observe(difficulty, rate)
 
+    def mastered(self) -> float:
+        """Return the share of the tasks that pass nearly always, as far as it is known or expected."""
+        return sum(self._rate(task) >= _MASTERED for task in range(self.num_tasks)) / self.num_tasks
+
+    def wanted_difficulty(self) -> float:
+        """Return the least difficulty of which half of the rollouts or fewer are expected to pass; 1 for none."""
+        steps = (step / _DIFFICULTY_STEPS for step in range(_DIFFICULTY_STEPS))
+        return next((difficulty for difficulty in steps if self._expected.pass_rate(difficulty) <= 0.5), 1.0)
+
+    def grow(self, difficulty: Sequence[float | None]) -> None:
+        """Take in further tasks, at the end of the set, by their estimates."""
+        known = [*self.difficulty, *[None] * (self.num_tasks - len(self.difficulty))]
+        self.difficulty = [*known, *difficulty]
+        self.num_tasks += len(difficulty)
+
     def _difficulty_of(self, task: int) -> float | None:
         return self.difficulty[task] if task < len(self.difficulty) else None
 
     def _signal(self, task: int) -> float:
+        rate = self._rate(task)
+        return 4 * rate * (1 - rate)
+
+    def _rate(self, task: int) -> float:
+        """Return the pass rate of a task, played or expected; 1/2 where nothing is known."""
         rates = list(self._rates.get(task, ()))
         difficulty = self._difficulty_of(task)
         if difficulty is not None:
             rates.append(self._expected.pass_rate(difficulty))
-        rate = sum(rates) / len(rates) if rates else 0.5
-        return 4 * rate * (1 - rate)
+        return sum(rates) / len(rates) if rates else 0.5
 
     def state(self) -> dict[str, Any]:
         state = {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}

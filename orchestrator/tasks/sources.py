@@ -110,33 +110,38 @@ class Sources:
                 curriculum.load_state(state[name])
 
 
+def grown_tasks(run_dir: Path, source: str) -> Path:
+    """Return the folder of the tasks that a run makes for a source."""
+    return run_dir / "tasks" / source
+
+
 class TaskShard:
     """A curriculum over one part of the tasks, or over all of them with WHOLE. Has the methods of Curriculum."""
 
     def __init__(self, source: str, curriculum: Curriculum, shard: tuple[int, int]) -> None:
         """`curriculum`: knows the part's tasks only."""
         self._source = source
-        self._inner = curriculum
+        self.inner = curriculum
         self._first, self._every = shard
 
     def next_task(self) -> int:
-        return self._first + self._every * self._inner.next_task()
+        return self._first + self._every * self.inner.next_task()
 
     def observe(self, group: FinishedGroup) -> None:
         index_in_part = (group.plan.task_index - self._first) // self._every
         plan = msgspec.structs.replace(group.plan, task_index=index_in_part)
-        self._inner.observe(msgspec.structs.replace(group, plan=plan))
+        self.inner.observe(msgspec.structs.replace(group, plan=plan))
 
     def state(self) -> dict[str, Any]:
         is_whole = (self._first, self._every) == WHOLE
-        return self._inner.state() | ({} if is_whole else {_SHARD_KEY: [self._first, self._every]})
+        return self.inner.state() | ({} if is_whole else {_SHARD_KEY: [self._first, self._every]})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the part's state. The state of another part, after a change of task_shard, is ignored."""
         if tuple(state.get(_SHARD_KEY, WHOLE)) != (self._first, self._every):
             logger.warning("source %s: diloco.task_shard has changed, its tasks start anew", self._source)
             return
-        self._inner.load_state({name: value for name, value in state.items() if name != _SHARD_KEY})
+        self.inner.load_state({name: value for name, value in state.items() if name != _SHARD_KEY})
 
 
 def eval_sources(config: OrchestratorConfig) -> list[SourceConfig]:
@@ -145,10 +150,21 @@ def eval_sources(config: OrchestratorConfig) -> list[SourceConfig]:
 
 
 def source_spec(
-    source: SourceConfig, *, model_path: str, renderer: str | None, max_context: int, import_from: Sequence[Path] = ()
+    source: SourceConfig,
+    *,
+    model_path: str,
+    renderer: str | None,
+    max_context: int,
+    import_from: Sequence[Path] = (),
+    run_dir: Path | None = None,
 ) -> SourceSpec:
-    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one."""
+    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one.
+
+    `run_dir`: of a run, which may make further tasks.
+    """
     tasksets = {TRAIN: source.taskset}
+    if source.making is not None and run_dir is not None:
+        tasksets[TRAIN] = {**source.taskset, "grown": str(grown_tasks(run_dir, source.name).absolute())}
     if source.eval_taskset:
         tasksets[EVAL] = {**source.taskset, **source.eval_taskset}
     return SourceSpec(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import itertools
 import logging
 import math
 import os
@@ -39,7 +40,7 @@ from verifiers.v1.utils import loaders
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
-from orchestrator.sandbox.runtime import runtime_settings
+from orchestrator.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (
     MessageRecord,
@@ -125,6 +126,7 @@ class Environment:
         """Run the interception server, and what the environment itself starts."""
         async with self._env.serving():
             self._widen_backlog()
+            await make_images(agent.runtime for agent in agent_config_fields(self._env.config).values())
             yield
             self._clients.clear()
 
@@ -212,6 +214,7 @@ class _Tasks:
         """Make all tasks, or the first one of an endless set. Raises ConfigError when the task set raises here."""
         self._name = f"task set {taskset!r} of source {spec.name!r}"
         try:
+            self._taskset = env.taskset
             self._rest: Iterator[vf.Task] = iter(env.taskset)
         except Exception as error:
             raise ConfigError(f"{self._name} raised {describe_exception(error)}") from error
@@ -236,6 +239,9 @@ class _Tasks:
             raise IndexError(index)
         if self.count is None and self._broken is None:
             self._make(index + 1)
+        elif self.count is not None and index >= self.count:  # The set may have grown at its end.
+            self._made += itertools.islice(self._taskset, self.count, None)
+            self.count = len(self._made)
         if self._broken is not None and index >= len(self._made):
             raise RolloutError(self._broken)
         return self._made[index]

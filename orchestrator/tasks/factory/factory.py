@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.sandbox.box import open_box
@@ -79,6 +79,12 @@ class FactorySettings:
     def identity(self) -> dict[str, Any]:
         """Return what must be the same when a run goes on. More tasks may be asked for."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("limit", "history")}
+
+
+def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
+    """Return the runtime of proofs. A command runs many tests one after the other, so its time and output are large."""
+    limits = SandboxLimits(wall_s=7200, cpu_s=7200, memory_gb=2, output_kb=1 << 18, output_mb=512)
+    return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
 
 
 class Watcher(Protocol):
