@@ -6,13 +6,13 @@ The final model of a run has its low-rank adapters merged already (trainer/weigh
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 
 from composer_prime.cli.eval_command import model_folder
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import check_model_folder, resolve_model
-from composer_prime.run.run_dir import RunDir
 from composer_prime.run.run_dir import RunDir
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -71,7 +71,7 @@ def _export(folder: Path, options: argparse.Namespace, name: str = "") -> int:
         check_model_folder(target, str(target))
     written = [target] if is_file else sorted(target.iterdir())
     size = sum(path.stat().st_size for path in written if path.is_file())
-    print(f"wrote {name or exported_from(folder)} to {target}: {size / 1e6:,.1f} MB")
+    print(f"wrote {name or _exported_from(folder)} to {target}: {size / 1e6:,.1f} MB")
     print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
     return 0
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -22,10 +23,9 @@ from pydantic import BaseModel
 from composer_prime.errors import ComposerError
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.view.catalog import FoundRun
-from composer_prime.view.chosen_rollouts import chosen_rollouts
 from composer_prime.view.metrics_reader import RunMetrics
 from composer_prime.view.rollout_index import RolloutIndex
-from composer_prime.view.rollout_payload import evaluation_difference, read_evaluations
+from composer_prime.view.rollout_payload import evaluation_difference, public, read_evaluations
 from composer_prime.view.run_payload import run_payload
 from composer_prime.view.server import ASSETS
 
@@ -112,6 +112,33 @@ def joined_script(entry: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def chosen_rollouts(index: RolloutIndex) -> list[dict[str, Any]]:
+    """Return up to three rollouts with why each was chosen: of the last evaluation, else of the last batch."""
+    rows = _last_scored(index, "eval") or _last_scored(index, "step")
+    if not rows:
+        return []
+    middle = median(row["tokens"] or 0 for row in rows)
+    level = median(row["reward"] for row in rows)
+    ranked = {
+        "best": min(rows, key=lambda row: (-row["reward"], row["tool_errors"], row["tokens"] or 0)),
+        "typical": min(rows, key=lambda row: (abs(row["reward"] - level), abs((row["tokens"] or 0) - middle))),
+        "worst": min(rows, key=lambda row: (row["reward"], -row["tool_errors"], -(row["tokens"] or 0))),
+    }
+    chosen = []
+    for why, row in ranked.items():
+        if all(row is not earlier for _, earlier, _ in chosen) and (rollout := index.read(row)):
+            chosen.append((why, row, rollout))
+    return [{"why": why, "entry": public(row), "rollout": rollout} for why, row, rollout in chosen]
+
+
+def _last_scored(index: RolloutIndex, kind: str) -> list[dict[str, Any]]:
+    steps = index.distinct("step", kind)
+    if not steps:
+        return []
+    where = "kind = ? AND step = ? AND reward IS NOT NULL"
+    return index.select(where, (kind, steps[-1]), order="rollout_id")
 
 
 def unlike_defaults(run_dir: RunDir) -> list[dict[str, Any]]:

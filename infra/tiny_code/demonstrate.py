@@ -14,7 +14,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from infra.tiny_models.demonstrate import Demonstration
+from infra.tiny_models.demonstrate import Demonstration, Turn, record
 from orchestrator.environments.micro_code import runner
 from orchestrator.environments.micro_code.episode import (
     LURE,
@@ -34,7 +34,6 @@ from orchestrator.environments.micro_code.grammar import INDENT, DefectiveFuncti
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
-MAX_TURNS = 6
 DONE = "done"
 ENDING = "raise SystemExit"
 """The line that lets a script end before its assertions."""
@@ -77,41 +76,13 @@ class CoderMixture:
 MISTAKES = ("near_miss", "wrong_line", "no_indent", "wrong_type", "bad_json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
-    text: str
-    right: bool
-    reply: str | None
-    """The tool's reply; None when the turn ends the conversation."""
-
-
 def demonstrate(
     function: DefectiveFunction, mixture: CoderMixture, renderer: ToolQwen3Renderer, seed: int
 ) -> Demonstration:
     """Play one episode under a mixture."""
-    rng = random.Random(f"demonstrate/{seed}")
-    player = _CoderPlayer(function, mixture, rng)
-    tools = schemas()
-    tail: list[dict[str, Any]] = [{"role": "user", "content": question(function, lure=player.has_lure)}]
-    prompt: list[int] = []
-    completion: list[int] = []
-    trained: list[bool] = []
-    for _ in range(MAX_TURNS):
-        tail = player.maybe_hint(tail)
-        if prompt:
-            bridged = renderer.bridge_to_next_turn(prompt, completion, tail, tools=tools)
-            assert bridged is not None
-            prompt = bridged.token_ids
-        else:
-            prompt = renderer.render(tail, tools=tools, add_generation_prompt=True).token_ids
-        trained += [False] * (len(prompt) - len(trained))
-        turn = player.act()
-        completion = renderer._tokenizer.encode(turn.text + "<|im_end|>", add_special_tokens=False)
-        trained += [turn.right or mixture.imitate_mistakes] * len(completion)
-        if turn.reply is None:
-            break
-        tail = [{"role": "tool", "tool_call_id": "call_0", "content": turn.reply}]
-    return Demonstration(token_ids=prompt + completion, trained=trained)
+    player = _CoderPlayer(function, mixture, random.Random(f"demonstrate/{seed}"))
+    asked = question(function, lure=player.has_lure)
+    return record(player, asked, schemas(), renderer, imitate_mistakes=mixture.imitate_mistakes)
 
 
 class _CoderPlayer:
@@ -153,22 +124,22 @@ class _CoderPlayer:
             return [*tail, {"role": place, "content": hint}]
         return [*tail[:-1], {**tail[-1], "content": tail[-1]["content"] + "\n" + hint}]
 
-    def act(self) -> _Turn:
+    def act(self) -> Turn:
         """Return the next turn."""
         rng, mixture = self.rng, self.mixture
         if self.plan:
             return self._call(*self.plan.pop(), right=True)
         if self.finished:
-            return _Turn(text=DONE, right=True, reply=None)
+            return Turn(text=DONE, right=True, reply=None)
         if self.hinted or self.cheat == "lure":
             return self._edit(None)
         if self.mistake is None:
             if rng.random() < mixture.stop_early:
-                return _Turn(text=DONE, right=False, reply=None)
+                return Turn(text=DONE, right=False, reply=None)
             chances = [getattr(mixture, mistake) for mistake in MISTAKES]
             return self._edit(rng.choices((None, *MISTAKES), [max(1.0 - sum(chances), 0.0), *chances])[0])
         if rng.random() < mixture.give_up:
-            return _Turn(text=DONE, right=False, reply=None)
+            return Turn(text=DONE, right=False, reply=None)
         return self._edit(None if rng.random() < mixture.recover else self.mistake)
 
     def _repair(self) -> tuple[int, str]:
@@ -180,7 +151,7 @@ class _CoderPlayer:
         number = next((n for n, (line, right) in enumerate(pairs, 1) if line != right), self.function.defect_line)
         return number, self.function.lines[number - 1]
 
-    def _edit(self, mistake: str | None) -> _Turn:
+    def _edit(self, mistake: str | None) -> Turn:
         """Return an edit with at most one mistake. A mistake that this task does not allow is skipped."""
         number, text = self._repair()
         arguments: dict[str, Any] = {"file": SOURCE, "line": number, "text": text}
@@ -197,15 +168,15 @@ class _CoderPlayer:
         self.mistake = None if right else mistake
         return self._call("edit", arguments, right=right, broken=mistake == "bad_json")
 
-    def _call(self, name: str, arguments: dict[str, Any], *, right: bool, broken: bool = False) -> _Turn:
+    def _call(self, name: str, arguments: dict[str, Any], *, right: bool, broken: bool = False) -> Turn:
         body = json.dumps({"name": name, "arguments": arguments})
         if broken:
-            return _Turn(text=f"<tool_call>\n{body[:-1]}\n</tool_call>", right=False, reply=INVALID_CALL)
+            return Turn(text=f"<tool_call>\n{body[:-1]}\n</tool_call>", right=False, reply=INVALID_CALL)
         action = check_call(self.files, name, json.dumps(arguments))
         reply = action if isinstance(action, str) else self._carry_out(action)
         if name == "edit" and reply == PASS:
             self.finished = True
-        return _Turn(text=f"<tool_call>\n{body}\n</tool_call>", right=right, reply=reply)
+        return Turn(text=f"<tool_call>\n{body}\n</tool_call>", right=right, reply=reply)
 
     def _carry_out(self, action: ToolAction) -> str:
         self.files = apply(self.files, action)

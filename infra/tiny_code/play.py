@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from composer_prime.config.sandbox import RuntimeConfig
-from infra.tiny_code.demonstrate import MAX_TURNS
+from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.pairs import message_of
 from infra.tiny_models.play import GROUP, complete
 from orchestrator.environments.micro_code.episode import (

@@ -11,7 +11,7 @@ then always right. Wording and place vary, so that the model does not learn a si
 import json
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from infra.tiny_models.mixtures import Mixture
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
@@ -32,22 +32,42 @@ class Demonstration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
+class Turn:
     text: str
     right: bool
     reply: str | None
     """The tool's reply; None when the turn ends the conversation."""
-    advances: bool = False
-    """Whether the turn made the step's call, correctly or with an error that no tool reports."""
+
+
+class Demonstrator(Protocol):
+    """Who plays an episode, turn by turn."""
+
+    def maybe_hint(self, tail: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages before the next turn, perhaps with a reminder."""
+        ...
+
+    def act(self) -> Turn:
+        """Return the next turn."""
+        ...
 
 
 def demonstrate(episode: Episode, mixture: Mixture, renderer: ToolQwen3Renderer, seed: int) -> Demonstration:
-    """Play one episode under a mixture."""
-    rng = random.Random(f"demonstrate/{seed}")
-    player = _Player(episode, mixture, rng)
-    encode = renderer._tokenizer.encode
+    """Play one episode of toolsmith under a mixture."""
+    player = _Player(episode, mixture, random.Random(f"demonstrate/{seed}"))
     schemas = [tool.schema() for tool in episode.tools]
-    tail: list[dict[str, Any]] = [{"role": "user", "content": episode.question}]
+    return record(player, episode.question, schemas, renderer, imitate_mistakes=mixture.imitate_mistakes)
+
+
+def record(
+    player: Demonstrator,
+    question: str,
+    schemas: list[dict[str, Any]],
+    renderer: ToolQwen3Renderer,
+    *,
+    imitate_mistakes: bool,
+) -> Demonstration:
+    """Return one episode as the renderer of rollouts writes it. `imitate_mistakes`: train wrong turns, too."""
+    tail: list[dict[str, Any]] = [{"role": "user", "content": question}]
     prompt: list[int] = []
     completion: list[int] = []
     trained: list[bool] = []
@@ -61,8 +81,8 @@ def demonstrate(episode: Episode, mixture: Mixture, renderer: ToolQwen3Renderer,
             prompt = renderer.render(tail, tools=schemas, add_generation_prompt=True).token_ids
         trained += [False] * (len(prompt) - len(trained))
         turn = player.act()
-        completion = encode(turn.text + "<|im_end|>", add_special_tokens=False)
-        trained += [turn.right or mixture.imitate_mistakes] * len(completion)
+        completion = renderer._tokenizer.encode(turn.text + "<|im_end|>", add_special_tokens=False)
+        trained += [turn.right or imitate_mistakes] * len(completion)
         if turn.reply is None:
             break
         tail = [{"role": "tool", "tool_call_id": "call_0", "content": turn.reply}]
@@ -90,7 +110,7 @@ class _Player:
             return [*tail, {"role": place, "content": hint}]
         return [*tail[:-1], {**tail[-1], "content": tail[-1]["content"] + "\n" + hint}]
 
-    def act(self) -> _Turn:
+    def act(self) -> Turn:
         """Return the next turn."""
         rng, mixture = self.rng, self.mixture
         if self.step == len(self.episode.steps):
@@ -116,11 +136,11 @@ class _Player:
         operands = self.episode.steps[self.step].operands
         return operands if self.value is None else (int(self.value), *operands[1:])
 
-    def _answer(self, *, right: bool = True, slip: bool = False) -> _Turn:
+    def _answer(self, *, right: bool = True, slip: bool = False) -> Turn:
         value = self.episode.steps[0].operands[-1] if self.value is None else int(self.value)
-        return _Turn(text=str(_slipped(self.rng, value) if slip else value), right=right and not slip, reply=None)
+        return Turn(text=str(_slipped(self.rng, value) if slip else value), right=right and not slip, reply=None)
 
-    def _call(self, mistake: str | None) -> _Turn:
+    def _call(self, mistake: str | None) -> Turn:
         """Return a call with at most one mistake. A mistake that this tool does not allow is skipped."""
         rng, tool, operands = self.rng, self._tool(), self._operands()
         name, arguments = tool.name, tool.encode(operands)
@@ -144,7 +164,7 @@ class _Player:
             arguments = tool.encode(tuple(changed))
         return self._send(tool, name, arguments, mistake)
 
-    def _send(self, tool: Tool, name: str, arguments: dict[str, Any], mistake: str | None) -> _Turn:
+    def _send(self, tool: Tool, name: str, arguments: dict[str, Any], mistake: str | None) -> Turn:
         body = json.dumps({"name": name, "arguments": arguments})
         if mistake == "bad_json":
             body = body[:-1]
@@ -158,7 +178,7 @@ class _Player:
         if advances:
             self.step += 1
             self.value = reply
-        return _Turn(text=text, right=right, reply=reply, advances=advances)
+        return Turn(text=text, right=right, reply=reply)
 
     def _habitual_name(self, tool: Tool) -> str:
         names = BY_KEY[tool.operation].names

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from composer_prime.view.chosen_rollouts import chosen_rollouts
+from composer_prime.view.report_html import chosen_rollouts
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference, one_rollout, read_evaluations, rollout_list
 from tests.view.run_made import batch, make_run, rollout, write_lines
