@@ -26,7 +26,7 @@ COMMANDS = {
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder or a GGUF file (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
-    "ladder": ("composer_prime.cli.ladder_command", "train arms with several seeds (run CONFIGS -o FOLDER), compare them"),
+    "ladder": ("composer_prime.cli.ladder_command", "train arms with several seeds (run CONFIGS -o), compare them"),
     "view": ("composer_prime.cli.view_command", "a web page over all runs, live and ended (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
     "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.jsonl)"),
