@@ -16,13 +16,16 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_prime.config import Config
 from composer_prime.config.load import make_importable
 from composer_prime.console import printable
 from composer_prime.errors import ConfigError, EngineError
 from composer_prime.model_source import resolve_model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _COMMANDS = """\
 /new           forget the conversation
@@ -75,11 +78,47 @@ def _config(options: argparse.Namespace) -> Config:
     return config
 
 
+class LiveAnswer:
+    """Prints an answer while it is sampled, as the model writes it: with its thoughts and calls."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: None prints nothing, so the whole answer is printed at its end."""
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def take(self, token: int) -> None:
+        """Print what `token` adds. Bytes of an unfinished character wait for the next token."""
+        if self._tokenizer is None:
+            return
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            print(printable(text[self._shown :]), end="", flush=True)
+            self._shown = len(text)
+
+    def end(self) -> bool:
+        """End the line. Return whether anything was printed of this answer."""
+        printed = self._shown > 0
+        self._tokens, self._shown = [], 0
+        print(end="\n" if printed else "")
+        return printed
+
+
+def _live_answer(config: Config) -> LiveAnswer:
+    """Return one that prints to a terminal; others get each answer in one piece."""
+    from tokenizers import Tokenizer
+
+    file = resolve_model(config.model.path) / "tokenizer.json"
+    return LiveAnswer(Tokenizer.from_file(str(file)) if sys.stdout.isatty() and file.is_file() else None)
+
+
 @dataclass(slots=True, kw_only=True)
 class Conversation:
     url: str
     token: str
     options: argparse.Namespace
+    live: LiveAnswer
     tools: Any = None
     """A ToolExecutor of the environment; None without tools."""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +132,7 @@ class Conversation:
         for _ in range(_TOOL_ROUNDS):
             message, usage = await self._ask()
             self.messages.append(message)
-            if message.get("content"):
+            if not self.live.end() and message.get("content"):
                 print(printable(message["content"]))
             calls = message.get("tool_calls") or []
             if not calls or self.tools is None:
@@ -134,8 +173,10 @@ async def _chat(config: Config, options: argparse.Namespace) -> int:
     scratch = Scratch("chat")
     try:
         environment = await asyncio.to_thread(_environment, config) if options.env else None
-        async with serve(config, scratch.path / "served") as (gateway, _):
-            talk = Conversation(url=gateway.http_url, token=os.environ[TOKEN_VARIABLE], options=options)
+        live = _live_answer(config)
+        async with serve(config, scratch.path / "served", live.take) as (gateway, _):
+            token = os.environ[TOKEN_VARIABLE]
+            talk = Conversation(url=gateway.http_url, token=token, options=options, live=live)
             talk.restart(options.system)
             if environment is not None:
                 print(f"task: {_use_task(talk, environment, options.task)}   (/task asks it)", file=sys.stderr)

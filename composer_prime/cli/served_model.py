@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -36,10 +36,13 @@ _POLL_S = 0.05
 
 
 @asynccontextmanager
-async def serve(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, Path]]:
+async def serve(
+    config: Config, folder: Path, on_token: Callable[[int], None] | None = None
+) -> AsyncIterator[tuple[Gateway, Path]]:
     """Serve `config.model` until the block ends. Yield the gateway and the folder with its chat template.
 
-    `folder`: an empty one, for keys and a replaced template. Raises ModelNotFoundError, ConfigError (no chat template,
+    `folder`: an empty one, for keys and a replaced template. `on_token` is called with each token that the local
+    engine samples; other engines call it never. Raises ModelNotFoundError, ConfigError (no chat template,
     context, device) or EngineError when the model cannot be served, DeadlineError after READY_S.
     """
     from orchestrator.chat_template import chat_folder
@@ -55,7 +58,7 @@ async def serve(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, Pa
     gateway = Gateway(_on_loopback(config), keys, "local", WeightStore(run_dir.weights), model_dir=chat)
     await gateway.start()
     try:
-        node = asyncio.create_task(_run_node(config, gateway, keys, model_dir, run_dir))
+        node = asyncio.create_task(_run_node(config, gateway, keys, model_dir, run_dir, on_token))
         try:
             await _until_served(gateway, node)
             yield gateway, chat
@@ -143,17 +146,27 @@ def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> Worke
     return WorkerPool(spec, workers=max(1, source.workers), start_timeout_s=timeout_s, log_dir=logs, stop_grace_s=1.0)
 
 
-async def _run_node(config: Config, gateway: Gateway, keys: RunKeys, model_dir: Path, run_dir: RunDir) -> None:
+async def _run_node(
+    config: Config,
+    gateway: Gateway,
+    keys: RunKeys,
+    model_dir: Path,
+    run_dir: RunDir,
+    on_token: Callable[[int], None] | None,
+) -> None:
     """Load the engine and serve `gateway` until cancelled."""
     import torch
 
     from inference.engines.base import build_engine
+    from inference.engines.local.engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
     from inference.receiver import FolderSource, Receiver
 
     inference = config.inference
     torch.set_num_threads(inference.threads)
     engine = build_engine(inference, model_dir, config.model.max_context)
+    if isinstance(engine, LocalEngine):
+        engine.on_token = on_token
     link = GatewayLink(lambda: gateway.node_endpoint, keys.client("node"), inference.chunk_timeout_s)
     receiver = None
     try:

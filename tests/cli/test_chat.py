@@ -9,8 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from tokenizers import Tokenizer
 
+from composer_prime.cli.chat_command import LiveAnswer
 from composer_prime.console import console_script
+from composer_prime.model_source import resolve_model
 
 
 def talk(*words: str, text: str) -> subprocess.CompletedProcess[str]:
@@ -18,6 +21,18 @@ def talk(*words: str, text: str) -> subprocess.CompletedProcess[str]:
         [*console_script("composer"), "chat", *words], input=text, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
+
+
+# An answer appears token by token; a character of several tokens appears whole, and control characters as symbols.
+def test_answer_appears_while_it_is_sampled(capsys):
+    tokenizer = Tokenizer.from_file(str(resolve_model("tiny") / "tokenizer.json"))
+    live, seen = LiveAnswer(tokenizer), []
+    for token in tokenizer.encode("Four é\x1b").ids:
+        live.take(token)
+        seen.append(capsys.readouterr().out)
+    assert live.end() and capsys.readouterr().out == "\n"
+    assert "".join(seen) == "Four é\u241b" and "" in seen and len(seen) > 3
+    assert not live.end() and not LiveAnswer(None).end()
 
 
 PROMPT = """

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,8 @@ class LocalEngine:
         self._context = max_context
         self._make_computer = computer
         self._computer: Computer | None = None
+        self.on_token: Callable[[int], None] | None = None
+        """Called with each sampled token, of any request. Set it before `start`."""
         self._active: dict[str, asyncio.Future] = {}
         self._draining = False
         self._counted = (time.monotonic(), 0)
@@ -51,6 +53,7 @@ class LocalEngine:
     async def start(self) -> None:
         """Raises ModelNotFoundError, ConfigError (context, memory, device) or EngineError (unsupported model)."""
         self._computer = self._make_computer(self._folder, self._config, self._context)
+        self._computer.on_token = self.on_token
         self._computer.start()
         await self._computer.ready
         self._counted = (time.monotonic(), 0)
