@@ -16,6 +16,7 @@ from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import probe
 from orchestrator.environments.code import grading
 from orchestrator.environments.code.grading import Grade, allowed_files, grade
+from orchestrator.sandbox.box import CommandResult
 
 process = pytest.mark.process
 FILE = "demo/numbers.py"
@@ -96,6 +97,20 @@ def test_only_signed_records_count() -> None:
     forged = line([2, "test", "a", "passed"], b"x" * 32), good[1].replace(b"failed", b"passed"), b"\xff noise"
     results = grading._read(b"\n".join([*good, *forged, good[1]]), key)
     assert results.started and results.outcomes == {"a": "failed"}
+
+
+# Tests that were killed are graded: the code may have done it. A box that ended, or a kill while the machine had no
+# memory left, says nothing about the code.
+def test_the_machine_s_fault_is_no_grade(tmp_path: Path) -> None:
+    def ended(code: int | None, by: str = "") -> CommandResult:
+        return CommandResult(exit_code=code, stdout=b"", stderr=b"", ended_by=by, wall_s=1.0)
+
+    assert not grading.no_fault_of_the_patch(ended(137), out_of_memory=False)
+    assert not grading.no_fault_of_the_patch(ended(1), out_of_memory=True)
+    assert "memory" in grading.no_fault_of_the_patch(ended(137), out_of_memory=True)
+    assert "sandbox" in grading.no_fault_of_the_patch(ended(None, "box"), out_of_memory=False)
+    (tmp_path / "vmstat").write_text("pgfault 12\noom_kill 3\noom_kill_disable 0\n")
+    assert grading.oom_kills(tmp_path / "vmstat") == 3 and grading.oom_kills(tmp_path / "none") == 0
 
 
 # -- real runs

@@ -101,11 +101,12 @@ async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime
     taken, refused = allowed_files(task, patch)
     files = _overlay(task, taken)
     for final in (False, True):
+        kills_before = oom_kills()
         results, finished = await _run_tests(task, trees, files, runtime)
         if final or not (finished.exit_code == _KILLED or finished.ended_by == "box"):
             break
-    if finished.ended_by == "box":
-        raise SandboxError(f"task {task.id}: the sandbox ended in mid-test, twice; look at the machine's free memory")
+    if reason := no_fault_of_the_patch(finished, out_of_memory=oom_kills() > kills_before):
+        raise SandboxError(f"task {task.id}: {reason}, twice; look at the machine's free memory")
     if not results.started:
         raise SandboxError(
             f"task {task.id}: the test reporter did not start (exit code {finished.exit_code}, ended by "
@@ -113,6 +114,27 @@ async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime
             f"{finished.stderr[-_STDERR_CHARS:].decode(errors='replace')}"
         )
     return _judge(task, results, finished, refused)
+
+
+def no_fault_of_the_patch(finished: CommandResult, *, out_of_memory: bool) -> str:
+    """Return why a run of the tests that something killed says nothing; "" for one that counts.
+
+    `out_of_memory`: whether the kernel killed any process meanwhile. Code that kills itself is graded.
+    """
+    if finished.ended_by == "box":
+        return "the sandbox ended in mid-test"
+    if finished.exit_code == _KILLED and out_of_memory:
+        return "the machine ran out of memory and the tests were killed"
+    return ""
+
+
+def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has killed for want of memory; 0 where it does not count them."""
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def allowed_files(task: CodeTask, patch: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
