@@ -118,18 +118,16 @@ def unpack(
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch. Documents of a loss term that is off are not read.
 
-    `share` merges common beginnings. `distil`: SDPO is on. `prefer`: replay-DPO is on. `imitate`: SFT
-    is on. `teacher_in_row`: the forward pass reads the teacher's documents too (a live teacher only); otherwise passes
-    of at most `max_tokens` tokens do.
+    `share` merges common beginnings. `distil`: SDPO is on. `prefer`: replay-DPO is on. `imitate`: SFT is on.
+    `teacher_in_row`: the forward pass reads the teacher's documents too (a live teacher only); otherwise passes of at
+    most `max_tokens` tokens do.
     """
     batch, put = documents.batch, partial(_tensor, device=device)
     turns, pairs = batch.turns if distil else [], batch.pairs if prefer else []
     teachers_read = documents.teachers() if distil and teacher_in_row else ()
-    sides_read = documents.sides() if prefer else ()
-    rows_read = documents.demonstrations() if imitate else ()
-    read = [*range(documents.samples), *teachers_read, *sides_read, *rows_read] or [
-        0
-    ]  # it may hold only terms that are off
+    read = [*range(documents.samples), *teachers_read]
+    read += [*(documents.sides() if prefer else ()), *(documents.demonstrations() if imitate else ())]
+    read = read or [0]  # it may hold only terms that are off
     layout = prefix_layout([documents.tokens(document) for document in read], share=share)
     positions = joined(np.arange(*documents.starts[document : document + 2]) for document in read)
     computed_N = np.full(len(documents.ids_N), -1, dtype=np.int64)
@@ -138,15 +136,12 @@ def unpack(
     trained = np.flatnonzero(flags(batch.loss_mask))
     hinted = joined(np.arange(turn.student, turn.student + turn.count) for turn in turns)
     answers = joined(np.arange(start, end) for pair in pairs for start, end in _answers(pair))
-    spans = (span for each in batch.demonstrations for span in each.spans) if imitate else ()
+    spans = [span for each in batch.demonstrations for span in each.spans] if imitate else []
     demonstrated = joined(np.arange(start, end) for start, end in spans)
-    others = np.union1d(np.union1d(trained, answers), demonstrated)
-    wanted = np.r_[np.setdiff1d(others, hinted), hinted].astype(np.int64)
-    head_row_N = np.full(len(documents.ids_N), -1)
-    head_row_N[wanted] = np.arange(len(wanted))
+    wanted, head_row_N = _head_rows(len(documents.ids_N), [trained, answers, demonstrated], hinted)
     document_R = documents.of(wanted)
     turn_D = np.repeat(np.arange(len(turns)), np.array([turn.count for turn in turns], dtype=np.int64))
-    temperatures = np.asarray(batch.temperatures, dtype=np.float32)
+    temperatures, apart = np.asarray(batch.temperatures, dtype=np.float32), distil and not teacher_in_row
     return PackedRow(
         input_ids=put(documents.ids_N[computed], torch.int64)[None],
         position_ids=put(documents.depth_N[computed], torch.int64)[None],
@@ -165,15 +160,21 @@ def unpack(
         turn_D=put(turn_D, torch.int64),
         turns=len(turns),
         teacher_source_D=put(computed_N[documents.taught() - 1], torch.int64) if distil and teacher_in_row else None,
-        teacher_readings=()
-        if teacher_in_row or not distil
-        else _teacher_readings(documents, device, share, max_tokens),
+        teacher_readings=_teacher_readings(documents, device, share, max_tokens) if apart else (),
         pairs=_pairs_row(documents, head_row_N[answers], put) if prefer else None,
         demonstrated_E=put(head_row_N[demonstrated], torch.int64) if imitate else None,
         names=tuple(documents.name(index) for index in range(len(documents.starts) - 1)),
         packed_tokens=len(documents.ids_N),
         sample_ids=list(batch.sample_ids),
     )
+
+
+def _head_rows(count: int, terms: list[np.ndarray], hinted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions that the head reads, each once with `hinted` last, and the head row of each position [N]."""
+    wanted = np.r_[np.setdiff1d(np.concatenate(terms), hinted), hinted].astype(np.int64)
+    head_row_N = np.full(count, -1)
+    head_row_N[wanted] = np.arange(len(wanted))
+    return wanted, head_row_N
 
 
 def reading_of(documents: list[np.ndarray], wanted: list[np.ndarray], device: torch.device, *, share: bool) -> Reading:
@@ -309,8 +310,8 @@ def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:
     """Cut `batch` at its borders and check it.
 
     Raises RunMismatchError: inconsistent lengths, token ids outside the vocabulary, a document whose first token is
-    trained, a hinted turn or pair that is cut, overlaps or differs from its teacher's, a span outside its demonstration.
-    Raises NonFiniteError: NaN or infinity among logprobs or advantages. Both name the samples, pairs or rows.
+    trained, a hinted turn or pair that is cut, overlaps or differs from its teacher's, a span outside its
+    demonstration. Raises NonFiniteError: NaN or infinity among logprobs or advantages. Both name what is at fault.
     """
     where = f"micro-batch {batch.index} of step {batch.step} (samples {', '.join(batch.sample_ids) or 'none'})"
     ids_N = ints(batch.input_ids)
