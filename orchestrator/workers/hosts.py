@@ -31,7 +31,7 @@ from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import MAX_PLACES, Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import bind_router
-from orchestrator.gateway.gateway import TOKEN_VARIABLE
+from orchestrator.gateway.gateway import TOKEN_VARIABLE, how_to_join
 from orchestrator.workers.players import RolloutPlayer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
@@ -142,7 +142,8 @@ class HostServer:
             max_message_bytes=MAX_HOST_MESSAGE_BYTES,
             max_unread=_MAX_UNREAD,
         )
-        logger.info("hosts join with: orchestrator join %s --token-file %s/worker.token", self.endpoint, keys.folder)
+        how = how_to_join(self.endpoint, None, keys.folder / "worker.token")
+        logger.info("for hosts of environment workers, %s", how, extra=event("node"))
 
     @property
     def endpoint(self) -> str:

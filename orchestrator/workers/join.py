@@ -102,7 +102,7 @@ class JoinedHost:
         self._welcome: HostWelcome | None = None
         """None while the orchestrator does not know this host."""
         self._sources: tuple[list[SourceSpec], dict[str, bytes]] | None = None
-        """What the pools were started with."""
+        """What is loaded or being loaded."""
         self._pools: dict[str, WorkerPool] = {}
         self._loading: asyncio.Task[None] | None = None
         self._rollouts: dict[str, asyncio.Task[None]] = {}
@@ -141,9 +141,10 @@ class JoinedHost:
                 self._send(Goodbye(reason=str(error)[:500]))
                 raise
             finally:
-                for task in (*tasks, *self._rollouts.values()):
+                tasks += [*self._rollouts.values(), *([self._loading] if self._loading is not None else [])]
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, *self._rollouts.values(), return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, reason: str) -> None:
         logger.info("leaving (%s): %d rollouts run", reason, len(self._rollouts))
@@ -226,20 +227,23 @@ class JoinedHost:
     # -- the sources ---------------------------------------------------------------------------------------------
 
     def _begin(self, welcome: HostWelcome) -> None:
-        if self._loading is not None and not self._loading.done():
-            self._loading.cancel()
-        self._welcome = welcome
         logger.info("welcomed by run %s at %s", welcome.run_id, self._address)
-        self._loading = asyncio.create_task(self._load(welcome))
+        self._welcome = welcome
+        sources = (welcome.specs, welcome.files)
+        if self._loading is None or sources != self._sources:
+            earlier, self._sources = self._loading, sources
+            self._loading = asyncio.create_task(self._load(welcome, earlier))
+        elif self._loading.done():
+            self._report_ready()
 
-    async def _load(self, welcome: HostWelcome) -> None:
+    async def _load(self, welcome: HostWelcome, earlier: asyncio.Task[None] | None) -> None:
+        """Start the workers of `welcome` once those of `earlier` have ended. A reconnect meanwhile does not matter."""
         try:
-            if self._sources != (welcome.specs, welcome.files):
-                await self._close_pools()
-                await self._open_pools(welcome)
-                self._sources = (welcome.specs, welcome.files)
-            ready = {name: pool.ready for name, pool in self._pools.items()}
-            self._send(HostReady(ready=ready))
+            if earlier is not None:
+                earlier.cancel()
+                await asyncio.wait([earlier])
+            await self._close_pools()
+            await self._open_pools(welcome)
         except (ComposerError, OSError) as error:
             remedy = ""
             if isinstance(error, EnvironmentNotInstalledError):
@@ -248,6 +252,11 @@ class JoinedHost:
             return
         logger.info("ready: %d rollouts at a time with %d processes for each of %s", self._hello.slots,
                     self._hello.processes, ", ".join(self._pools))  # fmt: skip
+        if self._welcome is not None:
+            self._report_ready()
+
+    def _report_ready(self) -> None:
+        self._send(HostReady(ready={name: pool.ready for name, pool in self._pools.items() if pool.ready is not None}))
 
     async def _open_pools(self, welcome: HostWelcome) -> None:
         """Write the policy's files, and start the workers. Raises what keeps them from loading here."""
@@ -264,7 +273,7 @@ class JoinedHost:
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
 
     async def _close_pools(self) -> None:
-        pools, self._pools, self._sources = self._pools, {}, None
+        pools, self._pools = self._pools, {}
         await asyncio.gather(*(pool.close() for pool in pools.values()))
 
     async def _play(self, source: str, request: RunRollout) -> None:

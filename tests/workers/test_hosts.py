@@ -54,13 +54,13 @@ START_S = 280.0
 READY = WorkerReady(num_tasks={"train": 8}, digests={"train": "aa"})
 
 
-def make_config(**orchestrator: Any) -> Config:
+def make_config(lost_after_s: float = 1.0, **orchestrator: Any) -> Config:
     source = {"name": "bench", "taskset": {"id": "bench_env"}, "workers": 0}
     return Config.model_validate(
         {
             "run": {"name": "r"},
             "model": {"path": "tiny"},
-            "inference": {"heartbeat_s": 0.1, "lost_after_s": 1.0},
+            "inference": {"heartbeat_s": 0.1, "lost_after_s": lost_after_s},
             "orchestrator": {
                 "source": [source],
                 "worker_address": "tcp://127.0.0.1:0",
@@ -87,7 +87,9 @@ class Run:
         values = {"tasksets": {"train": {"id": "bench_env"}}, "harness": {"id": "bench_env"}} | spec
         source = SourceSpec(name="bench", model_path=model_path, **values)
         self.pool = WorkerPool(source, workers=0, start_timeout_s=START_S)
-        self.server = HostServer(make_config(), {"bench": self.pool}, gateway_url, self.keys, "run-1")
+        # A scripted host is never busy; a real one may be on a busy machine.
+        config = make_config(1.0 if model_path == MODEL else 60.0)
+        self.server = HostServer(config, {"bench": self.pool}, gateway_url, self.keys, "run-1")
 
 
 @asynccontextmanager
@@ -349,8 +351,12 @@ async def test_a_joined_host_plays_with_the_runs_tokenizer_and_policy(tmp_path: 
     ):
         host = join(run, "far")
         running = asyncio.create_task(host.run())
+        await until(lambda: run.server.hosts and host._pools)
+        loading = host._pools["bench"]
+        for lost in list(run.server.hosts.values()):
+            run.server._lose(lost, "a slow network")  # It says hello again, and goes on loading.
         await run.pool.start()
-        assert run.pool.num_tasks() == 8
+        assert run.pool.num_tasks() == 8 and host._pools["bench"] is loading
         calls = [asyncio.create_task(run.pool.run(rollout(f"r{i}", seed=i))) for i in range(6)]
         await until(lambda: peer.running > 0)
         host.stop("SIGTERM")
