@@ -31,7 +31,7 @@ TRACE, TOOLS, MESSAGE = b'{"trace":', b'{"tools":', b'{"message":'
 COMPACT_VERSION = 2
 _TABLE_CHARS = 8_000_000
 """A table that holds more bytes is begun anew: a session that goes on for weeks must not fill the memory."""
-_LEVEL, _WINDOW_LOG = 6, 24
+_LEVEL, _WINDOW_LOG = 3, 24
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 30
 """Bytes of a decompressed line. A damaged or hostile file must not fill the memory."""

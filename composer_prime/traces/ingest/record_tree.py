@@ -282,6 +282,8 @@ class RecordTree:
         """Forget ids that a node above clears too: an agent may list all that it ever cleared."""
         cleared: set[str] = set()
         for node in walk:
+            if not node.cleared:
+                continue
             new = tuple(call_id for call_id in node.cleared if call_id not in cleared)
             if len(new) < len(node.cleared):
                 self._resize(node, node.held - _room(node.cleared) + _room(new))
@@ -338,7 +340,7 @@ def _context(walk: list[RecordNode]) -> tuple[list[Message], bytes]:
 
 def _without(messages: list[Message], cleared: set[str]) -> list[Message]:
     """Return the messages with CLEARED as the results of `cleared` calls; the same list where there are none."""
-    if cleared.isdisjoint(message.get("tool_call_id") for message in messages):
+    if not cleared or cleared.isdisjoint(message.get("tool_call_id") for message in messages):
         return messages
     return [{**each, "content": CLEARED} if each.get("tool_call_id") in cleared else each for each in messages]
 
