@@ -25,6 +25,7 @@ WRONG = {
     '{"kind": "reserved", "call": ["a"], "usd": 1}': "call is .'a'.",
     '{"kind": "reserved", "call": "b", "usd": true}': "usd is True",
     '{"kind": "seconds", "seconds": 3}': "gpu_seconds is None",
+    '{"kind": "machine", "seconds": 3}': "usd is None",
     '{"kind": "bytes", "link": "x"}': "bytes is None",
     '{"kind": "hint"}': "usd is None",
 }
