@@ -29,7 +29,8 @@ from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from inference.engines.local.engine import LocalEngine
-from inference.receiver import FolderSource, Receiver
+from inference.receiver import Receiver
+from inference.versions import FolderSource
 
 SHAPE = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

@@ -111,7 +111,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from composer_prime.run.weights import WeightStore
     from inference.engines.base import build_engine
     from inference.node import GatewayLink, InferenceNode
-    from inference.receiver import FolderSource, Receiver
+    from inference.receiver import Receiver
+    from inference.versions import FolderSource
 
     inference = assignment.inference
     torch.set_num_threads(inference.threads)

@@ -24,42 +24,23 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
-from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed
+from composer_prime.run.weights import Manifest, open_signed
 from inference.engines.base import Engine, ReadBack
-from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot, tensor_blocks
+from inference.snapshot import Snapshot, checksum, folder_snapshot, tensor_blocks
+from inference.versions import ChunkSource, VersionFolder
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 << 20
-_CHUNKS_AT_ONCE = 4
+_SUM_DIGITS = 16
+"""Of 64 bits; older releases wrote longer hashes."""
 _NOISES = 14.0
 """Moves of the canary count as evidence from this many times the engine's rounding on: a wrong verdict would then take
 rounding of five standard deviations."""
-
-
-class ChunkSource(Protocol):
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Return some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
-
-        Raises DeadlineError or OSError when the source cannot be reached.
-        """
-        ...
-
-
-class FolderSource:
-    """The run's weight store, on this machine or a shared disk."""
-
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
-
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        return await asyncio.to_thread(self._store.chunk, sha256, offset, PIECE_BYTES)
 
 
 class Receiver:
@@ -68,10 +49,9 @@ class Receiver:
     def __init__(self, engine: Engine, source: ChunkSource, model_folder: Path, canary_tolerance: float) -> None:
         """`canary_tolerance` in nats."""
         self._engine = engine
-        self._source = source
         self._folder = model_folder
         self._tolerance = canary_tolerance
-        self._chunks = ChunkFolder()
+        self._versions = VersionFolder(source, model_folder)
         self._proven: Manifest | None = None
         """Of the version in use; None before the first."""
         self._good: Snapshot | None = None
@@ -90,7 +70,7 @@ class Receiver:
 
     def close(self) -> None:
         """Remove the weights from the disk."""
-        self._chunks.close()
+        self._versions.close()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
         """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
@@ -108,50 +88,20 @@ class Receiver:
                 logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
                 self.installed, self._proven = signed, manifest
                 return
-        start = time.monotonic()
-        used = self._proven.chunks if self._proven is not None else []
-        self._chunks.keep_only(ref.sha256 for ref in [*manifest.chunks, *used])
-        tensors = await self._fetch(manifest)
+        start, before = time.monotonic(), self._versions.bytes_pulled
+        tensors = await self._versions.fetch(manifest)
         pulled = time.monotonic()
         await self._swap(manifest, tensors)
         self.installed, self._proven, self._good, self.version = signed, manifest, tensors, manifest.version
-        self._chunks.keep_only(ref.sha256 for ref in manifest.chunks)
+        self._versions.settle(manifest)
         logger.info(
             "weights v%d in use: %.1f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
             manifest.version,
-            sum(ref.size for ref in manifest.chunks) / 1e6,
+            (self._versions.bytes_pulled - before) / 1e6,
             pulled - start,
             time.monotonic() - pulled,
             self.canary_error or 0.0,
         )
-
-    # -- pull ----------------------------------------------------------------------------------------------------
-
-    async def _fetch(self, manifest: Manifest) -> Snapshot:
-        """Bring the manifest's chunks to the disk, with every hash checked. Chunks that are there stay."""
-        refs = {ref.sha256: ref for ref in manifest.chunks}  # Equal chunks, such as zeros, are pulled once.
-        gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
-        pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in refs.values()]
-        try:
-            await asyncio.gather(*pulls)
-        except BaseException:
-            for pull in pulls:
-                pull.cancel()
-            await asyncio.gather(*pulls, return_exceptions=True)
-            raise
-        return await asyncio.to_thread(self._chunks.snapshot, manifest, self._folder)
-
-    async def _pull(self, manifest: Manifest, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
-        """Pull one chunk. When the source fails, what arrived stays and the next attempt continues there."""
-        async with gate:
-            while (have := self._chunks.size(ref.sha256)) < ref.size:
-                piece = await self._source.read(ref.sha256, have)
-                if piece is None:
-                    raise CorruptWeightsError(
-                        f"weights v{manifest.version}: the source has no chunk {ref.sha256}; it may have been pruned "
-                        "for a newer version"
-                    )
-                await asyncio.to_thread(self._chunks.append, manifest, ref, have, piece)
 
     # -- swap ----------------------------------------------------------------------------------------------------
 
@@ -187,16 +137,16 @@ class Receiver:
         What cannot be read from this node's disk is dropped there and pulled again. Raises LostWeightsError.
         """
         try:
-            if isinstance(error, CorruptWeightsError):
-                await asyncio.to_thread(self._chunks.drop_damaged, manifest)
+            if isinstance(error, CorruptWeightsError | CanaryError):
+                await asyncio.to_thread(self._versions.drop_damaged, manifest)
             try:
                 old = self._good or await asyncio.to_thread(folder_snapshot, self._folder)
                 await self._engine.load_weights(self.version, old)
             except CorruptWeightsError:
                 if self._good is None or self._proven is None:
                     raise
-                await asyncio.to_thread(self._chunks.drop_damaged, self._proven)
-                self._good = await self._fetch(self._proven)
+                await asyncio.to_thread(self._versions.drop_damaged, self._proven)
+                self._good = await self._versions.fetch(self._proven)
                 await self._engine.load_weights(self.version, self._good)
         except (ComposerError, OSError) as failure:
             raise LostWeightsError(
@@ -209,7 +159,7 @@ class Receiver:
     async def _check_loaded(self, manifest: Manifest, tensors: Snapshot) -> bool:
         """Return whether all published tensors could be read back. Raises CanaryError when one differs."""
         parts = await self._engine.read_back(list(tensors))
-        wrong = await asyncio.to_thread(_differing, tensors, parts)
+        wrong = await asyncio.to_thread(_differing, manifest, tensors, parts)
         if wrong:
             raise CanaryError(
                 f"weights v{manifest.version}: after the swap the engine holds other values in {', '.join(wrong[:5])} "
@@ -276,13 +226,21 @@ class Receiver:
             logger.warning("%s (all parameters hold the new weights, so they stay)", fault)
 
 
-def _differing(tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> list[str]:
-    """Return the engine's parameters whose checksums are not those of the published tensors in their type."""
+def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> list[str]:
+    """Return the engine's parameters whose checksums are not those of the published tensors in their type.
+
+    Where the types agree the sums are the manifest's, which the trainer took of its own tensors. Else, and with
+    manifests that have none, they are those of the tensors on this node's disk.
+    """
     wrong = []
     for part in parts:
-        dtype = getattr(torch, part.dtype)
-        values = (values for name in part.names for _, values in tensor_blocks(tensors, name))
-        expected = sum(checksum(block.to(dtype)) for block in values) % (1 << 64)
+        sums = [manifest.tensors.get(name, "") for name in part.names]
+        if part.dtype == manifest.dtype and all(0 < len(text) <= _SUM_DIGITS for text in sums):
+            expected = sum(int(text, 16) for text in sums) % (1 << 64)
+        else:
+            dtype = getattr(torch, part.dtype)
+            values = (values for name in part.names for _, values in tensor_blocks(tensors, name))
+            expected = sum(checksum(block.to(dtype)) for block in values) % (1 << 64)
         if expected != part.checksum:
             wrong.append("+".join(part.names))
     return wrong

@@ -3,7 +3,8 @@
     pull --pieces--> ChunkFolder: one file a chunk, hashed as it grows --> Snapshot --block by block--> engine
 
 So a node holds the engine's own weights and some megabytes more, whatever the model's size. The versions in use and
-under way are on the disk, in the folder for temporary files (TMPDIR), in chunks that they may share.
+under way are on the disk, in the folder for temporary files (TMPDIR), in chunks that they may share. What differs from
+an anchor is applied to each block as it is read.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from composer_prime.errors import CorruptWeightsError, MisfitError, WeightError
 from composer_prime.model_source import weight_files
+from composer_prime.run.patches import WORDS, Patch, patch_starts, patches
 from composer_prime.run.scratch import Scratch
 from composer_prime.run.weights import ChunkRef, Manifest
 
@@ -75,13 +78,44 @@ class ChunkFolder:
                 file.write(piece)
         except OSError as error:
             self._drop([ref.sha256])
-            needed = sum(each.size for each in manifest.chunks)
+            needed = sum(each.size for each in [*manifest.chunks, *manifest.overlay])
             raise OSError(
                 error.errno,
                 f"weights v{manifest.version} ({needed} bytes) cannot be kept in {self.path}: "
                 f"{error.strerror}; give this node room for two versions, or set TMPDIR to a larger disk",
             ) from error
         self._pulled[ref.sha256] = received, digest
+
+    def put(self, parts: Iterable[bytes]) -> ChunkRef:
+        """Keep a file that was made here, of any size. Raises OSError when the disk is full."""
+        partial, size, digest = self.path / f".{threading.get_ident()}.partial", 0, hashlib.sha256()
+        try:
+            with partial.open("wb") as file:
+                for part in parts:
+                    digest.update(part)
+                    size += file.write(part)
+            with self._lock:
+                partial.replace(self.path / digest.hexdigest())
+                self._pulled[digest.hexdigest()] = size, digest
+        finally:
+            partial.unlink(missing_ok=True)
+        return ChunkRef(digest.hexdigest(), size)
+
+    def has(self, ref: ChunkRef) -> bool:
+        return self.size(ref.sha256) == ref.size
+
+    def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
+        """Return how many bytes are still to pull."""
+        return sum(size - self.size(sha256) for sha256, size in {ref.sha256: ref.size for ref in refs}.items())
+
+    def pieces(self, ref: ChunkRef, what: str) -> Iterator[bytes]:
+        """Yield a file in pieces of 4 MiB. Raises CorruptWeightsError, with `what` it is of, when it is not here."""
+        try:
+            with (self.path / ref.sha256).open("rb") as file:
+                while piece := file.read(_BLOCK_BYTES):
+                    yield piece
+        except OSError as error:
+            raise CorruptWeightsError(f"{what} cannot be read from {self.path}: {error}") from None
 
     def keep_only(self, sha256s: Iterable[str]) -> None:
         with self._lock:
@@ -90,8 +124,8 @@ class ChunkFolder:
     def drop_damaged(self, manifest: Manifest) -> None:
         """Drop the chunks of a manifest whose files are no longer what was pulled."""
         damaged = []
-        for ref in {ref.sha256: ref for ref in manifest.chunks}.values():
-            if self.size(ref.sha256) == ref.size:
+        for ref in {ref.sha256: ref for ref in manifest.refs}.values():
+            if self.has(ref):
                 try:
                     with (self.path / ref.sha256).open("rb") as file:
                         intact = hashlib.file_digest(file, "sha256").hexdigest() == ref.sha256
@@ -110,18 +144,23 @@ class ChunkFolder:
     def snapshot(self, manifest: Manifest, base: Path) -> Snapshot:
         """Return the tensors of a manifest whose chunks are all here; `base` is the model folder.
 
-        Raises CorruptWeightsError, MisfitError (adapters of another model), WeightError (no base).
+        A delta's overlay must be one file. Raises CorruptWeightsError, MisfitError (adapters of another model),
+        WeightError (no base).
         """
-        snapshot = Snapshot(
-            f"weights v{manifest.version}", [[(self.path / ref.sha256, ref.size) for ref in manifest.chunks]]
-        )
-        if manifest.kind == "adapters":
-            return AdaptedSnapshot(folder_snapshot(base), snapshot, manifest)
-        if manifest.kind != "anchor":
+        name = f"weights v{manifest.version}"
+        if manifest.kind not in ("anchor", "delta", "adapters"):
             raise CorruptWeightsError(
-                f"weights v{manifest.version} are of kind {manifest.kind!r}, this release knows anchor and adapters; "
-                "use one release everywhere"
+                f"{name} are of kind {manifest.kind!r}, this release knows anchor, delta and adapters; use one release "
+                "everywhere"
             )
+        parts = [(self.path / ref.sha256, ref.size) for ref in manifest.chunks]
+        if manifest.kind == "adapters":
+            return AdaptedSnapshot(folder_snapshot(base), Snapshot(name, [parts]), manifest)
+        if manifest.kind == "delta":
+            (file,) = manifest.overlay
+            snapshot = PatchedSnapshot(name, parts, self.path / file.sha256, WORDS[manifest.dtype])
+        else:
+            snapshot = Snapshot(name, [parts])
         if snapshot.keys() != manifest.tensors.keys():
             differing = sorted(snapshot.keys() ^ manifest.tensors.keys())
             raise CorruptWeightsError(
@@ -196,7 +235,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
     def _read(self, parts: list[tuple[Path, int]], offset: int, target: memoryview) -> None:
         """Fill `target` from byte `offset` on. Raises CorruptWeightsError when the bytes are not there."""
         done = 0
-        for path, size in parts:
+        for index, (path, size) in enumerate(parts):
             if offset < size and done < len(target):
                 want = min(size - offset, len(target) - done)
                 try:
@@ -205,11 +244,52 @@ class Snapshot(Mapping[str, torch.Tensor]):
                         _fill(file, target[done : done + want])
                 except (OSError, EOFError) as error:
                     raise CorruptWeightsError(f"{self._name} cannot be read from {path}: {error}") from None
+                self._amend(index, offset, target[done : done + want])
                 done, offset = done + want, 0
             else:
                 offset = max(0, offset - size)
         if done < len(target):
             raise ValueError(f"it ends {len(target) - done} bytes early")
+
+    def _amend(self, part: int, offset: int, data: memoryview) -> None:
+        """Change what was read from byte `offset` of a part; here nothing."""
+
+
+class PatchedSnapshot(Snapshot):
+    """The tensors of an anchor, with an overlay applied to every block that is read."""
+
+    def __init__(self, name: str, parts: list[tuple[Path, int]], overlay: Path, word: np.dtype) -> None:
+        """`overlay` holds a stream of patches that was checked when it was written here."""
+        self._overlay, self._word = overlay, word
+        self._sizes = [size for _, size in parts]
+        self._read_last: tuple[int, Patch] | None = None
+        """The patch read last and its part: blocks of one part follow each other."""
+        try:
+            with overlay.open("rb") as file:
+                self._starts = patch_starts(file, len(parts))
+        except (OSError, EOFError) as error:
+            raise CorruptWeightsError(f"{name}: the overlay cannot be read from {overlay}: {error}") from None
+        super().__init__(name, [parts])
+
+    def _amend(self, part: int, offset: int, data: memoryview) -> None:
+        width = self._word.itemsize
+        if offset % width or len(data) % width:
+            raise CorruptWeightsError(f"{self._name}: a tensor begins or ends inside a word of {width} bytes")
+        last, patch = self._read_last or (-1, None)
+        if patch is None or last != part:
+            start, end = self._starts[part : part + 2]
+            entry = bytearray(end - start)
+            try:
+                with self._overlay.open("rb", buffering=0) as file:
+                    file.seek(start)
+                    _fill(file, memoryview(entry))
+            except (OSError, EOFError) as error:
+                raise CorruptWeightsError(
+                    f"{self._name}: the overlay cannot be read from {self._overlay}: {error}"
+                ) from None
+            (patch,) = patches([entry], [self._sizes[part]], self._word)
+            self._read_last = part, patch
+        patch.apply(data, offset // width)
 
 
 class AdaptedSnapshot(Snapshot):

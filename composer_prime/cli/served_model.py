@@ -160,7 +160,8 @@ async def _run_node(
     from inference.engines.base import build_engine
     from inference.engines.local.engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
-    from inference.receiver import FolderSource, Receiver
+    from inference.receiver import Receiver
+    from inference.versions import FolderSource
 
     inference = config.inference
     torch.set_num_threads(inference.threads)

@@ -62,6 +62,9 @@ class CheckpointConfig(BaseConfig):
 class WeightStoreConfig(BaseConfig):
     keep: int = Field(default=3, ge=2)
     """Number of newest policy versions that stay in the weight store."""
+    anchor_every: int = Field(default=20, ge=1)
+    """Versions from one whole snapshot in the store to the next. Those between are what differs from it, where that is
+    less than a third of its bytes; 1 writes every version whole."""
 
 
 class TrainerConfig(BaseConfig):

@@ -5,8 +5,10 @@
 
 The trainer writes; the orchestrator reads and passes on. Torch-free: tensors come and go as named raw bytes.
 
-A manifest lists chunks; joined in order they are one safetensors file. Its ed25519 signature and the hashes make an
-untrusted store or relay safe: an altered byte is detected before a tensor is loaded.
+A manifest lists chunks; joined in order they are one safetensors file. A version is stored whole (an anchor), or as
+what differs from an anchor (`overlay`). Either may also list what differs from the versions before (`deltas`), for
+nodes that have one of them. The manifest's ed25519 signature and the hashes make an untrusted store or relay safe: an
+altered byte is detected before a tensor is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from composer_prime.errors import SignatureError, WireError
+from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
@@ -47,25 +49,59 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """[T - 1]: log p(token t+1 | tokens <= t), temperature 1, computed from the published weights in float32."""
 
 
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """The way from one version's file to that of the next one."""
+
+    version: int
+    """The version that it leads to."""
+    base: str
+    """`Manifest.state` of the version that it starts from."""
+    chunks: list[ChunkRef]
+    """A stream of patches (composer_prime/run/patches.py)."""
+
+    @property
+    def size(self) -> int:
+        return sum(ref.size for ref in self.chunks)
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     version: int
     parent: int | None
-    """The version a delta applies to; None for an anchor."""
+    """The anchor that a delta applies to; None for other kinds."""
     kind: str
-    """anchor (a whole snapshot) or adapters (low-rank factors to add to the model folder)."""
+    """anchor (a whole snapshot), delta (what differs from an anchor), or adapters (low-rank factors to add to the model
+    folder)."""
     dtype: str
     """Of the version's tensors."""
     chunks: list[ChunkRef]
-    """The file of the tensors, or that of the factors: NAME.lora_A [rank, in] and NAME.lora_B [out, rank], float32."""
+    """The file of the tensors, that of the anchor, or that of the factors: NAME.lora_A [rank, in] and NAME.lora_B [out,
+    rank], float32."""
     tensors: dict[str, str]
-    """By parameter name of the Hugging Face model; each value is empty, as the chunks' hashes cover every byte.
+    """By parameter name of the Hugging Face model: `word_sum` of its values, hexadecimal. Empty with adapters.
 
-    Older releases wrote the sha256 of each tensor's raw bytes.
+    Older releases wrote nothing, or the sha256 of each tensor's raw bytes.
     """
     canary: Canary
     adapter_scale: float = 1.0
     """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
+    overlay: list[ChunkRef] = []
+    """With a delta: a stream of patches from the anchor to this version."""
+    overlay_sha256: str = ""
+    """Of these patches, uncompressed and in order: what deltas add up to must have it too."""
+    deltas: list[Delta] = []
+    """The ways from versions before, ascending; the last one leads to this version."""
+
+    @property
+    def refs(self) -> list[ChunkRef]:
+        """All chunks that a node may need for this version."""
+        return [*self.chunks, *self.overlay, *(ref for delta in self.deltas for ref in delta.chunks)]
+
+    @property
+    def state(self) -> str:
+        """A hash of the version's file, the same for equal chunks and patches."""
+        names = [ref.sha256 for ref in self.chunks] + [self.overlay_sha256]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -102,7 +138,7 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
         raise WireError(f"the signed manifest has an unknown layout: {error}; use one release everywhere") from None
     if manifest.run_id != run_id:
         raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
-    for ref in manifest.chunks:  # The hash becomes a file name: "../" would lead out of the folder.
+    for ref in manifest.refs:  # The hash becomes a file name: "../" would lead out of the folder.
         if not _SHA256.fullmatch(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
             raise WireError(
                 f"weights v{manifest.version}: chunk {ref.sha256[:80]!r} of {ref.size} bytes is none: expected a "
@@ -111,17 +147,41 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     return manifest
 
 
+class ChunkWriter:
+    """Stores a stream that comes part by part, with one chunk in memory."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.size = 0
+        """Bytes so far."""
+        self._store = store
+        self._refs: list[ChunkRef] = []
+        self._pending = bytearray()
+
+    def write(self, part: bytes) -> None:
+        self.size += len(part)
+        self._pending += part
+        while len(self._pending) >= self._store.chunk_bytes:
+            self._refs += self._store.put_chunks(self._pending[: self._store.chunk_bytes])
+            del self._pending[: self._store.chunk_bytes]
+
+    def close(self) -> list[ChunkRef]:
+        """Store the rest, and return all chunks."""
+        return self._refs + self._store.put_chunks(self._pending)
+
+
 class WeightStore:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """`chunk_bytes`: size of a written chunk, at most CHUNK_BYTES, a multiple of 8."""
         self.root = root
+        self.chunk_bytes = chunk_bytes
         self._chunks = root / "chunks"
         self._manifests = root / "manifests"
 
     def put_chunks(self, data: bytes | bytearray | memoryview) -> list[ChunkRef]:
         """Store `data` in pieces; pieces that exist already are not written again."""
         view, refs = memoryview(data), []
-        for start in range(0, len(view), CHUNK_BYTES):
-            piece = view[start : start + CHUNK_BYTES]
+        for start in range(0, len(view), self.chunk_bytes):
+            piece = view[start : start + self.chunk_bytes]
             digest = hashlib.sha256(piece).hexdigest()
             path = self._chunks / digest
             if not path.exists() or path.stat().st_size != len(piece):
@@ -131,15 +191,33 @@ class WeightStore:
 
     def put_stream(self, parts: Iterable[bytes | memoryview]) -> list[ChunkRef]:
         """Do the same as `put_chunks` of all `parts` joined, with one chunk in memory at a time."""
-        refs, pending = [], bytearray()
+        return [ref for piece in self.pieces(parts) for ref in self.put_chunks(piece)]
+
+    def pieces(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytearray | memoryview]:
+        """Yield the bytes of all `parts` joined, a chunk at a time."""
+        pending = bytearray()
         for part in parts:
             view = memoryview(part)
-            while len(pending) + len(view) >= CHUNK_BYTES:
-                room = CHUNK_BYTES - len(pending)
-                refs += self.put_chunks(pending + view[:room] if pending else view[:room])
+            while len(pending) + len(view) >= self.chunk_bytes:
+                room = self.chunk_bytes - len(pending)
+                yield pending + view[:room] if pending else view[:room]
                 view, pending = view[room:], bytearray()
             pending += view
-        return refs + self.put_chunks(pending)
+        if pending:
+            yield pending
+
+    def read(self, ref: ChunkRef) -> bytes:
+        """Return a whole chunk for the trainer itself: `prune` does not count that as a pull.
+
+        Raises CorruptWeightsError when it is missing or altered.
+        """
+        try:
+            data = (self._chunks / ref.sha256).read_bytes()
+        except OSError as error:
+            raise CorruptWeightsError(f"chunk {ref.sha256} of {self.root} cannot be read: {error}") from None
+        if hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise CorruptWeightsError(f"chunk {ref.sha256} of {self.root} differs from its hash")
+        return data
 
     def put_manifest(self, version: int, signed: bytes) -> None:
         write_atomic(self._manifests / f"v{version:06d}.manifest", signed)
@@ -185,7 +263,7 @@ class WeightStore:
         their chunks are read.
         """
         versions = self.versions()
-        chunks = {version: {ref.sha256 for ref in decode(self.manifest(version)).chunks} for version in versions}
+        chunks = {version: {ref.sha256 for ref in decode(self.manifest(version)).refs} for version in versions}
         held = {sha256 for version in versions[-keep:] for sha256 in chunks[version]}
         pulled_at = {version: self._pulled_at(chunks[version] - held) for version in versions[:-keep]}
         recent = [version for version, read_s in pulled_at.items() if time.time() - read_s < _PULL_S]

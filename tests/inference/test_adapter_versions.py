@@ -9,7 +9,8 @@ import torch
 
 from composer_prime.errors import CorruptWeightsError, MisfitError
 from composer_prime.run.weights import sign
-from inference.receiver import FolderSource, Receiver
+from inference.receiver import Receiver
+from inference.versions import FolderSource
 from tests.inference.publisher import CANARY, RUN_ID
 
 
@@ -56,7 +57,7 @@ def test_adapters_of_another_model(loop, engine, receiver, publisher, reference,
         chunks = publisher.store.put_chunks(safetensors.torch.save(factors))
         manifest = msgspec.structs.replace(manifest, chunks=chunks)
     if change == "kind":
-        manifest = msgspec.structs.replace(manifest, kind="delta")
+        manifest = msgspec.structs.replace(manifest, kind="unknown")
     with pytest.raises(error, match=r"use the same model\.path|use one release"):
         install(loop, receiver, publisher, manifest)
     assert receiver.version == 0 and (scores(loop, engine) - reference.score(CANARY, 0)).abs().max() < 1e-4

@@ -24,8 +24,9 @@ from composer_prime.errors import (
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, sign
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
-from inference.receiver import FolderSource, Receiver
+from inference.receiver import Receiver
 from inference.snapshot import Snapshot, checksum, save_snapshot
+from inference.versions import FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
 from tests.inference.publisher import CANARY, RUN_ID, Publisher
@@ -166,7 +167,7 @@ def test_a_chunk_name_that_leads_out_of_the_folder_is_refused(loop, receiver, pu
     ref = ChunkRef(name.format(folder=tmp_path), 8)
     with pytest.raises(WireError, match="expected a sha256"):
         install(loop, receiver, publisher, publisher.publish(1, chunks=[ref]))
-    assert not list(receiver._chunks.path.iterdir()) and not list(tmp_path.glob("**/escaped"))
+    assert not list(receiver._versions.chunks.path.iterdir()) and not list(tmp_path.glob("**/escaped"))
 
 
 @pytest.mark.parametrize("size", [-1, CHUNK_BYTES + 1])
@@ -263,7 +264,7 @@ def test_a_chunk_that_the_node_s_disk_lost_is_pulled_again(loop, engine, receive
     install(loop, receiver, publisher, publisher.publish(1))
     signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
     shared = publisher.manifest(1).chunks[3].sha256
-    (receiver._chunks.path / shared).write_bytes(b"")
+    (receiver._versions.chunks.path / shared).write_bytes(b"")
     with pytest.raises(CorruptWeightsError, match=shared):
         install(loop, receiver, publisher, signed)
     assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (1, 1, 1)
@@ -278,7 +279,7 @@ def test_without_old_weights_nothing_is_sent_any_more(loop, engine, receive, pub
     install(loop, receiver, publisher, publisher.publish(1))
     signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
     shared = publisher.manifest(1).chunks[3].sha256
-    (receiver._chunks.path / shared).write_bytes(b"")
+    (receiver._versions.chunks.path / shared).write_bytes(b"")
     (publisher.store.root / "chunks" / shared).unlink()
     with pytest.raises(LostWeightsError, match=r"v2 were refused .* v1 could not be loaded again"):
         install(loop, receiver, publisher, signed)
@@ -429,7 +430,7 @@ def test_what_did_not_change_is_not_pulled_again(loop, engine, receive, publishe
     assert len({sha for sha, _ in source.offsets}) == len({ref.sha256 for ref in first.chunks})
     assert len(source.offsets) == sum(-(-ref.size // 50_000) for ref in first.chunks)
     install(loop, receiver, publisher, sign(second, publisher.keys.signer()))
-    assert {path.name for path in receiver._chunks.path.iterdir()} == {ref.sha256 for ref in second.chunks}
+    assert {path.name for path in receiver._versions.chunks.path.iterdir()} == {ref.sha256 for ref in second.chunks}
 
 
 class Flaky:

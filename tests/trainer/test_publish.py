@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import subprocess
 import sys
 import threading
@@ -20,11 +20,13 @@ from composer_prime.errors import CheckpointError, WeightError
 from composer_prime.packing.pack import totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore, open_signed
-from inference.snapshot import AdaptedSnapshot, Snapshot, folder_snapshot
+from inference.snapshot import checksum
+from inference.versions import FolderSource, VersionFolder
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import train_step
-from trainer.weights.publish import Publisher, export, safetensors_parts
+from trainer.weights.publish import Publisher, export
+from trainer.weights.version_file import safetensors_parts
 
 
 def train_once(run, model_folder, world):
@@ -48,14 +50,12 @@ def published(run, version: int, folder: Path | None = None):
     """(manifest, tensors) of a version, checked as a node checks it; `folder` has the base of adapters."""
     store = WeightStore(run.dir.weights)
     manifest = open_signed(store.manifest(version), RunKeys(run.dir.keys).verifier(), run_id="run")
-    pieces = [store.chunk(ref.sha256, 0, ref.size) or b"" for ref in manifest.chunks]
-    assert [hashlib.sha256(piece).hexdigest() for piece in pieces] == [ref.sha256 for ref in manifest.chunks]
-    if manifest.kind == "anchor":
-        return manifest, load(b"".join(pieces))
-    file = run.dir.root / "factors.safetensors"
-    file.write_bytes(b"".join(pieces))
-    factors = Snapshot("factors", [[(file, file.stat().st_size)]])
-    return manifest, dict(AdaptedSnapshot(folder_snapshot(folder), factors, manifest))
+    received = VersionFolder(FolderSource(store), folder or run.dir.root)
+    tensors = dict(asyncio.run(received.fetch(manifest)))
+    received.close()
+    if manifest.kind != "adapters":
+        assert manifest.tensors == {name: f"{checksum(tensor):x}" for name, tensor in tensors.items()}
+    return manifest, tensors
 
 
 KILLED_WHILE_WRITING = """

@@ -3,7 +3,7 @@
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
     canary: logprobs of a fixed prompt, on the device
     ---- training goes on; the rest is a thread of rank 0 ----
-    safetensors bytes -> chunks -> manifest, signed -> prune old versions
+    safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
     -> announce: the orchestrator learns of the version
 
 A reader that sees a manifest finds every chunk it names, and nobody hears of a version before its manifest is there.
@@ -17,15 +17,13 @@ the last evaluation measured.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -42,11 +40,11 @@ from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy import Policy
+from trainer.weights.version_file import VersionWriter
 from trainer.world import World
 
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
 CANARY_TOKENS = 32
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
 
 
@@ -80,6 +78,7 @@ class Publisher:
             self._signer, self._verifier = keys.signer(), keys.verifier()
             self._store = WeightStore(run_dir.weights)
             self._store.remove_partials()
+            self._writer = VersionWriter(self._store, config.trainer.weights.anchor_every)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
@@ -120,7 +119,7 @@ class Publisher:
                 kind="adapters" if names else "anchor",
                 dtype=str(self.dtype).removeprefix("torch."),
                 chunks=[],
-                tensors=dict.fromkeys(names or stored, ""),
+                tensors=dict.fromkeys(names or stored, ""),  # their sums come with the file
                 canary=canary,
                 adapter_scale=self._adapter_scale,
             )
@@ -180,6 +179,7 @@ class Publisher:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
         if self._world.first:
             self._store.rewind(self._version_of(step))
+            self._writer.forget()
 
     def accepted_versions(self, step: int) -> tuple[int, int]:
         """Return the oldest and newest version that the batch of `step` may hold tokens of.
@@ -204,8 +204,7 @@ class Publisher:
     def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], size: int) -> None:
         version = manifest.version
         try:
-            parts = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            manifest = replace(manifest, chunks=self._store.put_stream(safetensors_parts(parts)))
+            manifest = self._writer.write(manifest, {name: tensor.contiguous() for name, tensor in tensors.items()})
             self._store.put_manifest(version, sign(manifest, self._signer))
             keep = self._config.trainer.weights.keep
             self._store.prune(keep, lambda raw: open_signed(raw, self._verifier, run_id=self._run_id))
@@ -244,29 +243,6 @@ def plain_model(config: Config, folder: Path) -> PreTrainedModel:
     trainer = config.trainer.model_copy(update={"lora": None})
     attention = "eager" if config.model.attention == "eager" else "sdpa"
     return empty_model(folder, attention, config.model_copy(update={"trainer": trainer}))
-
-
-def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model.
-
-    Layout: 8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        yield _raw_bytes(tensor)
-
-
-def _raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, row-major, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 class CanaryScorer:

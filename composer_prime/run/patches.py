@@ -1,0 +1,168 @@
+"""What differs between two versions of a tensor file, without loss.
+
+A file of one element type is a row of words: 2 bytes for bfloat16 and float16, 4 for float32. A patch belongs to one
+chunk of the file. It holds `new word - old word` (modulo 2^16 or 2^32) wherever that is not zero.
+
+So patches add up: anchor to version 6, plus version 6 to 7, is anchor to version 7, word for word. And they are small:
+an optimizer step changes few 16-bit values, and most of those by one unit in the last place.
+
+    stream of patches    one a chunk of the anchor: length of the frame (4 bytes), zstd frame
+    in a frame           number of changes, bytes of gaps (4 bytes each)
+                         gaps: words between two changes, as bytes of 255 that add up and one smaller byte
+                         changes: signed numbers folded to 0, -1, 1, -2, ..., all lowest bytes first
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import zstandard
+
+from composer_prime.errors import CorruptWeightsError
+
+WORDS = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
+"""Type of a word by the version's dtype."""
+_HEAD = struct.Struct("<II")
+_LENGTH = struct.Struct("<I")
+_LEVEL = 3
+_SUM_WORDS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    positions: np.ndarray
+    """[n] uint32, ascending: which words of the chunk change."""
+    changes: np.ndarray
+    """[n] words: new - old, never zero."""
+
+    def __add__(self, other: Patch) -> Patch:
+        positions = np.concatenate([self.positions, other.positions])
+        order = np.argsort(positions, kind="stable")
+        positions, changes = positions[order], np.concatenate([self.changes, other.changes])[order]
+        first = np.flatnonzero(positions[1:] == positions[:-1])
+        changes[first] += changes[first + 1]
+        changes[first + 1] = 0
+        left = changes != 0
+        return Patch(positions[left], changes[left])
+
+    def __neg__(self) -> Patch:
+        return Patch(self.positions, np.negative(self.changes))
+
+    def apply(self, target: memoryview | bytearray, first: int = 0) -> None:
+        """Change the words in `target`, which are those of the chunk from word `first` on."""
+        words = np.frombuffer(target, self.changes.dtype)
+        start, end = np.searchsorted(self.positions, [first, first + len(words)])
+        words[self.positions[start:end] - np.uint32(first)] += self.changes[start:end]
+
+    def encode(self) -> bytes:
+        """Return the bytes of a frame before compression. Equal patches have equal bytes."""
+        count, bits = len(self.positions), 8 * self.changes.itemsize
+        gaps = np.diff(self.positions.astype(np.int64), prepend=-1) - 1
+        ends = np.cumsum(gaps // 255 + 1) - 1
+        runs = np.full(int(ends[-1]) + 1 if count else 0, 255, np.uint8)
+        runs[ends] = gaps % 255
+        signed = self.changes.view(f"<i{self.changes.itemsize}")
+        folded = np.ascontiguousarray((signed << 1) ^ (signed >> (bits - 1)))
+        planes = folded.view(np.uint8).reshape(count, self.changes.itemsize).T
+        return _HEAD.pack(count, len(runs)) + runs.tobytes() + planes.tobytes()
+
+
+def difference(old: bytes | memoryview, new: bytes | memoryview, word: np.dtype) -> Patch:
+    """Return what turns the chunk `old` into `new`, of the same length."""
+    before, after = np.frombuffer(old, word), np.frombuffer(new, word)
+    positions = np.flatnonzero(before != after)
+    return Patch(positions.astype(np.uint32), after[positions] - before[positions])
+
+
+def pack(encoded: bytes) -> bytes:
+    """Return one entry of a stream of patches."""
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(encoded)
+    return _LENGTH.pack(len(frame)) + frame
+
+
+def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> Iterator[Patch]:
+    """Yield the patches of a stream that comes in pieces, one for each of an anchor's chunks of `sizes` bytes.
+
+    An empty stream changes nothing. Raises CorruptWeightsError; no frame takes more memory than its chunk can need.
+    """
+    pieces, pending, empty = iter(stream), bytearray(), True
+    for index, size in enumerate(sizes):
+        frame = b""
+        words = size // word.itemsize
+        limit = _HEAD.size + words + words // 255 + 1 + size
+        for part in ("length", "frame"):
+            wanted = _LENGTH.size if part == "length" else _LENGTH.unpack(frame)[0]
+            if part == "frame" and wanted > limit + limit // 128 + 64:
+                raise CorruptWeightsError(f"patch {index}: {wanted} bytes for a chunk of {size}, at most {limit} fit")
+            while len(pending) < wanted and (piece := next(pieces, None)) is not None:
+                pending += piece
+                empty = False
+            frame = bytes(pending[:wanted])
+            del pending[:wanted]
+            if empty:
+                break
+            if len(frame) < wanted:
+                raise CorruptWeightsError(f"patch {index}: the stream ends {wanted - len(frame)} bytes early")
+        if empty:
+            yield Patch(np.empty(0, np.uint32), np.empty(0, word))
+        else:
+            yield _decode(_decompress(frame, limit, index), words, word, index)
+    if pending or next(pieces, None):
+        raise CorruptWeightsError("the stream of patches goes on after the last chunk")
+
+
+def patch_starts(file: BinaryIO, count: int) -> list[int]:
+    """Return where each of `count` patches of a stream starts, and where the last one ends. Raises EOFError."""
+    starts = [0]
+    for _ in range(count):
+        length = file.read(_LENGTH.size)
+        if len(length) < _LENGTH.size:
+            raise EOFError(f"the stream ends after {len(starts) - 1} patches of {count}")
+        starts.append(starts[-1] + _LENGTH.size + _LENGTH.unpack(length)[0])
+        file.seek(starts[-1])
+    return starts
+
+
+def _decompress(frame: bytes, limit: int, index: int) -> bytes:
+    try:
+        size = zstandard.frame_content_size(frame)
+        if not 0 <= size <= limit:
+            raise CorruptWeightsError(f"patch {index}: its frame claims {size} bytes, at most {limit} fit")
+        return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CorruptWeightsError(f"patch {index} is no zstd frame: {error}") from None
+
+
+def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
+    count, gaps = _HEAD.unpack_from(raw) if len(raw) >= _HEAD.size else (0, 0)
+    if len(raw) != _HEAD.size + gaps + count * word.itemsize or gaps > words + words // 255 + 1:
+        raise CorruptWeightsError(f"patch {index}: {len(raw)} bytes do not hold {count} changes of {words} words")
+    runs = np.frombuffer(raw, np.uint8, gaps, _HEAD.size)
+    ends = np.flatnonzero(runs != 255)
+    if len(ends) != count or (gaps and runs[-1] == 255):
+        raise CorruptWeightsError(f"patch {index}: it has {len(ends)} positions for {count} changes")
+    positions = np.cumsum(runs, dtype=np.uint32)[ends] + np.arange(count, dtype=np.uint32)
+    if count and positions[-1] >= words:
+        raise CorruptWeightsError(f"patch {index}: it changes word {positions[-1]} of a chunk of {words}")
+    planes = np.frombuffer(raw, np.uint8, count * word.itemsize, _HEAD.size + gaps).reshape(word.itemsize, count)
+    folded = np.ascontiguousarray(planes.T).view(word).reshape(count)
+    changes = (folded >> 1) ^ np.negative(folded & 1)
+    if not changes.all():
+        raise CorruptWeightsError(f"patch {index}: it has changes of zero")
+    return Patch(positions, changes)
+
+
+def word_sum(raw: bytes | memoryview, word: np.dtype) -> int:
+    """Return the sum, modulo 2^64, of the squares of the words, each taken as a signed number.
+
+    Engines give the same sum of what they hold (inference/snapshot.py, checksum). It does not depend on the order.
+    """
+    bits, total = np.frombuffer(raw, f"<i{word.itemsize}"), 0
+    for start in range(0, len(bits), _SUM_WORDS):
+        piece = bits[start : start + _SUM_WORDS].astype(np.int64)
+        total += int(np.sum(piece * piece))
+    return total % (1 << 64)

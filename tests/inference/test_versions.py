@@ -1,0 +1,317 @@
+"""Versions through the store to a node's disk: bit for bit, by the way with the fewest bytes, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.errors import CorruptWeightsError, DeadlineError
+from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, WeightStore
+from inference.versions import FolderSource, VersionFolder
+from trainer.weights.version_file import VersionWriter
+
+KEEP = 3
+
+
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.msgpack.encode(manifest)
+
+
+def decode(raw: bytes) -> Manifest:
+    return msgspec.msgpack.decode(raw, type=Manifest)
+
+
+class Training:
+    """Weights that change a little at each step, and the store that they are written to."""
+
+    def __init__(self, root: Path, *, anchor_every: int = 4, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.store = WeightStore(root, chunk_bytes=8192)
+        self.anchor_every, self.dtype = anchor_every, dtype
+        self.random = torch.Generator().manual_seed(0)
+        self.tensors = {
+            name: torch.randn(shape, generator=self.random).to(dtype)
+            for name, shape in {"embed": (70, 64), "norm": (64,), "up": (96, 64), "none": (0, 4)}.items()
+        }
+        self.written: dict[int, tuple[Manifest, dict[str, torch.Tensor]]] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """A new trainer process: it knows no version."""
+        self.writer = VersionWriter(self.store, self.anchor_every)
+
+    def step(self, share: float = 0.01) -> None:
+        for tensor in self.tensors.values():
+            moved = torch.rand(tensor.shape, generator=self.random) < share
+            tensor += (moved * 0.01 * torch.randn(tensor.shape, generator=self.random)).to(self.dtype)
+
+    def publish(self, version: int) -> Manifest:
+        described = Manifest(
+            run_id="r", version=version, parent=None, kind="anchor", dtype=str(self.dtype).removeprefix("torch."),
+            chunks=[], tensors={}, canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
+        )  # fmt: skip
+        manifest = self.writer.write(described, self.tensors)
+        self.store.put_manifest(version, encode(manifest))
+        self.store.prune(KEEP, decode)
+        self.written[version] = manifest, {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return manifest
+
+    def train(self, versions: range, share: float = 0.01) -> Manifest:
+        for version in versions:
+            self.step(share)
+            manifest = self.publish(version)
+        return manifest
+
+
+class Cut:
+    """A source that breaks off after some reads."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.inner, self.left = FolderSource(store), -1
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        if self.left == 0:
+            raise DeadlineError("the link is gone")
+        self.left -= 1
+        piece = await self.inner.read(sha256, offset)
+        return piece and piece[:1000]
+
+
+@pytest.fixture
+def training(tmp_path):
+    return Training(tmp_path / "weights")
+
+
+@pytest.fixture
+def open_node(training, tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield lambda source=None: stack.enter_context(
+            contextlib.closing(VersionFolder(source or FolderSource(training.store), tmp_path))
+        )
+
+
+def fetch(node: VersionFolder, training: Training, version: int) -> int:
+    """Bring a version to the node and compare every bit; return the bytes pulled."""
+    manifest, expected = training.written[version]
+    before = node.bytes_pulled
+    tensors = asyncio.run(node.fetch(manifest))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name].view(torch.int16), tensor.view(torch.int16))
+        assert torch.equal(torch.cat([block for _, block in tensors.blocks(name, 77)]), tensor.reshape(-1))
+    node.settle(manifest)
+    return node.bytes_pulled - before
+
+
+def size_of(chunks: list[ChunkRef]) -> int:
+    return sum(ref.size for ref in chunks)
+
+
+# After one whole version the next ones are deltas, and the fifth is whole again; it still has the delta that leads to
+# it. A node that follows pulls the deltas alone, also over the new anchor.
+def test_a_follower_pulls_deltas_only(training, open_node):
+    node = open_node()
+    kinds = []
+    for version in range(12):
+        manifest = training.train(range(version, version + 1))
+        kinds.append(manifest.kind)
+        pulled = fetch(node, training, version)
+        assert pulled == (manifest.deltas[-1].size if version else size_of(manifest.chunks))
+        files = {path.name for path in node.chunks.path.iterdir()}
+        assert len(files) == len({ref.sha256 for ref in manifest.chunks}) + (manifest.kind == "delta")
+    assert kinds == ["anchor", "delta", "delta", "delta"] * 3
+
+
+# A node that joins at any version pulls one anchor and one overlay, not the deltas between.
+def test_a_joiner_pulls_an_anchor_and_an_overlay(tmp_path, open_node):
+    training = Training(tmp_path / "far", anchor_every=60)
+    manifest = training.train(range(51), share=0.001)
+    node = open_node(FolderSource(training.store))
+    assert fetch(node, training, 50) == size_of([*manifest.chunks, *manifest.overlay])
+    assert manifest.parent == 0 and size_of(manifest.overlay) < size_of(manifest.chunks) / 3
+
+
+# A node that skips versions takes the cheaper of the deltas in between and the overlay.
+@pytest.mark.parametrize("skipped", [1, 2, 10])
+def test_a_slow_node_skips_versions(tmp_path, open_node, skipped):
+    training = Training(tmp_path / "skip", anchor_every=40)
+    training.train(range(2))
+    node = open_node(FolderSource(training.store))
+    fetch(node, training, 1)
+    manifest = training.train(range(2, 2 + skipped))
+    chain = [delta.size for delta in manifest.deltas if delta.version > 1]
+    assert fetch(node, training, 1 + skipped) == min(sum(chain), size_of(manifest.overlay))
+
+
+# Where a step changes most words every version is whole, and comparing is not tried at each step.
+def test_dense_steps_are_written_whole(training):
+    assert {training.train(range(version, version + 1), share=1.0).kind for version in range(8)} == {"anchor"}
+    assert training.writer._dense_until > 0
+
+
+# With anchor_every = 1, and for another model, each version is whole.
+def test_whole_versions_on_request_and_for_another_model(training, tmp_path):
+    assert training.train(range(2)).kind == "delta"
+    training.tensors["more"] = torch.ones(3, dtype=torch.bfloat16)
+    assert training.publish(2).kind == "anchor"
+    plain = Training(tmp_path / "plain", anchor_every=1)
+    assert [plain.train(range(v, v + 1)).kind for v in range(3)] == ["anchor"] * 3 and not plain.written[2][0].deltas
+
+
+# A chunk of the anchor that the store lost or that was altered there: the next version is whole, and right.
+@pytest.mark.parametrize("data", [None, b"\x00" * 8192])
+def test_the_trainer_notices_a_damaged_anchor(training, open_node, data):
+    manifest = training.train(range(2))
+    path = training.store.root / "chunks" / manifest.chunks[1].sha256
+    path.unlink() if data is None else path.write_bytes(data)
+    assert training.train(range(2, 3)).kind == "anchor"
+    if data is None:
+        fetch(open_node(), training, 2)
+
+
+# A rewind gives known numbers to other weights: the version before is not certain, so the next is whole, and a node
+# that has the dropped version under the same number does not apply a delta to it.
+def test_a_rewind_does_not_mislead(training, open_node):
+    node = open_node()
+    training.train(range(4))
+    fetch(node, training, 3)
+    training.store.rewind(2)
+    training.writer.forget()
+    training.tensors = {name: tensor.clone() for name, tensor in training.written[2][1].items()}
+    training.step(0.02)
+    assert training.publish(3).kind == "anchor"
+    training.train(range(4, 5))
+    assert fetch(node, training, 4) >= size_of(training.written[4][0].chunks) / 2
+
+
+# Deltas that do not lead to the version are noticed by its hash, and the anchor's way is taken.
+@pytest.mark.parametrize("over_an_anchor", [False, True])
+def test_a_wrong_delta_falls_back_to_the_anchor(training, open_node, over_an_anchor):
+    node = open_node()
+    training.train(range(3))
+    fetch(node, training, 2)
+    last = 4 if over_an_anchor else 3
+    manifest = training.train(range(3, last + 1))
+    wrong = Delta(last, training.written[2][0].state, training.written[2][0].deltas[0].chunks)
+    training.written[last] = msgspec.structs.replace(manifest, deltas=[wrong]), training.written[last][1]
+    assert fetch(node, training, last) > 0
+    node.settle(manifest)
+    assert fetch(node, training, last) == 0
+
+
+HOSTILE = ["flipped", "cut", "endless", "older"]
+
+
+# A store that alters a delta or an overlay, cuts it, lets it go on for ever, or gives that of an older version: refused
+# before anything is read from it, little is pulled and kept, and the version in use is still there.
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_store_is_refused(training, open_node, how):
+    node = open_node()
+    training.train(range(2))
+    fetch(node, training, 1)
+    older = training.written[1][0]
+    manifest = training.train(range(2, 3))
+    for ref, old in [
+        (manifest.deltas[-1].chunks[0], older.deltas[-1].chunks[0]),
+        (manifest.overlay[0], older.overlay[0]),
+    ]:
+        path = training.store.root / "chunks" / ref.sha256
+        data = bytearray(path.read_bytes())
+        data[-1] ^= how == "flipped"
+        before = (training.store.root / "chunks" / old.sha256).read_bytes()
+        path.write_bytes({"cut": data[:-1], "endless": data * 1000, "older": before}.get(how, data))
+    pulled = node.bytes_pulled
+    with pytest.raises(CorruptWeightsError, match="chunk"):
+        asyncio.run(node.fetch(manifest))
+    assert node.bytes_pulled - pulled < 2 * 1000 * size_of(manifest.overlay)
+    kept = sum(path.stat().st_size for path in node.chunks.path.iterdir())
+    assert kept <= size_of([*older.chunks, *older.overlay]) + 100
+    assert fetch(node, training, 1) == 0
+
+
+# Patches that a signed manifest names but that are none are refused as well; the version in use stays.
+@pytest.mark.parametrize("stream", [b"\xff" * 50, b"", bytes(2000)])
+def test_signed_nonsense_is_refused(training, open_node, stream):
+    node = open_node()
+    training.train(range(2))
+    fetch(node, training, 1)
+    manifest = msgspec.structs.replace(
+        training.train(range(2, 3)), overlay=training.store.put_chunks(stream), deltas=[]
+    )
+    with pytest.raises(CorruptWeightsError):
+        asyncio.run(node.fetch(manifest))
+    with pytest.raises(CorruptWeightsError, match="'float8'"):
+        asyncio.run(node.fetch(msgspec.structs.replace(manifest, dtype="float8")))
+    assert fetch(node, training, 1) == 0
+
+
+# `prune` keeps the anchor and the deltas of kept versions, and an anchor that is being pulled for a version that is
+# no longer among the newest.
+def test_prune_spares_what_a_kept_version_needs(training):
+    training.train(range(3))
+    anchor = training.written[2][0].chunks
+    training.store.chunk(anchor[0].sha256, 0, 64)
+    training.train(range(3, 9))
+    assert training.written[4][0].kind == "anchor"
+    for version in training.store.versions():
+        for ref in training.written[version][0].refs:
+            assert len(training.store.read(ref)) == ref.size
+    assert all((training.store.root / "chunks" / ref.sha256).exists() for ref in anchor)
+
+
+ACTIONS = st.sampled_from(["step", "dense", "still", "restart", "rewind", "fetch", "cut", "join"])
+
+
+# Bit-exact after any sequence of steps small and large, restarts and rewinds of the trainer, pulls that break off, and
+# versions that a node skips; hundreds of versions in all.
+@settings(max_examples=15)
+@given(st.lists(ACTIONS, min_size=10, max_size=30), st.integers(0, 9))
+def test_any_history_is_bit_exact(actions, cut_after):
+    with tempfile.TemporaryDirectory() as name:
+        training = Training(Path(name) / "weights")
+        source = Cut(training.store)
+        node = VersionFolder(source, Path(name))
+        version = 0
+        training.publish(0)
+        for action in [*actions, "fetch"]:
+            if action in ("step", "dense", "still"):
+                training.step({"step": 0.01, "dense": 1.0, "still": 0.0}[action])
+                version += 1
+                training.publish(version)
+            elif action == "restart":
+                training.restart()
+            elif action == "rewind":
+                version = training.store.versions()[0]
+                training.store.rewind(version)
+                training.writer.forget()
+                training.tensors = {key: value.clone() for key, value in training.written[version][1].items()}
+            elif action == "join":
+                node.close()
+                node = VersionFolder(source, Path(name))
+            elif action == "cut":
+                source.left = cut_after
+                with contextlib.suppress(DeadlineError):
+                    fetch(node, training, version)
+                source.left = -1
+            else:
+                fetch(node, training, version)
+        node.close()
+
+
+# A chain of 200 deltas ends at the very bits of the trainer.
+def test_two_hundred_deltas(tmp_path, open_node):
+    training = Training(tmp_path / "long", anchor_every=300, dtype=torch.float16)
+    node = open_node(FolderSource(training.store))
+    training.tensors = {"up": torch.randn(2000, generator=training.random).half()}
+    for version in range(201):
+        training.train(range(version, version + 1), share=0.001)
+        fetch(node, training, version)
+    assert training.written[200][0].parent == 0

@@ -1,0 +1,116 @@
+"""Patches of words: exact, additive, and read with bounded memory whatever the bytes are."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_prime.errors import CorruptWeightsError
+from composer_prime.run.patches import WORDS, Patch, difference, pack, patches, word_sum
+from inference.snapshot import checksum
+
+WORD = WORDS["bfloat16"]
+
+
+def changed(words: np.ndarray, seed: int, share: float) -> np.ndarray:
+    """Some words moved by a little or replaced."""
+    random = np.random.default_rng(seed)
+    new = words.copy()
+    where = np.flatnonzero(random.random(len(words)) < share)
+    new[where] += random.choice([1, 65535, 2, 300, 40000], len(where)).astype(words.dtype)
+    return new
+
+
+# Of both widths, from no change to every word changed: the patch turns old into new, whole and in slices, and it comes
+# back bit for bit from its stream; two patches in a row add up to the patch of both steps.
+@given(
+    st.sampled_from(["bfloat16", "float32"]),
+    st.integers(1, 3000),
+    st.sampled_from([0, 0.001, 0.1, 1]),
+    st.integers(0, 99),
+)
+def test_a_patch_is_exact_and_adds_up(dtype, count, share, seed):
+    word = WORDS[dtype]
+    old = np.random.default_rng(seed).integers(0, 1 << 16, count).astype(word)
+    middle = changed(old, seed + 1, share)
+    new = changed(middle, seed + 2, share)
+    first, second, both = (
+        difference(a.tobytes(), b.tobytes(), word) for a, b in [(old, middle), (middle, new), (old, new)]
+    )
+    assert (first + second).encode() == both.encode()
+    assert (both + -second).encode() == first.encode()
+    [read] = patches([pack(both.encode())], [old.nbytes], word)
+    target = bytearray(old.tobytes())
+    read.apply(target)
+    assert target == new.tobytes()
+    start = count // 3
+    piece = bytearray(old[start : start + 100].tobytes())
+    read.apply(piece, start)
+    assert piece == new[start : start + 100].tobytes()
+
+
+# A stream may come in pieces of any length; an empty one changes nothing.
+@pytest.mark.parametrize("length", [1, 7, 1000])
+def test_a_stream_in_pieces(length):
+    old = np.arange(500, dtype=WORD)
+    wanted = [difference(old.tobytes(), changed(old, seed, 0.1).tobytes(), WORD) for seed in range(3)]
+    stream = b"".join(pack(patch.encode()) for patch in wanted)
+    pieces = [stream[start : start + length] for start in range(0, len(stream), length)]
+    assert [p.encode() for p in patches(pieces, [1000] * 3, WORD)] == [p.encode() for p in wanted]
+    assert [len(patch.positions) for patch in patches([], [1000] * 3, WORD)] == [0, 0, 0]
+
+
+def raw(count: int, runs: bytes, planes: bytes) -> bytes:
+    return struct.pack("<II", count, len(runs)) + runs + planes
+
+
+def entry(frame: bytes) -> bytes:
+    return len(frame).to_bytes(4, "little") + frame
+
+
+# Whatever a stream holds, it is refused before it takes memory: a bomb by the size it claims, positions outside of the
+# chunk, counts that do not agree, changes of nothing, a stream that is cut or goes on. Positions cannot be unsorted:
+# only gaps are stored.
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (entry(zstandard.ZstdCompressor().compress(bytes(1 << 20))), "claims 1048576 bytes"),
+        (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|no zstd"),
+        ((1 << 31).to_bytes(4, "little"), "2147483648 bytes for a chunk"),
+        (entry(b"no frame"), "no zstd frame"),
+        (pack(raw(1, b"\x64", b"\x01\x00")), "changes word 100 of a chunk of 100"),
+        (pack(raw(2, b"\x63\x00", b"\x01\x01\x00\x00")), "changes word 100 of a chunk of 100"),
+        (pack(raw(2, b"\x01", b"\x01\x01\x00\x00")), "1 positions for 2 changes"),
+        (pack(raw(1, b"\x01\xff", b"\x01\x00")), "positions for 1 changes"),
+        (pack(raw(1, b"\x01", b"\x00\x00")), "changes of zero"),
+        (pack(raw(3, b"\x01", b"\x01\x00")), "do not hold 3 changes"),
+        (pack(b"\x00"), "do not hold"),
+        (pack(raw(0, b"", b""))[:-1], "1 bytes early"),
+        (pack(raw(0, b"", b"")) * 2, "goes on after the last chunk"),
+    ],
+)
+def test_hostile_streams_are_refused(stream, message):
+    with pytest.raises(CorruptWeightsError, match=message):
+        list(patches([stream], [200], WORD))
+
+
+# The trainer's sum of a tensor's bytes is the engine's of the tensor, also of fused parts.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_trainer_and_engine_sum_alike(dtype):
+    tensor = torch.randn(700, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    parts = [part.contiguous().view(torch.uint8).numpy().tobytes() for part in tensor.split(300)]
+    assert sum(word_sum(part, WORDS[name]) for part in parts) % 2**64 == checksum(tensor)
+    assert word_sum(b"", WORDS[name]) == checksum(tensor[:0]) == 0
+
+
+# An empty patch is one too.
+def test_nothing_changed():
+    none = Patch(np.empty(0, np.uint32), np.empty(0, WORD))
+    assert (none + -none).encode() == none.encode() == raw(0, b"", b"")
