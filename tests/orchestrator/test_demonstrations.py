@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from orch_peers import PeerTrainer, make_config
 
 from composer_prime.cli import rollouts_command
 from composer_prime.config.load import resolve
+from composer_prime.config.root import Config
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.traces.demonstrations import count_rows, digest, read_rows, rollout_row
-from composer_prime.wire.types import Demonstration, flags, ints, pack_flags, pack_ints
+from composer_prime.wire.types import Demonstration, StepReply, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer
 from tests.chat_models import chat
@@ -304,3 +307,52 @@ def test_the_command_writes_the_chosen_rollouts(tmp_path, capsys):
         rollouts_command.main([str(run), "--min-reward", "2", "--messages", str(tmp_path / "none.jsonl")])
     with pytest.raises(ConfigError, match="cannot be written"):
         rollouts_command.main([*words, str(tmp_path)])
+
+
+def talking(root: Path, *, resume: bool = False) -> Config:
+    """Four steps of three rows from ten, with held-out rows every two steps, and no environment."""
+    if not (root / "rows.jsonl").exists():
+        talks = [
+            [{"role": "user", "content": f"Add {n}."}, {"role": "assistant", "content": str(n)}] for n in range(10)
+        ]
+        write(root / "rows.jsonl", *({"messages": talk} for talk in talks))
+    values = make_config(root, max_steps=4, resume=resume).model_dump()
+    files = [str(root / "rows.jsonl")]
+    values["orchestrator"] |= {"groups_per_step": 0, "source": [], "eval": {"every_steps": 2}}
+    values["orchestrator"]["demonstrations"] = {"files": files, "eval_files": files, "rows_per_step": 3}
+    values["channels"]["sft"] = {"weight": 1.0}
+    values["inference"]["nodes"] = 0
+    return Config.model_validate(values)
+
+
+def served(reply: StepReply) -> list[str]:
+    return sorted(each.name for row in reply.micro_batches for each in row.demonstrations)
+
+
+async def test_a_run_without_rollouts_serves_rows_and_resumes_with_the_next_ones(open_run, run_dir, tmp_path):
+    """Steps are conversations alone, held-out ones come where they are due, a resume serves what would have come."""
+    async with (
+        open_run(talking(tmp_path), node=False) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        await trainer.attach(0)
+        replies = [(await trainer.train(step))[0] for step in (1, 2)]
+        assert (await trainer.checkpoint(2)).error is None
+        replies += await trainer.train(3)
+        assert [len(served(reply)) for reply in replies] == [3, 3, 3]
+        assert all(reply.totals.samples == reply.totals.tokens == 0 for reply in replies)
+        assert all(reply.totals.demonstrated_tokens >= 6 for reply in replies)
+        assert [sum(len(row.demonstrations) for row in reply.held_out) for reply in replies] == [10, 10, 0]
+        assert replies[2].metrics["sft/rows_in_files"] == 10
+    async with (
+        open_run(talking(tmp_path, resume=True), node=False) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        await trainer.attach(2)
+        again, last = [(await trainer.train(step))[0] for step in (3, 4)]
+        assert served(again) == served(replies[2])
+        assert len({name for reply in [*replies, last] for name in served(reply)}) == 10
+    write(tmp_path / "rows.jsonl", {"messages": TALK})
+    async with open_run(talking(tmp_path, resume=True), node=False) as run:
+        with pytest.raises(CheckpointError, match="give the run the files it was started with"):
+            await asyncio.wait_for(run.task, 100)
