@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from composer_prime.errors import ConfigError
