@@ -98,8 +98,8 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
         return config_from_name(name) if visible is None else _custom(visible)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            f"{model_path} has no chat template: add chat_template.jinja to the folder, or name a renderer "
-            "(renderer = …) that knows the model"
+            f"{model_path} has no chat template: add chat_template.jinja to the folder, set model.chat_template to a "
+            "Jinja file, or name a renderer that knows the model in model.renderer"
         )
     return _custom("orchestrator.chat_renderer.ChatTemplateRenderer")
 

@@ -21,6 +21,7 @@ from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
+from composer_prime.plan.preflight import check_chat_template
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.scratch import Scratch
@@ -53,6 +54,7 @@ async def serve(
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_dir = RunDir(folder)
     model_dir = resolve_model(config.model.path)
+    check_chat_template(config, model_dir)
     chat = chat_folder(model_dir, config.model.chat_template, folder)
     keys = RunKeys.create(run_dir.keys)
     gateway = Gateway(_on_loopback(config), keys, "local", WeightStore(run_dir.weights), model_dir=chat)

@@ -115,6 +115,47 @@ def _model(config: Config, findings: Findings) -> None:
             f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "
             f"max_position_embeddings = {positions}: set model.max_context <= {positions}"
         )
+    if template is None or template.is_file():
+        check_chat_template(config, described)
+        findings.notes += tool_notes(config, described)
+
+
+def check_chat_template(config: Config, folder: Path) -> None:
+    """Raise ConfigError when no messages can be rendered for the model in `folder`: it has no chat template.
+
+    A chosen renderer needs none, and the renderers know some published models without one.
+    """
+    name = json.loads((folder / "config.json").read_text()).get("_name_or_path")
+    is_published = name or any(parent.name.startswith("models--") for parent in folder.parents)
+    if _template(config, folder) is None and not _has_renderer(config, folder) and not is_published:
+        raise ConfigError(
+            f"the model {config.model.path!r} has no chat template, which its conversations need: set "
+            "model.chat_template to a Jinja file, choose a chat model, or name a renderer in model.renderer"
+        )
+
+
+def tool_notes(config: Config, folder: Path) -> Iterator[str]:
+    """Yield a note when the chat template has no place for tools."""
+    template = _template(config, folder)
+    if template is not None and "tools" not in template and not _has_renderer(config, folder):
+        yield (
+            f"the chat template of {config.model.path!r} never names `tools`, so the model would not see the tools of "
+            "an environment: set model.chat_template to one that does, unless no source has tools"
+        )
+
+
+def _has_renderer(config: Config, folder: Path) -> bool:
+    return config.model.renderer is not None or (folder / "renderer.json").is_file()
+
+
+def _template(config: Config, folder: Path) -> str | None:
+    """Return the text of the chat template that counts, all of several; None without one."""
+    for file in (config.model.chat_template, folder / "chat_template.jinja", folder / "chat_template.json"):
+        if file is not None and file.is_file():
+            return file.read_text()
+    settings = folder / "tokenizer_config.json"
+    stored = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    return json.dumps(stored) if stored else None
 
 
 def _modules(config: Config, findings: Findings) -> None:

@@ -46,7 +46,7 @@ def check_sources(config: Config, plan: Plan, *, deadline_s: float = DEADLINE_S)
         plan.problems.append(f"the task sets cannot be loaded (status {done.returncode}): {last}")
         return
     answer = json.loads(done.stdout.strip().splitlines()[-1])
-    plan.problems.extend(answer["problems"])
+    plan.problems.extend(problem for problem in answer["problems"] if problem not in plan.problems)
     rows = [("", f"{name}: {_counts(tasks)}") for name, tasks in answer["tasks"].items()]
     place = next(index for index, (label, _) in enumerate(plan.rows) if label == "sources")
     plan.rows[place + 1 : place + 1] = rows

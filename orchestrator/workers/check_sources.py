@@ -18,6 +18,7 @@ from composer_prime.config import Config
 from composer_prime.config.load import make_importable
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.plan.preflight import check_chat_template
 from composer_prime.run.process import end_with_parent
 from orchestrator.chat_template import RENDER_ERRORS, chat_folder
 from orchestrator.tasks.sources import source_spec
@@ -65,6 +66,7 @@ def _check_chat(config: Config, scratch: Path) -> Any:
         folder = resolve_model(config.model.path)
     except ComposerError:
         return None
+    check_chat_template(config, folder)
     folder = chat_folder(folder, config.model.chat_template, scratch)
     chosen, renderer = build_renderer(str(folder), config.model.renderer)
     for tools in (None, [_TOOL]):

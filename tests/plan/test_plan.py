@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -182,6 +183,19 @@ def test_context_beyond_the_model_is_a_problem(tmp_path):
     # The tiny model has 1024 positions.
     text = problems(tmp_path, "--model.max_context", "4000")
     assert "model.max_context is 4000" in text and "max_position_embeddings = 1024" in text
+
+
+def test_a_chat_template_without_tools_is_noted(tmp_path):
+    # The environment's tools would never reach the model, and nothing would fail.
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    (model / "renderer.json").unlink()
+    words = ["--model.path", str(model)]
+    assert not any("`tools`" in note for note in build_plan(quickstart(tmp_path, *words), LAPTOP).notes)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    plan = build_plan(quickstart(tmp_path, *words), LAPTOP)
+    assert plan.problems == []
+    assert any("never names `tools`" in note and "model.chat_template" in note for note in plan.notes)
 
 
 def test_triton_without_a_gpu_is_a_problem(tmp_path):
