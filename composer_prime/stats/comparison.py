@@ -93,15 +93,20 @@ class Comparison:
     def lines(self) -> list[str]:
         seeds = f"{len(self.by_seed)} of {pluralize(self.planned_seeds, 'seed')}"
         of_each = ", ".join(f"{value:+.3f} with seed {seed}" for seed, value in sorted(self.by_seed.items()))
-        found = f"of {self.detectable:.3f}" if self.detectable is not None else "that fills the range of rewards"
-        chance = "likely found" if self.detectable is not None else "not likely found either"
         tasks = pluralize(self.over_tasks.count, "task")
         return [
             f"over tasks  {self.over_tasks.text(sign=True)}  {tasks}, mean of {seeds}",
             f"over seeds  {self.over_seeds.text(sign=True)}  {of_each}",
-            f"power       a difference {found} is {chance} ({POWER:.0%}), one of {self.minimal_effect:.3f} in "
-            f"{self.power:.0%} of such ladders",
+            f"power       {self._power_text()}",
         ]
+
+    def _power_text(self) -> str:
+        if self.planned_seeds == 1:
+            return "none: one seed cannot validate, whatever the difference"
+        least = f"one of {self.minimal_effect:.3f} in {self.power:.0%} of such ladders"
+        if self.detectable is None:
+            return f"no difference within the range of rewards is likely found ({POWER:.0%}), {least}"
+        return f"a difference of {self.detectable:.3f} is likely found ({POWER:.0%}), {least}"
 
 
 def task_means(run_dir: RunDir, source: str, step: int, registered: Preregistration) -> TaskMeans | None:

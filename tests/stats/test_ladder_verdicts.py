@@ -99,6 +99,7 @@ def test_one_seed_cannot_validate() -> None:
     assert (gain.verdict, loss.verdict) == ("PARTIAL", "UNDECIDED")
     assert gain.over_seeds.low is None and "one seed says nothing of others" in gain.meaning
     assert "these models are worse" in loss.meaning and loss.tone == "bad"
+    assert "one seed cannot validate" in gain.lines()[-1]
     less = judged(0.3, 0.6, minimal_effect=0.5)
     assert less.over_tasks.low is not None and less.over_tasks.low > 0 and less.verdict == "PARTIAL"
     assert "by less than the 0.500 of interest" in less.meaning
@@ -179,7 +180,7 @@ def test_the_report_has_verdict_washout_other_tasks_and_dollars(
 # A gain that goes with its term is told as gone, and one that never was is not called lost.
 @pytest.mark.parametrize(
     ("middle", "last", "answer"),
-    [(0.7, 0.3, "the gain is gone"), (0.3, 0.3, "there was no gain to lose"), (0.7, 0.7, "the gain stays")],
+    [(0.7, 0.3, "the gain is gone"), (0.3, 0.3, "no gain was shown"), (0.7, 0.7, "the gain stays")],
 )
 def test_washouts(tmp_path: Path, middle: float, last: float, answer: str) -> None:
     registered = ladder(minimal_effect=0.2)

@@ -125,7 +125,7 @@ def _stays(with_term: Comparison | None, at_end: Comparison | None) -> str:
     if with_term is None or at_end is None:
         return "not known yet"
     if not _above(with_term):
-        return "there was no gain to lose: the difference while the term had its weight is not above 0"
+        return "no gain was shown while the term had its weight, so none can be lost"
     if _above(at_end):
         return "the gain stays"
     high, least = at_end.over_tasks.high, at_end.minimal_effect
