@@ -157,6 +157,8 @@ class SftConfig(BaseConfig):
 
 
 class ChannelsConfig(BaseConfig):
+    """The terms of the loss, and their weights."""
+
     policy: PolicyConfig = PolicyConfig()
     """The policy loss."""
     sdpo: SdpoConfig = SdpoConfig()
