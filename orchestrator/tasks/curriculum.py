@@ -133,7 +133,8 @@ class Frontier:
 
     def mastered(self) -> float:
         """Return the share of the tasks that pass nearly always, as far as it is known or expected."""
-        return sum(self._rate(task) >= _MASTERED for task in range(self.num_tasks)) / self.num_tasks
+        count = self._count
+        return sum(self._rate(task) >= _MASTERED for task in range(count)) / count
 
     def wanted_difficulty(self) -> float:
         """Return the least difficulty of which half of the rollouts or fewer are expected to pass; 1 for none."""
@@ -142,9 +143,14 @@ class Frontier:
 
     def grow(self, difficulty: Sequence[float | None]) -> None:
         """Take in further tasks, at the end of the set, by their estimates."""
-        known = [*self.difficulty, *[None] * (self.num_tasks - len(self.difficulty))]
+        known = [*self.difficulty, *[None] * (self._count - len(self.difficulty))]
         self.difficulty = [*known, *difficulty]
-        self.num_tasks += len(difficulty)
+        self.num_tasks = self._count + len(difficulty)
+
+    @property
+    def _count(self) -> int:
+        assert self.num_tasks is not None  # An endless set is refused.
+        return self.num_tasks
 
     def _difficulty_of(self, task: int) -> float | None:
         return self.difficulty[task] if task < len(self.difficulty) else None

@@ -139,9 +139,10 @@ class TaskMaker:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-        if process.returncode > 0:
-            raise SandboxError(f"the factory ended with status {process.returncode}:\n{last_words(log, count=5)}")
-        return process.returncode == 0
+        status = process.returncode
+        if status is not None and status > 0:
+            raise SandboxError(f"the factory ended with status {status}:\n{last_words(log, count=5)}")
+        return status == 0
 
     def _take_in(
         self, made: Sequence[CodeTask], repositories: dict[str, str], known: set[str], wanted: float

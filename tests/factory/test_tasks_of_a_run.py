@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_what_cannot_make_tasks_is_refused(tmp_path: Path, options: dict[str, An
         makers(tmp_path, tmp_path / "run", **options)
 
 
+# A round begins when enough is mastered. One that fails ends the making of tasks with an event, and not the run.
+async def test_a_failed_round_is_an_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "making.jsonl").touch()
+    maker = replace(makers(tmp_path, tmp_path / "run")[0], look_s=0.01)
+    waiting = asyncio.create_task(maker.run())
+    await asyncio.sleep(0.1)
+    assert not waiting.done() and not caplog.records
+    maker.curriculum.load_state({"drawn": 0, "rates": {"0": [1.0] * 4, "1": [1.0] * 4}})
+    await asyncio.wait_for(waiting, timeout=100)
+    (record,) = caplog.records
+    assert "no more tasks are made" in record.getMessage() and "tasks.jsonl" in record.__dict__["event_cause"]
+
+
 # Rounds make what the first command left over, none of its tasks again, and leave its folder alone. What was taken in
 # stays where it is, as the workers' index has it. At the end of the stock a round says so.
 @pytest.mark.process
@@ -66,7 +80,7 @@ def test_a_run_makes_what_was_left_over(tmp_path: Path) -> None:
     assert first and curriculum.num_tasks == 2 + len(first)
     assert curriculum.difficulty == [0.2, 0.3, *(task.difficulty for task in first)]
     while asyncio.run(maker.round()):
-        assert curriculum.num_tasks < 40
+        assert len(curriculum.difficulty) < 40
     taken = list(read_tasks(maker.folder))
     assert taken[: len(first)] == first
     assert curriculum.num_tasks == 2 + len(taken) == len({task.id for task in [*read_tasks(stock), *taken]})
