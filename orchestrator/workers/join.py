@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import zmq
@@ -32,7 +33,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from composer_prime.address import tcp_address
-from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.config.sandbox import RuntimeType
 from composer_prime.errors import (
     ComposerError,
     ConfigError,
@@ -265,12 +266,14 @@ class JoinedHost:
         for name, content in welcome.files.items():
             (model / Path(name).name).write_bytes(content)
         for spec in welcome.specs:
-            await asyncio.to_thread(check_runtime, spec)
             local = msgspec.structs.replace(spec, model_path=str(model))
             self._pools[spec.name] = WorkerPool(
                 local, workers=self._hello.processes, start_timeout_s=welcome.start_timeout_s
             )
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        for name, pool in self._pools.items():
+            assert pool.ready is not None
+            await asyncio.to_thread(check_runtimes, name, pool.ready.runtimes)
 
     async def _close_pools(self) -> None:
         pools, self._pools = self._pools, {}
@@ -320,17 +323,13 @@ class JoinedHost:
         return web.Response(status=reply.status, body=reply.body, content_type="application/json")
 
 
-def check_runtime(spec: SourceSpec) -> None:
-    """Raise ConfigError when a source's sandboxes do not work on this machine."""
-    kind = RuntimeConfig.model_validate(spec.runtime).type
-    if kind == "auto":
-        return  # Environments that open boxes say so themselves.
-    found = probe(kind)
-    if not found.works:
-        raise ConfigError(
-            f"source {spec.name!r} has orchestrator.source.runtime.type {kind!r}, which does not work on host "
-            f"{socket.gethostname()}: {found.text}"
-        )
+def check_runtimes(source: str, types: Sequence[str]) -> None:
+    """Raise ConfigError when a runtime in which `source` executes code does not work on this machine."""
+    for kind in set(types) & set(get_args(RuntimeType)):
+        if not (found := probe(kind)).works:
+            raise ConfigError(
+                f"source {source!r} executes code in the runtime {kind!r}, which does not work here: {found.text}"
+            )
 
 
 # -- the command line ----------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """By task set: estimates in [0, 1] of its tasks, in their order. Task sets without estimates are left out."""
     digests: dict[str, str] = {}
     """By task set: a digest of the tasks' prompts; of an endless set, of its first one."""
+    runtimes: list[str] = []
+    """Types of the runtimes in which the source executes code."""
 
     def difference(self, other: WorkerReady) -> str | None:
         """Return how these tasks differ from the run's, with both values; None where they are the same."""

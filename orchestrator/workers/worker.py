@@ -80,7 +80,10 @@ class Worker:
             estimates = {name: environment.difficulty for name, environment in self._environments.items()}
             difficulty = {name: by_task for name, by_task in estimates.items() if by_task}
             digests = {name: prompt_digest(environment) for name, environment in self._environments.items()}
-            self._frames.send(WorkerReady(num_tasks=num_tasks, difficulty=difficulty, digests=digests))
+            runtimes = sorted({kind for each in self._environments.values() for kind in runtime_types(each)})
+            self._frames.send(
+                WorkerReady(num_tasks=num_tasks, difficulty=difficulty, digests=digests, runtimes=runtimes)
+            )
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -168,6 +171,18 @@ def prompt_digest(environment: Any) -> str:
     for index in range(environment.num_tasks or 1):
         digest.update(f"{environment.describe(index)[1]}\0".encode(errors="replace"))
     return digest.hexdigest()
+
+
+def runtime_types(environment: Any) -> set[str]:
+    """Return the types of runtime that an Environment uses: those of its agents, and of boxes that its tasks open."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    config = environment._env.config
+    types = {agent.runtime.type for agent in agent_config_fields(config).values()}
+    if (own := getattr(config.taskset, "runtime", None)) is not None:
+        kind = getattr(own, "type", own)
+        types.add("bubblewrap" if kind == "auto" else kind)
+    return types
 
 
 def _failed(request: RunRollout, kind: str, message: str, **details: Any) -> RolloutReply:
