@@ -206,14 +206,14 @@ class Pipeline:
         config = self.config
         stack.push_async_callback(self._close_pools)
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))
+        blamed = frozenset(left_out(self.run_dir.ledger))
+        self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
         shard = (config.diloco and config.diloco.task_shard) or WHOLE
         difficulty = {name: pool.difficulty() for name, pool in self.pools.items()}
         sources = Sources(
             config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard, difficulty=difficulty
         )
-        blamed = frozenset(left_out(self.run_dir.ledger))
-        self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
         if self.state is None:
             journal, entries = await asyncio.to_thread(Journal.create, self.run_dir.journal), []
         else:
