@@ -257,7 +257,8 @@ def _outline(sections: dict[str, str]) -> Iterator[str]:
     tops = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in sections)
     for top in tops:
         title = sections.get(top, "").partition("\n")[0].partition(": ")[2].split(" (")[0].rstrip(" ─╮")
-        yield f"  {top:<13} {title or Config.model_fields[top].description or ''}".rstrip()
+        # A table of tables has no box of its own.
+        yield f"  {top:<13} {title or Config.model_fields[top].annotation.__doc__ or ''}".rstrip()
         parts = [name.removeprefix(top).removeprefix(".") for name in sections if name != top and _is_within(name, top)]
         indent = " " * 16
         yield from wrap(", ".join(parts), 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -313,6 +313,7 @@ def test_help_is_short_and_tells_more_by_section(capsys):
     assert "--trainer.optim.lr" in optim and "--trainer.optim.lr" in trainer and "--trainer.schedule" in trainer
     assert "--trainer.schedule" not in optim and "--model.path" not in trainer and "--model.path" in everything
     assert "--channels.replay-dpo.weight" in help_of(capsys, "channels.replay_dpo")
+    assert "  channels      The terms of the loss" in short
     with pytest.raises(SystemExit) as ended:
         parse_command_line(["--help", "trainr"])
     assert ended.value.code == 2 and "--help trainr: there is no such section" in capsys.readouterr().err
