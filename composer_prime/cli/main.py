@@ -29,7 +29,7 @@ COMMANDS = {
     "ladder": ("composer_prime.cli.ladder_command", "train arms with several seeds (run CONFIGS -o), compare them"),
     "view": ("composer_prime.cli.view_command", "a web page over all runs, live and ended (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
-    "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.jsonl)"),
+    "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.zst)"),
     "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
     "tasks": ("composer_prime.cli.tasks_command", "make coding tasks from packages, check them, look at them"),

@@ -182,7 +182,7 @@ class TeachersConfig(BaseConfig):
     online: bool = False
     """Replay during training; pairs go to the run directory's pairs.jsonl."""
     states: Path | None = None
-    """A states.jsonl (`composer ingest`) to replay online; None takes the run's own rollouts."""
+    """A file of states (`composer ingest`) to replay online; None takes the run's own rollouts."""
     voters: int = Field(default=3, ge=2)
     """N: teachers whose majority decides, unless all of it is of one family."""
     voting: Literal["sequential", "all"] = "sequential"

@@ -15,8 +15,9 @@ from composer_prime.config import Config
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
-from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, replay, replay_summary
+from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, parse_arguments, replay, replay_summary
 from composer_prime.traces.replay.records import read_pairs
+from composer_prime.traces.replay.training_limits import training_limits
 from composer_prime.traces.state import write_state
 
 POOL = """
@@ -52,6 +53,19 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
         main([*map(str, words)])
     assert left.value.code == 2
     return capsys.readouterr().err
+
+
+# A file of teachers alone is enough: nobody scores, and no step limits the states. A run's file sets both.
+def test_a_file_of_teachers_alone(tmp_path: Path) -> None:
+    whole, alone = tmp_path / "run.toml", tmp_path / "pool.toml"
+    whole.write_text(POOL)
+    alone.write_text(POOL[POOL.index("[[teachers.teacher]]") :])
+    words = ["s.zst", "-o", "p.jsonl"]
+    config = parse_arguments([*words, "@", str(alone), "--states", "9", "--per-trace", "2"]).config
+    assert (config.teachers.select.states, config.teachers.select.per_trace, config.teachers.score) == (9, 2, False)
+    assert training_limits(config) is None and len(config.teachers.teacher) == 2
+    config = parse_arguments([*words, "@", str(whole)]).config
+    assert config.teachers.score and config.model.max_context == 384 and config.teachers.select.states is None
 
 
 # Wrong input is refused before anything is loaded or written, with what to do about it.

@@ -8,6 +8,7 @@ them, and they count at what was held for them. SIGTERM works as Ctrl-C.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from composer_prime.config import Config
+from composer_prime.config.layers import read_layers
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
@@ -27,6 +29,7 @@ from composer_prime.llm.prices import CostForecast, cost_with_cap, forecast_cost
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
 from composer_prime.traces.replay.selection import count_selected, selected_states
+from composer_prime.traces.replay.training_limits import NO_MODEL
 from composer_prime.traces.state import read_states, same_file
 from composer_prime.traces.states_file import trace_of_each
 
@@ -43,10 +46,26 @@ _COLUMNS = (
     TextColumn("{task.fields[result]}"),
 )
 USAGE = """\
-usage: composer replay STATES.jsonl -o PAIRS.jsonl @ FILE.toml [--teachers.key VALUE ...]
+usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--teachers.key VALUE ...]
 
 Asks the teachers of [teachers] what they would have done at each state and writes preference pairs. Beside PAIRS.jsonl:
-PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to go on where it stopped."""
+PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to go on where it stopped.
+
+A file of teachers is enough. With a run's file before it, the run's model chooses among agreeing answers, and states
+that no step of the run can hold are left out. --states and --per-trace replay some of the states, those that errors
+followed first."""
+_SHORT = {"--states": "--teachers.select.states", "--per-trace": "--teachers.select.per_trace"}
+_SOURCE = [{"name": "toolsmith", "taskset": {"id": "orchestrator.environments.toolsmith"}}]
+_NO_RUN = {
+    "--run.name": "replay",
+    "--orchestrator.source": json.dumps(_SOURCE),
+    "--model.path": NO_MODEL,
+    "--model.max_context": str(1 << 30),
+    "--trainer.micro_batch_tokens": str(1 << 31),
+    "--teachers.score": "false",
+    "--teachers.online": "false",
+}
+"""What stands for the run where only teachers are given: no base, and no step that limits the states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +102,10 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
     if same_file(Path(files[0]), Path(files[2])):
         raise ConfigError(f"{files[0]} and {files[2]}, states and pairs, are one file: name another file for the pairs")
+    settings = [_SHORT.get(word, word) for word in settings]
+    layers, _ = read_layers(settings)
+    if layers and not any(layer.values.keys() & {"model", "run"} for layer in layers):
+        settings += [word for pair in _NO_RUN.items() for word in pair]
     config = resolve(settings).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")

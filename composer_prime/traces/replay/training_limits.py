@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_MODEL = "none"
+"""The model.path of a replay without a run."""
 _KNOWN_TEXTS = 100_000
 """Texts whose length is remembered: the states of a trace repeat their context."""
 
@@ -66,9 +68,11 @@ class TrainingLimits:
 
 
 def training_limits(config: Config) -> TrainingLimits | None:
-    """Return the limits of a run; None, with a warning, where the tokenizer of model.path is not at hand."""
+    """Return the limits of a run; None without one, and, with a warning, where its tokenizer is not at hand."""
     from tokenizers import Tokenizer
 
+    if config.model.path == NO_MODEL:
+        return None
     try:
         tokenizer = Tokenizer.from_file(str(resolve_model(config.model.path) / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
