@@ -217,6 +217,12 @@ def test_tokens_are_colored(browser, server):
     assert len(colors) == 2 == len(set(colors)) and len(page.all(".tokens .quiet")) == 1
     page.choose("#shade", "advantages")
     page.until_true(lambda: page.all(".tokens[data-shade='advantages']"), "advantages")
+    assert page.hash.endswith("?color=advantages") and "made likelier" in page.text()
+    browser.get(f"{server.address}#/run/a2/rollout/step/12/g000024-1?color=none")
+    page.until_true(lambda: page.all("#shade") and not page.all("#shades"), "no color, from the address")
+    page.keys("\ue00c")  # Escape leaves the select
+    page.keys("c")
+    page.until("unlikely", "#shades")
     browser.get(f"{server.address}#/run/a1/rollout/step/12/g000024-1")
     page.until("monitor.tokens")
     page.check_clean()

@@ -44,12 +44,15 @@ async function draw({ force = false } = {}) {
   if (number === drawing) timer = setTimeout(() => (document.hidden ? (timer = 0) : draw()), wait);
 }
 
+// Another color of the same rollout is the same place.
+const samePlace = (hash) => hash.replace(/[?&]color=[^&]*/, "");
+
 function show(page, hash) {
   const focus = document.activeElement?.id;
   const caret = document.activeElement?.selectionStart;
-  const place = shown.hash === hash ? window.scrollY : 0;
+  const isSamePage = shown.hash !== null && samePlace(shown.hash) === samePlace(hash);
+  const place = isSamePage ? window.scrollY : 0;
   const opened = new Set([...main.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
-  const isSamePage = shown.hash === hash;
   shown = { hash, answers: page.answers };
   showBar(page.crumbs);
   document.title = [...page.crumbs].reverse().join(" · ") || "composer view";
@@ -97,6 +100,7 @@ async function runPart(run, tab, rest, query) {
     return { ...page, nodes: [head, list.nodes], live: page.live || list.again, answers: [await ask("rollouts", { ...query, run: run.id, limit: 100 })] };
   }
   if (tab === "rollout") {
+    if (query.color) state.shade = query.color === "none" ? "" : query.color;
     const found = await rolloutPage(run, rest, state, redraw);
     state.siblings = found.page.siblings.map((each) => each.entry);
     return { ...page, nodes: [head, found.nodes], answers: [found.page] };
@@ -124,7 +128,7 @@ async function clusters(run) {
 }
 
 function showHelp() {
-  const keys = [["j / k", "next and previous row, or sibling"], ["Enter", "open the row"], ["/", "find"], ["s", "siblings side by side"], ["u", "one level up"], ["t", "light or dark"], ["?", "these keys"]];
+  const keys = [["j / k", "next and previous row, or sibling"], ["Enter", "open the row"], ["/", "find"], ["s", "siblings side by side"], ["c", "color tokens by the next figure"], ["u", "one level up"], ["t", "light or dark"], ["?", "these keys"]];
   const dialog = h("dialog", { "aria-label": "keys" }, h("h2", null, "Keys"), h("dl", null, keys.map(([key, text]) => [h("dt", null, h("kbd", null, key)), h("dd", null, text)])),
     h("p", { class: "quiet" }, "The address of a page is a link to what it shows."), h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")));
   replace(document.getElementById("help"), dialog);

@@ -1,7 +1,7 @@
 // A rollout among its siblings, alone or side by side.
 import { h, figure } from "./dom.js";
-import { ask, link } from "./source.js";
-import { rolloutCard, shadesOf } from "./transcript.js";
+import { ask, link, readHash } from "./source.js";
+import { rolloutCard, shadeLegend, shadesOf } from "./transcript.js";
 import { rolloutLink } from "./rollouts.js";
 
 export async function rolloutPage(run, [kind, step, id], state, redraw) {
@@ -44,7 +44,12 @@ function shadePicker(tokens, kind, state, redraw) {
     return kind === "step" ? h("p", { class: "quiet small" }, "Tokens were not recorded: set monitor.tokens = true to color them.") : null;
   }
   const options = shadesOf(tokens).map(([name, title]) => h("option", { value: name, selected: name === (state.shade || "") }, title));
-  return h("p", { class: "filters" }, h("label", null, "color tokens by", h("select", { id: "shade", onchange: (event) => { state.shade = event.target.value; redraw(); } }, options)));
+  const choose = (event) => {
+    const { parts, query } = readHash(location.hash);
+    history.replaceState(null, "", link(parts, { ...query, color: event.target.value || "none" }));
+    redraw();
+  };
+  return h("p", { class: "filters" }, h("label", null, "color tokens by", h("select", { id: "shade", onchange: choose }, options)), shadeLegend(tokens, state.shade));
 }
 
 // A held-out task before and after training, side by side.

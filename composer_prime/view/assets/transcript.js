@@ -97,12 +97,33 @@ export function shadesOf(tokens) {
   return SHADES.filter(([name]) => !name || tokens.some((sample) => Array.isArray(sample[name])));
 }
 
+// The value at which the color is strongest, the same for all samples of a rollout.
+function strongest(samples, shade) {
+  if (shade === "logprobs") return MOST_NATS;
+  return Math.max(...samples.flatMap((sample) => (Array.isArray(sample[shade]) ? sample[shade].map(Math.abs) : [])), 1e-9);
+}
+
+export function shadeLegend(samples, shade) {
+  if (!shade) return null;
+  const most = strongest(samples, shade);
+  const ends = { logprobs: ["certain", "unlikely"], advantages: ["made rarer", "made likelier"] }[shade] || ["none", "most"];
+  const from = shade === "advantages" ? -most : 0;
+  const to = shade === "logprobs" ? -most : most;
+  const steps = [0, 0.25, 0.5, 0.75, 1].map((part) => from + part * (to - from));
+  const swatch = (value) => {
+    const span = h("span", null, figure(value));
+    span.style.background = color(value, most, shade);
+    return span;
+  };
+  return h("span", { class: "quiet small", id: "shades" }, ends[0], steps.map(swatch), ends[1]);
+}
+
 function tokenStrip(samples, shade) {
   if (!samples.length || !shade) return null;
+  const most = strongest(samples, shade);
   return samples.map((sample) => {
     const values = sample[shade];
     if (!Array.isArray(values)) return null;
-    const most = shade === "logprobs" ? MOST_NATS : Math.max(...values.map(Math.abs), 1e-9);
     return h("div", { class: "tokens", "data-shade": shade }, pieces(sample).map(([start, end, sampled]) => {
       if (!sampled) return givenTokens(sample.texts.slice(start, end));
       return sample.texts.slice(start, end).map((text, place) => shadedToken(text, values[start + place], most, shade, sample.mask[start + place]));
