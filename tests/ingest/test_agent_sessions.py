@@ -153,6 +153,7 @@ def test_adp(tmp_path: Path) -> None:
 # The prompt is not printed: the first turn gives no state, and stands in the context of the others behind a stand-in.
 def test_claude_stream(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "a.jsonl", *CLAUDE_STREAM))
+    assert taken(document(tmp_path / "a.json", CLAUDE_STREAM))[0] == states  # --output-format json --verbose
     assert tally.format == "claude_stream/1" and tally.passed_over == {"its prompt was not recorded": 1}
     (state,) = states
     assert roles(state) == ["user", "assistant", "tool", "tool"] and calls(state) == [("Read", {"file_path": "a.py"})]
@@ -166,13 +167,14 @@ def test_claude_stream_with_prompts(tmp_path: Path) -> None:
     asked = stream("user", message={"role": "user", "content": "Count."}, isReplay=True)
     boundary = stream("system", subtype="compact_boundary", compact_metadata={"trigger": "auto"})
     summary = stream("user", message={"role": "user", "content": [text("So far: listed.")]})
-    again = [boundary, summary, spoken("m3", text("Two."))]
+    search = {"type": "server_tool_use", "id": "w1", "name": "web_search", "input": {"query": "x"}}
+    again = [boundary, summary, spoken("m3", text("Two."), search)]
     other = {**spoken("m4", text("Hi.")), "session_id": "s-2"}
     session = [CLAUDE_STREAM[0], asked, *CLAUDE_STREAM[1:], *again]
     states, tally = taken(lines(tmp_path / "a.jsonl", *session, {**asked, "session_id": "s-2"}, other))
     assert [state.state_id for state in states] == ["s-1/0000", "s-1/0001", "s-1/0002", "s-2/0000"]
     assert [message["content"] for message in states[2].messages] == ["So far: listed."] and not tally.passed_over
-    assert states[0].error == "failed"
+    assert states[0].error == "failed" and calls(states[2]) == [("web_search", {"query": "x"})]
 
 
 # The four files of Gemini CLI hold the same turns. The last version of a message counts.
@@ -258,7 +260,13 @@ LINES = {
     "atif": [ATIF, {**ATIF, "subagent_trajectories": [ATIF]}],
     "adp": [ADP],
 }
-DOCUMENTS = {"cline": CLINE, "gemini_cli": GEMINI_CHECKPOINT, "atif": ATIF, "codex": {"session": {}, "items": []}}
+DOCUMENTS = {
+    "claude_stream": CLAUDE_STREAM,
+    "cline": CLINE,
+    "gemini_cli": GEMINI_CHECKPOINT,
+    "atif": ATIF,
+    "codex": {"session": {}, "items": []},
+}
 
 
 # Whatever happened to a file of lines, each line is counted, and no reader fails.

@@ -47,6 +47,8 @@ _KNOWN_ASIDE = {
     "tag",
 }
 """Records outside the conversation."""
+_USES = ("tool_use", "server_tool_use", "mcp_tool_use")
+"""Blocks of calls. Those of tools that the provider runs have no result in the session."""
 
 
 def matches(sample: FileStart) -> bool:
@@ -275,7 +277,7 @@ def assistant_parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
             text.append(text_of(block))
         elif kind == "thinking":
             thinking.append(string(block.get("thinking")) or "")
-        elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
+        elif kind in _USES and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
             written = block.get("input")
             arguments = written if isinstance(written, dict) else str(written or "")
             calls.append(Call(call_id=block["id"], name=block["name"], arguments=arguments))

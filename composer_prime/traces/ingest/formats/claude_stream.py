@@ -1,4 +1,5 @@
-"""Read what `claude -p --output-format stream-json` prints: one message a line, in the order of the session.
+"""Read what `claude -p --output-format stream-json` prints: one message a line, in the order of the session. With
+`--output-format json --verbose` the same messages are one list.
 
 The lines name their `session_id` and no parent. Several lines with one `message.id` are one answer. The prompt is not
 printed (but with --replay-user-messages), so contexts begin with a stand-in, and the first turn, which only the prompt
@@ -26,7 +27,8 @@ _ALL = "all"
 
 
 def matches(sample: FileStart) -> bool:
-    lines = [line for line in sample.objects("type", "session_id") if string(line["type"]) in _KINDS]
+    listed = sample.records if sample.document is None else sample.document
+    lines = [line for line in objects(listed) if string(line.get("type")) in _KINDS and "session_id" in line]
     own = [line for line in lines if "parentUuid" not in line and "sessionId" not in line]
     # Other programs print a session_id too, but none a message or a system line of such a form.
     return any(isinstance(line.get("message"), dict) or line["type"] == "stream_event" for line in own) or any(
@@ -35,8 +37,11 @@ def matches(sample: FileStart) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
+    if file.whole is not None and not isinstance(file.whole, list):
+        file.unknown()
+        return
     stream = _Stream(file)
-    for record in file.records():
+    for record in file.records() if file.whole is None else file.document():
         reason = stream.take(record)
         if reason is None:
             file.tally.take()
