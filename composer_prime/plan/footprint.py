@@ -170,16 +170,18 @@ def orchestrator_need(config: Config) -> Need:
 def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, int]:
     """Return the disk space by purpose at its peak: one checkpoint and one version more than are kept.
 
-    Of versions, as many older ones stay while nodes pull them.
+    Of versions, as many older ones stay while nodes pull them. Deltas need less, but also an anchor that is older than
+    all of these.
     """
     if config.run.max_steps == 0:
         return {"weight store": 0, "checkpoints": 0, "final": 0}
     width = 2 if cuda else 4
     moments = 8 if config.trainer.optim.type == "adamw" else 5
     trained = trained_parameters(config, shape)
+    with_deltas = int(config.trainer.lora is None and config.trainer.weights.anchor_every > 1)
     averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return {
-        "weight store": (2 * config.trainer.weights.keep + 1) * shape.parameters * width,
+        "weight store": (2 * config.trainer.weights.keep + 1 + with_deltas) * shape.parameters * width,
         "checkpoints": (config.trainer.checkpoint.keep + 1) * (4 * shape.parameters + (moments + averages) * trained),
         "final": shape.parameters * width,
     }
@@ -188,11 +190,14 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
 def node_disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
     """Return what a node keeps in its folder for temporary files at its peak.
 
-    It is the version in use and the next one; with vLLM also the file that the engine reads.
+    It is the version in use and the next one, and what is pulled to make it: at most two thirds of a version. With vLLM
+    also the file that the engine reads.
     """
     if config.run.max_steps == 0:
         return 0
-    return (3 if config.inference.engine == "vllm" else 2) * shape.parameters * (2 if cuda else 4)
+    whole = shape.parameters * (2 if cuda else 4)
+    deltas = 2 * whole // 3 if config.trainer.lora is None and config.trainer.weights.anchor_every > 1 else 0
+    return (3 if config.inference.engine == "vllm" else 2) * whole + deltas
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:

@@ -13,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.errors import CorruptWeightsError, DeadlineError
+from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, WeightStore
+from inference.receiver import Receiver
+from inference.snapshot import checksum
 from inference.versions import FolderSource, VersionFolder
+from tests.inference.publisher import RUN_ID
 from trainer.weights.version_file import VersionWriter
 
 KEEP = 3
@@ -238,7 +241,7 @@ def test_a_hostile_store_is_refused(training, open_node, how):
 
 
 # Patches that a signed manifest names but that are none are refused as well; the version in use stays.
-@pytest.mark.parametrize("stream", [b"\xff" * 50, b"", bytes(2000)])
+@pytest.mark.parametrize("stream", [b"\xff" * 50, b"", bytes(2000)], ids=["noise", "nothing", "zeros"])
 def test_signed_nonsense_is_refused(training, open_node, stream):
     node = open_node()
     training.train(range(2))
@@ -315,3 +318,32 @@ def test_two_hundred_deltas(tmp_path, open_node):
         training.train(range(version, version + 1), share=0.001)
         fetch(node, training, version)
     assert training.written[200][0].parent == 0
+
+
+# The engine's own sums must be those that the trainer signed. An engine that loaded the old weights under the new
+# number, and a file on the node's disk that changed after its hash was checked, are refused; the old version serves on.
+@pytest.mark.parametrize("fault", ["old weights", "disk"])
+def test_the_engine_must_hold_the_signed_sums(loop, engine, publisher, folder, reference, fault):
+    receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
+
+    def signed(version: int) -> bytes:
+        sums = {name: f"{checksum(tensor):x}" for name, tensor in reference.weights(version).items()}
+        return publisher.publish(version, tensors=sums)
+
+    async def load(version, tensors):
+        if fault == "old weights" and version == 2:
+            tensors = reference.weights(1)
+        elif version == 2:
+            path = receiver._versions.chunks.path / publisher.manifest(2).chunks[-1].sha256
+            path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+        await plain_load(version, tensors)
+
+    loop.run(receiver.install(signed(1), publisher.verify_key, RUN_ID))
+    plain_load, engine.load_weights = engine.load_weights, load
+    with pytest.raises(CanaryError, match="holds other values"):
+        loop.run(receiver.install(signed(2), publisher.verify_key, RUN_ID))
+    assert (receiver.version, engine.version) == (1, 1) and receiver.settled.is_set()
+    engine.load_weights = plain_load
+    loop.run(receiver.install(signed(2), publisher.verify_key, RUN_ID))
+    assert (receiver.version, engine.version) == (2, 2)
+    receiver.close()

@@ -1,0 +1,208 @@
+"""What a new version costs a node: whole, compressed, XOR with the version before, and as this project sends it.
+
+    uv run python -m benchmarks.weight_sync                    # a tiny model
+    uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
+    uv run python -m benchmarks.weight_sync --model 8b         # --layers of an 8B model's shapes, made-up steps
+
+Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
+brought to a node's disk by inference/versions.py, which must give back the same bits. For each learning rate, of the
+last step:
+
+    full        the file in bfloat16
+    zstd        the file, level 3
+    xor + zstd  file XOR file of the version before, level 3
+    delta       what a node pulls that has the version before
+    overlay     what a node pulls that has the anchor (the first version) but none between; beside it `full` for one
+                that has nothing
+
+`stall` is what the training step waits for (the copy), against copy and writing of a whole version. `node memory` is
+the peak of a process that applies the last delta and reads all tensors, over that before, in sizes of the snapshot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import zstandard
+
+from composer_prime.run.weights import Canary, Manifest, WeightStore
+from inference.versions import FolderSource, VersionFolder
+from trainer.weights.version_file import VersionWriter, safetensors_parts
+
+Tensors = dict[str, torch.Tensor]
+
+
+def trained(lm: torch.nn.Module, ids: torch.Tensor, lr: float) -> Iterator[Tensors]:
+    """Yield the float32 masters before the first step and after each one."""
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95))
+    batches = ids.split(128)
+    step = 0
+    while True:
+        yield {name: parameter.detach() for name, parameter in lm.named_parameters()}
+        batch = batches[step % len(batches)][None]
+        optimizer.zero_grad()
+        lm(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+
+
+def small_model() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    while True:
+        torch.manual_seed(0)
+        yield LlamaForCausalLM(config), torch.randint(0, 2048, (1024,))
+
+
+def smollm2() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from composer_prime.model_source import resolve_model
+
+    folder = resolve_model("smollm2")
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])[:1024]
+    while True:
+        yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids
+
+
+def made_up(layers: int, lr: float) -> Iterator[Tensors]:
+    """Shapes of an 8B model; each step moves every value by up to two learning rates."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"embed": (128256, 4096), "head": (128256, 4096)}
+    for layer in range(layers):
+        shapes |= {f"{layer}.{name}": (4096, 4096) for name in ("q", "o")}
+        shapes |= {f"{layer}.{name}": (1024, 4096) for name in ("k", "v")}
+        shapes |= {f"{layer}.{name}": (14336, 4096) for name in ("gate", "up", "down")}
+    tensors = {name: 0.02 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    while True:
+        yield tensors
+        for tensor in tensors.values():
+            tensor.add_(torch.rand(tensor.shape, generator=random).sub_(0.5), alpha=4 * lr)
+
+
+def measure(versions: Iterator[Tensors], steps: int, folder: Path) -> dict[str, float]:
+    store = WeightStore(folder / "weights")
+    writer = VersionWriter(store, steps + 2)
+    node = VersionFolder(FolderSource(store), folder)
+    figures: dict[str, float] = {}
+    old = b""
+    for step in range(steps + 1):
+        masters = next(versions)
+        start = time.perf_counter()
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
+        stall_s = time.perf_counter() - start
+        described = Manifest(
+            run_id="sync", version=step, parent=None, kind="anchor", dtype="bfloat16", chunks=[], tensors={},
+            canary=Canary(token_ids=[0, 1], logprobs=[0.0]),
+        )  # fmt: skip
+        manifest = writer.write(described, tensors)
+        encode_s = time.perf_counter() - start - stall_s
+        store.put_manifest(step, msgspec.msgpack.encode(manifest))
+        if step == 0:
+            figures |= {"stall": stall_s, "publish": stall_s + encode_s}
+        if step >= steps - 1:
+            before = b"".join(bytes(part) for part in safetensors_parts(tensors))
+            if step < steps:
+                old = before
+        start, pulled = time.perf_counter(), node.bytes_pulled
+        snapshot = asyncio.run(node.fetch(manifest))
+        apply_s = time.perf_counter() - start
+        node.settle(manifest)
+        wrong = [n for n, t in tensors.items() if not torch.equal(snapshot[n].view(torch.int16), t.view(torch.int16))]
+        if wrong:
+            raise SystemExit(f"version {step} came out different in {wrong[:5]}")
+    node.close()
+    zstd = zstandard.ZstdCompressor(level=3)
+    xored = torch.frombuffer(bytearray(old), dtype=torch.uint8) ^ torch.frombuffer(bytearray(before), dtype=torch.uint8)
+    return figures | {
+        "changed": 100 * xored.view(torch.int16).count_nonzero().item() / (len(before) / 2),
+        "full": len(before),
+        "zstd": len(zstd.compress(before)),
+        "xor + zstd": len(zstd.compress(xored.numpy())),
+        "delta": node.bytes_pulled - pulled,
+        "overlay": sum(ref.size for ref in manifest.overlay),
+        "encode": encode_s,
+        "apply": apply_s,
+        "memory": _node_memory(folder, steps) / len(before),
+    }
+
+
+def _node_memory(folder: Path, last: int) -> int:
+    """Return the bytes that a node's process grows by at its peak while it takes the last version."""
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "--node", str(folder), "--steps", str(last)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return json.loads(done.stdout)
+
+
+def _resident(field: str) -> int:
+    status = Path(f"/proc/{os.getpid()}/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
+
+
+def take_last_version(folder: Path, last: int) -> None:
+    store = WeightStore(folder / "weights")
+    node = VersionFolder(FolderSource(store), folder)
+    for version in (last - 1, last):
+        manifest = msgspec.msgpack.decode(store.manifest(version), type=Manifest)
+        if version == last:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            before = _resident("VmRSS")
+        for name in (snapshot := asyncio.run(node.fetch(manifest))):
+            for _ in snapshot.blocks(name):
+                pass
+        node.settle(manifest)
+    print(_resident("VmHWM") - before)
+    node.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["tiny", "smollm2", "8b"], default="tiny")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2, help="of the 8B shapes")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
+    parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.node is not None:
+        take_last_version(options.node, options.steps)
+        return 0
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: the last step is compared with one before, give 2 or more")
+    models = smollm2() if options.model == "smollm2" else small_model()
+    for lr in options.lr:
+        with tempfile.TemporaryDirectory() as name:
+            versions = made_up(options.layers, lr) if options.model == "8b" else trained(*next(models), lr)
+            of = measure(versions, options.steps, Path(name))
+        print(f"{options.model}, lr {lr:g}, step {options.steps}: {of['changed']:.2f} % of the values changed, "
+              f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
+        for way in ("full", "zstd", "xor + zstd", "delta", "overlay"):
+            ratio = of["full"] / of[way] if of[way] else 0
+            print(
+                f"  {way:11} {of[way] / 1e6:9.3f} MB" + (f"   1 : {ratio:.0f}" if ratio else "   none: written whole")
+            )
+        print(f"  node memory {of['memory']:.2f} snapshots")
+        print(f"  encode {of['encode']:.2f} s, pull and apply {of['apply']:.2f} s; stall {of['stall']:.2f} s of "
+              f"{of['publish']:.2f} s to publish whole", flush=True)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
