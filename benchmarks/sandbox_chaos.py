@@ -19,11 +19,10 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 from aiohttp import web
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 import composer_prime
 from orchestrator.environments.code.task import CodeTask, write_tasks
@@ -79,8 +78,8 @@ class ScriptedPolicy:
     """Answers the n-th request of a session with the n-th text, after a seeded while."""
 
     def __init__(self, seed: int) -> None:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(POLICY))
-        self._ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in TEXTS]
+        tokenizer = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
+        self._ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids for text in TEXTS]
         self._turns: Counter[str] = Counter()
         self._random = random.Random(seed)
 
