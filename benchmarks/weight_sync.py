@@ -135,7 +135,7 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path) -> dict[str, 
         "changed": 100 * xored.view(torch.int16).count_nonzero().item() / (len(before) / 2),
         "full": len(before),
         "zstd": len(zstd.compress(before)),
-        "xor + zstd": len(zstd.compress(xored.numpy())),
+        "xor + zstd": len(zstd.compress(xored.numpy().tobytes())),
         "delta": node.bytes_pulled - pulled,
         "overlay": sum(ref.size for ref in manifest.overlay),
         "encode": encode_s,
@@ -173,7 +173,7 @@ def take_last_version(folder: Path, last: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=["tiny", "smollm2", "8b"], default="tiny")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2, help="of the 8B shapes")
