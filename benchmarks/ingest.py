@@ -163,11 +163,10 @@ def beside(processes: int, kind: str, mib: int, files: int) -> None:
         size = sum(path.stat().st_size for path in sessions.iterdir())
         print(f"{kind}: {size / 2**20:.0f} MiB in {files * processes} files; load {os.getloadavg()[0]:.1f}")
         walls = {number: command(sessions, Path(folder) / f"{number}.zst", number) for number in (1, processes)}
-        for number, wall_s in walls.items():
-            print(
-                f"  {number} process{'es' if number > 1 else ''}: {wall_s:6.1f} s, {size / 2**20 / wall_s:6.1f} MiB/s"
-            )
-        print(f"  {walls[1] / walls[processes]:.2f} times as fast with {processes}; load {os.getloadavg()[0]:.1f}")
+        for number, (wall_s, cpu_s) in walls.items():
+            print(f"  processes {number}: {wall_s:6.1f} s, {size / 2**20 / wall_s:6.1f} MiB/s; CPU {cpu_s:.1f} s")
+        ratio = walls[1][0] / walls[processes][0]
+        print(f"  {ratio:.2f} times as fast with {processes}; load {os.getloadavg()[0]:.1f}")
         one, several = ((Path(folder) / f"{number}.zst").read_bytes() for number in walls)
         assert one == several, "the number of processes changed the output"
         whole = sum(len(write_state(state)) for state in read_states(Path(folder) / "1.zst"))
