@@ -119,13 +119,11 @@ def unpack(
     """Make the tensors of a checked micro-batch. Documents of a loss term that is off are not read.
 
     `share` merges common beginnings. `distil`: SDPO is on. `prefer`: replay-DPO is on. `imitate`: SFT is on.
-    `teacher_in_row`: the forward pass reads the teacher's documents too (a live teacher only); otherwise passes of at
-    most `max_tokens` tokens do.
+    `teacher_in_row`: the forward pass reads a live teacher's documents, too; else passes of at most `max_tokens` do.
     """
     batch, put = documents.batch, partial(_tensor, device=device)
     turns, pairs = batch.turns if distil else [], batch.pairs if prefer else []
-    teachers_read = documents.teachers() if distil and teacher_in_row else ()
-    read = [*range(documents.samples), *teachers_read]
+    read = [*range(documents.samples), *(documents.teachers() if distil and teacher_in_row else ())]
     read += [*(documents.sides() if prefer else ()), *(documents.demonstrations() if imitate else ())]
     read = read or [0]  # it may hold only terms that are off
     layout = prefix_layout([documents.tokens(document) for document in read], share=share)
