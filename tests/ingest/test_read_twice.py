@@ -15,6 +15,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.command import find_files
 from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Tally
+from composer_prime.traces.state import read_states
 
 
 def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,7 @@ def test_standard_input(tmp_path: Path) -> None:
     assert piped.returncode == 2 and "/dev/stdin is a pipe" in piped.stderr and not output.exists()
     with session.open() as file:
         redirected = ingested(output, stdin=file)
-    assert redirected.returncode == 0 and len(output.read_bytes().splitlines()) == 2
+    assert redirected.returncode == 0 and len(list(read_states(output))) == 2
 
 
 # What a session writes while it is read is left for another time, whatever it is: a tool's call, or half a line.

@@ -87,7 +87,7 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     assert 0 <= len(pairs) - replayed[-1]["replay/pairs"] <= 8
 
     states = tmp_path / "states.jsonl"
-    run("composer_prime.cli.main", "ingest", folder / "rollouts", "-o", states)
+    run("composer_prime.cli.main", "ingest", folder / "rollouts", "-o", states, "--plain")
     few = tmp_path / "few.jsonl"
     few.write_bytes(b"".join(states.read_bytes().splitlines(keepends=True)[:40]))
     once, again = tmp_path / "once.jsonl", tmp_path / "again.jsonl"
