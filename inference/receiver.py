@@ -95,7 +95,7 @@ class Receiver:
         self.installed, self._proven, self._good, self.version = signed, manifest, tensors, manifest.version
         self._versions.settle(manifest)
         logger.info(
-            "weights v%d in use: %.1f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
+            "weights v%d in use: %.3f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
             manifest.version,
             (self._versions.bytes_pulled - before) / 1e6,
             pulled - start,

@@ -83,7 +83,7 @@ class Publisher:
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
     def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
-        """Copy the version of `step`, and write it in the background unless it is there. Return the bytes to write.
+        """Copy the version of `step`, and write it in the background unless it is there. Return the bytes of tensors.
 
         `announce` is called in the background with the version when it is complete. A collective; ranks but the first
         return 0 and do no more. Waits for the publication before, and raises as `wait` does.
