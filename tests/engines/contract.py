@@ -157,11 +157,11 @@ async def seeds_fix_the_completion(subject: Subject) -> None:
 
 async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
     """Requests running through a swap go on; each token's logprob is that of the version its span claims."""
-    for attempt in range(8):
+    for attempt in range(40):
         old = await subject.next_version()
         wanted = [(subject.prompt(500 + k, 8 + 4 * k), sampling(MAX_CONTEXT // 2, seed=k)) for k in range(6)]
         tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
-        await asyncio.sleep(0.02 * (attempt + 1))
+        await asyncio.sleep(0.02 * (attempt % 8 + 1))
         await subject.load(old + 1)
         done = await asyncio.gather(*tasks)
         for (prompt, options), completion in zip(wanted, done, strict=True):
