@@ -16,6 +16,7 @@ import logging
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -40,7 +41,8 @@ MODEL is a model folder, a run directory (its final/ is taken), an id of the Hug
 models get the same tasks with the same seeds. Each keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. What a
 run has evaluated itself is read instead of evaluated again, unless a flag changes the evaluation. So `composer eval
 outputs/a1` may start nothing.
---resume continues the newest evaluation of the same name; --run.overwrite true replaces it.
+--resume continues the newest evaluation of the same name; --run.overwrite true replaces it. --dry-run checks the words
+and says what would be evaluated.
 Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
 with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
 
@@ -76,6 +78,9 @@ def main(words: list[str]) -> int:
             elif run_dir is not None:
                 step = 0 if model == models[0] and len(models) > 1 else read_config(run_dir.config).run.max_steps
                 scored[model] = Evaluation(scores=recorded, folder=run_dir.root, step=step)
+        if "--dry-run" in words:
+            print("\n".join(_forecast(config, scored, missing)))
+            return 0
         if missing and config.inference.nodes > 1:
             scored |= {model: evaluate(model, rest, config) for model in missing}
         elif missing:
@@ -165,6 +170,13 @@ def recorded_scores(model: str, run_dir: RunDir) -> Scores | None:
         return None
     print(f"{model}: the evaluation after step {step} of {run_dir.root}", flush=True)
     return _scores_with_notice(path)
+
+
+def _forecast(config: Config, recorded: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """Return what would be read and what would be evaluated."""
+    evaluation = config.orchestrator.eval
+    size = f"{pluralize(evaluation.tasks, 'task')} x {pluralize(evaluation.samples, 'sample')}"
+    return [f"{model}: recorded by its run" for model in recorded] + [f"{model}: {size}" for model in missing]
 
 
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:

@@ -102,3 +102,11 @@ def test_played_rollouts_are_known(tmp_path):
     lines = [json.dumps({"rollout_id": name, "source": "my-env", "reward": reward}) + "\n" for name, reward in rows]
     (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("".join(lines))
     assert _played(RunDir(tmp_path)) == {("my-env", "3", 1), ("my-env", "12", 0)}
+
+
+# --dry-run checks the words, says what would be evaluated and starts nothing.
+def test_a_dry_run_of_eval_starts_nothing(tmp_path, capsys):
+    words = ["tiny", "@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--dry-run"]
+    assert eval_command.main([*words, "--orchestrator.eval.tasks", "8", "--orchestrator.eval.samples", "2"]) == 0
+    assert capsys.readouterr().out == "tiny: 8 tasks x 2 samples\n"
+    assert list(tmp_path.iterdir()) == []
