@@ -1,9 +1,10 @@
 """A model by its id on the Hugging Face Hub: `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@REVISION`.
 
-The only store is the cache of huggingface_hub. A model that is complete there is used as it is, without a request. So
-all processes of a run read the same files, also when the Hub has newer ones. A download continues after a broken
-connection; one that was ended keeps the files that are complete. HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT mean
-what they mean to huggingface_hub, which is imported inside the functions: that takes a second.
+The only store is the cache of huggingface_hub. A model that is complete there is used as it is, without a request,
+also when the Hub has a newer commit. Another machine has a cache of its own and may read another commit: only
+`@REVISION` with a commit rules that out. A download continues after a broken connection; one that was ended keeps the
+files that are complete. HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT mean what they mean to huggingface_hub, which
+is imported inside the functions: that takes a second.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ class HubModel(NamedTuple):
             return None
         return cls(match[1], match[2] or "main")
 
-    def cached(self, name: str = "config.json") -> Path | None:
-        """Return the path of a file of the model in the cache, without a request."""
+    def cached(self, name: str = "config.json", commit: str | None = None) -> Path | None:
+        """Return the path of a file of the model in the cache, without a request; None: the newest commit there."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.id, name, revision=self.revision)
+        found = try_to_load_from_cache(self.id, name, revision=commit or self.revision)
         return Path(found) if isinstance(found, str) else None
 
     def missing_files(self) -> dict[str, int]:
-        """Ask the Hub. Return the size in bytes of each needed file that is not in the cache, small files first.
+        """Ask the Hub. Return the size in bytes of each needed file that the cache lacks, small files first.
+
+        Files of an older commit in the cache do not count: the newest one is what `fetch` completes.
 
         Raises ModelNotFoundError.
         """
@@ -73,7 +76,7 @@ class HubModel(NamedTuple):
                 "folder"
             )
         needed = [*(name for name in sizes if _SMALL.fullmatch(name)), *sorted(weights)]
-        return {name: sizes[name] for name in needed if self.cached(name) is None}
+        return {name: sizes[name] for name in needed if self.cached(name, info.sha) is None}
 
     def fetch(self, names: list[str]) -> Path:
         """Download files that are not in the cache. Return their folder. Raises ModelNotFoundError."""

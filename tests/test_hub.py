@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,6 +149,15 @@ def test_a_plan_says_what_it_would_download(server: Hub) -> None:
     assert described is not None and json.loads((described / "config.json").read_text())["model_type"]
     assert set(server.asked) <= {"config.json", "tokenizer_config.json", "chat_template.jinja"}
     assert present_model(ID) is None
+
+
+def test_a_commit_between_plan_and_download_brings_all_files(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan fetched of the older commit is fetched again: a folder never lacks files that the cache has."""
+    old = described_model(ID)
+    monkeypatch.setattr(sys.modules[__name__], "COMMIT", "6" * 40)
+    folder = resolve_model(ID)
+    assert old is not None and (old.name, folder.name) == ("5" * 40, "6" * 40)
+    assert (folder / "config.json").is_file() and present_model(ID) == folder
 
 
 def test_a_download_that_broke_continues(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
