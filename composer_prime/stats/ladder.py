@@ -62,7 +62,7 @@ def load_run(run_dir: RunDir) -> Run:
         if "loss/total" in figures:
             training[line["step"]] = figures
         elif held_out := {name: value for name, value in figures.items() if name.startswith("eval/")}:
-            evaluations[line["step"]] = held_out
+            evaluations.setdefault(line["step"], {}).update(held_out)
     if not training:
         raise ConfigError(f"{run_dir.root} has no optimizer step yet")
     seed = int(settings["run"]["seed"])

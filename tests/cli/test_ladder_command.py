@@ -9,7 +9,8 @@ import pytest
 
 from composer_prime.cli.ladder_command import ladder_table, main
 from composer_prime.errors import ConfigError
-from composer_prime.stats.ladder import Arm, differences, differing, over_seeds, windows
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.ladder import Arm, differences, differing, load_run, over_seeds, windows
 
 
 def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[float]) -> str:
@@ -40,6 +41,16 @@ def test_arms_are_paired_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "2 arms at 2 steps" in shown and "channels.sdpo.weight: 0.0 -> 0.5" in shown
     assert shown.count("a2 - a1") == 2 and shown.count("+0.200 [-1.071, +1.471]") == 2  # in training, held-out
     assert max(map(len, shown.splitlines())) <= 120
+
+
+# The trainer's figures of held-out rows and the orchestrator's rewards of one step are on lines of their own.
+def test_evaluations_of_a_step_are_one(tmp_path: Path) -> None:
+    folder = Path(run_folder(tmp_path, "sft-seed0", 0, 0.0, [0.2, 0.5]))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "role": "trainer", "eval/demonstrations/loss": 1.5}) + "\n")
+    assert load_run(RunDir(folder)).evaluations[2] == {
+        "eval/toolsmith/reward_mean": 0.5, "eval/demonstrations/loss": 1.5,
+    }  # fmt: skip
 
 
 # A table that one arm lacks is one line with all its values; entries of lists of tables have the numbers that overrides
