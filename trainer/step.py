@@ -193,7 +193,7 @@ def _blame(
     """Name the micro-batches that are not finite. A collective; every rank gets the same error.
 
     Blames the samples and pairs whose logits are not finite, all samples of a micro-batch whose logits all are (all
-    pairs where it has no sample), and all samples of the step where every loss is.
+    pairs where it has no sample), and all samples of the step where every loss is (all rows where it has no sample).
     """
     texts, blamed = [], []
     for index, loss in enumerate(torch.stack(losses).tolist()):
@@ -209,6 +209,8 @@ def _blame(
     if not samples:
         culprits = "gradient, although every micro-batch's loss is finite"
         samples = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
+        names = dict.fromkeys(name for row in rows for name in row.names if name != "none")
+        samples = samples or _gather_lines(list(names))
     return NonFiniteStepError(
         f"NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
         samples,

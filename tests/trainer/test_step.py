@@ -126,6 +126,18 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_all_samples(model_folder, tm
     assert sorted(caught.value.samples) == sorted(sample.sample_id for sample in samples)
 
 
+def test_a_gradient_of_rows_alone_is_blamed_on_all_rows(model_folder, tmp_path, world):
+    # The step has no sample, as that of SFT alone: a resume would meet the same rows, so they are named.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world)
+    rows = [dataclasses.replace(row, sample_ids=[], names=("row f:1", "row f:2", *["none"] * (len(row.names) - 2)))
+            for row in rows_of(samples, world.device, 4096)]  # fmt: skip
+    rows[0].advantages_T.fill_(3e35)
+    with pytest.raises(NonFiniteStepError, match="gradient, although every micro-batch's loss is finite") as caught:
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+    assert caught.value.samples == ["row f:1", "row f:2"]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_skipped_step_runs_the_hooks_and_changes_nothing(model_folder, tmp_path, world, kind):
     # The outer loop of a joint run counts steps by a hook of the last part. Gradients are dropped, moments stay.
