@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from small_runs import VOCABULARY
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import pack, totals
 from composer_prime.packing.prefixes import FlopCost
-from composer_prime.wire.types import HintedTurn, Sample, pack_ints
+from composer_prime.wire.types import Demonstration, HintedTurn, Sample, pack_flags, pack_ints
 from trainer.data.rows import Documents, documents_of, unpack
 from trainer.model.build import blocks
 from trainer.teacher.self_teacher import ReadCost, teachers_in_row
@@ -27,8 +29,8 @@ SMALL = transformers.Qwen3Config(
 )  # fmt: skip
 
 
-def one_turn(context: int, turn: int) -> Documents:
-    """A row of one sample, `turn` tokens after `context` ones, and its teacher document with a hint between them."""
+def one_turn(context: int, turn: int, rows: Sequence[Demonstration] = ()) -> Documents:
+    """One sample, `turn` tokens after `context` ones, its teacher document with a hint between them, and `rows`."""
     ids = np.arange(context + turn) % VOCABULARY
     hint = (ids[context] + 1 + np.arange(HINT)) % VOCABULARY
     hinted = HintedTurn(
@@ -40,7 +42,7 @@ def one_turn(context: int, turn: int) -> Documents:
         make_hinted(1, 1)[0], input_ids=pack_ints(ids), loss_mask=bytes(context) + b"\1" * turn, logprobs=bytes(size),
         advantages=bytes(size), distillations=[hinted],
     )  # fmt: skip
-    ((batch,),) = pack([sample], run_id="r", step=1, world_size=1, max_tokens=4096)
+    ((batch,),) = pack([sample], (), rows, run_id="r", step=1, world_size=1, max_tokens=4096)
     return documents_of(batch, VOCABULARY)
 
 
@@ -81,6 +83,15 @@ def test_the_cheaper_place_is_taken(world, context, turn, share, cost, in_row):
     # A long context with a short turn goes into the samples' row, a short one or one that cannot be shared goes apart.
     # A turn of a third of the context is worth it by its tokens, and not where attention is what costs.
     assert teachers_in_row([one_turn(context, turn)], three_channels(), cost, share=share) == [in_row]
+
+
+@pytest.mark.parametrize(("max_tokens", "in_row"), [(463, True), (462, False)])
+def test_demonstrations_count_towards_the_longest_row(world, max_tokens, in_row):
+    # 400 + 10 tokens of the sample, 13 of its teacher behind the shared context, 40 of a conversation.
+    ids = np.full(40, VOCABULARY - 1)
+    row = Demonstration(name="f:1", input_ids=pack_ints(ids), loss_mask=pack_flags([0] * 30 + [1] * 10))
+    found = one_turn(400, 10, [row])
+    assert teachers_in_row([found], three_channels(), cost_of(1, 0), share=True, max_tokens=max_tokens) == [in_row]
 
 
 def test_a_live_teacher_has_no_dropout(world):

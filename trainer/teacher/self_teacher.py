@@ -211,14 +211,14 @@ class ReadCost:
     def of_teachers(self, documents: Documents, *, share: bool, max_tokens: int | None = None) -> tuple[float, float]:
         """Return the FLOPs of a live teacher's documents: (in the samples' row, in passes of their own).
 
-        `share`: common beginnings are computed once. The row is infinitely expensive where it, or with it a row of
-        pairs, would pass `max_tokens` computed tokens.
+        `share`: common beginnings are computed once. The row is infinitely expensive where it, or with it pairs
+        and demonstrations, would pass `max_tokens` computed tokens.
         """
         if not documents.batch.turns:
             return 0.0, 0.0
         samples, teachers = range(documents.samples), documents.teachers()
         tokens_of = lambda *parts: [documents.tokens(index) for indices in parts for index in indices]
-        whole = prefix_layout(tokens_of(samples, teachers, documents.sides()), share=share)
+        whole = prefix_layout(tokens_of(samples, teachers, documents.sides(), documents.demonstrations()), share=share)
         passes = teacher_passes(documents, share=share, max_tokens=max_tokens)
         apart = sum(self.forward(prefix_layout(tokens_of(each), share=share).trees) for each in passes)
         if max_tokens is not None and len(whole.kept) > max_tokens:
