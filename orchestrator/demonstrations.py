@@ -178,7 +178,7 @@ def build_demonstrations(
 ) -> DemonstrationRows:
     """Read and tokenize the files of a run. Loads the renderer: call it from a thread. Raises ConfigError."""
     settings = config.orchestrator.demonstrations
-    if not settings.files and not settings.eval_files:
+    if not config.run.max_steps or not (settings.files or settings.eval_files):
         return NO_ROWS
     from orchestrator.chat_renderer import build_renderer
 

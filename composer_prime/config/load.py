@@ -90,27 +90,38 @@ def resolve(argv: list[str]) -> CommandLine:
             folders = config.run.import_from
             folders += [folder for folder in _module_folders(files) if folder not in folders]
             make_importable(config)
-            config = _with_epochs(config)
+            config = _with_epochs(config, layers)
             return CommandLine(config=config, dry_run="--dry-run" in argv)
     raise ConfigError(what_is_wrong(sentences))
 
 
-def _with_epochs(config: Config) -> Config:
-    """Return `config` with run.max_steps from orchestrator.demonstrations.epochs, where that is set.
+def _with_epochs(config: Config, layers: list[Layer]) -> Config:
+    """Return `config` with run.max_steps in place of orchestrator.demonstrations.epochs, where that is set.
 
-    Raises ConfigError when both are set, or a file is missing or empty.
+    max_steps = 0, an evaluation only, stays. Raises ConfigError when both are set, a file is missing or empty, or this
+    length breaks a rule.
     """
     settings = config.orchestrator.demonstrations
-    if settings.epochs is None:
+    if settings.epochs is None or config.run.max_steps == 0:
         return config
     if "max_steps" in config.run.model_fields_set:
         raise ConfigError(
             f"run.max_steps is {config.run.max_steps} and orchestrator.demonstrations.epochs is {settings.epochs}: "
             "both give the length of the run; remove one"
         )
+    if config.orchestrator.address is not None and not all(file.expanduser().is_file() for file in settings.files):
+        raise ConfigError(
+            f"orchestrator.demonstrations.epochs is {settings.epochs}, but this machine lacks the files whose rows it "
+            f"counts (the orchestrator is at {config.orchestrator.address}): set run.max_steps instead on both sides"
+        )
     rows = count_rows(settings.files, "orchestrator.demonstrations.files")
-    run = config.run.model_copy(update={"max_steps": settings.epochs * settings.steps_per_pass(rows)})
-    return config.model_copy(update={"run": run})
+    values = config.model_dump()
+    values["run"]["max_steps"] = settings.epochs * settings.steps_per_pass(rows)
+    values["orchestrator"]["demonstrations"]["epochs"] = None  # config.json has one length
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(what_is_wrong(describe_problems(error, layers))) from None
 
 
 def read_config(path: Path) -> Config:

@@ -312,6 +312,18 @@ class OrchestratorConfig(BaseConfig):
                 f"orchestrator.source.workers is 0 for {idle}, but orchestrator.worker_address is None: nobody would "
                 "play; set workers to 1, or --orchestrator.worker_address tcp://127.0.0.1:5501 for hosts that join"
             )
+        if self.worker_address is not None and not self.source:
+            raise ValueError(
+                f"orchestrator.worker_address is {self.worker_address!r}, but orchestrator.source is empty: hosts that "
+                "join would have nothing to play; leave worker_address out, or add an [[orchestrator.source]] table"
+            )
+        growing = [source.name for source in self.source if source.making is not None]
+        if growing and self.worker_address is not None:
+            raise ValueError(
+                f"orchestrator.source {growing} have making, but orchestrator.worker_address is "
+                f"{self.worker_address!r}: hosts that join lack the tasks that this run makes; leave out making, or "
+                "worker_address"
+            )
         return self
 
     @field_validator("source")

@@ -230,21 +230,22 @@ def _family_of_own_rollouts(config: Config) -> Iterator[str]:
 
 def _evaluation(config: Config) -> Iterator[str]:
     every_steps, held_out = config.orchestrator.eval.every_steps, config.orchestrator.demonstrations.eval_files
+    scored = held_out and config.run.max_steps  # by the trainer, which an evaluation-only run has not
     if config.run.max_steps == 0 and every_steps == 0:
         yield (
             "run.max_steps is 0 (evaluation only), but orchestrator.eval.every_steps is 0 (no evaluation): "
             "set orchestrator.eval.every_steps >= 1 or run.max_steps >= 1"
         )
-    if held_out and not (every_steps and config.run.max_steps):
+    if scored and not every_steps:
         yield (
-            f"orchestrator.demonstrations.eval_files is set, but orchestrator.eval.every_steps is {every_steps} and "
-            f"run.max_steps is {config.run.max_steps}: the trainer scores held-out rows between steps; set both above 0"
+            "orchestrator.demonstrations.eval_files is set, but orchestrator.eval.every_steps is 0, so no step would "
+            "score them: set it to 1 or more, or leave the files out"
         )
-    if every_steps and not held_out and not any(source.eval_taskset for source in config.orchestrator.source):
+    if every_steps and not scored and not any(source.eval_taskset for source in config.orchestrator.source):
         yield (
             f"orchestrator.eval.every_steps is {every_steps}, but no [[orchestrator.source]] has an eval_taskset "
-            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0 (for demonstrations, "
-            "orchestrator.demonstrations.eval_files would do too)"
+            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0 (in a run "
+            "with steps, orchestrator.demonstrations.eval_files would do too)"
         )
 
 

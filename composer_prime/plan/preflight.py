@@ -301,7 +301,7 @@ def _pairs(config: Config, findings: Findings) -> None:
 def _demonstrations(config: Config, findings: Findings) -> None:
     """Read the files that SFT learns from; the tokenizer sees them when the run starts."""
     settings = config.orchestrator.demonstrations
-    if config.orchestrator.address is None:
+    if config.orchestrator.address is None and config.run.max_steps:
         read_rows(settings.files, "orchestrator.demonstrations.files")
         read_rows(settings.eval_files, "orchestrator.demonstrations.eval_files")
 

@@ -11,13 +11,14 @@ import pytest
 from orch_peers import PeerTrainer, make_config
 
 from composer_prime.cli import rollouts_command
-from composer_prime.config.load import resolve
+from composer_prime.cli.eval_command import evaluation_config
+from composer_prime.config.load import dump, resolve
 from composer_prime.config.root import Config
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.traces.demonstrations import count_rows, digest, read_rows, rollout_row
 from composer_prime.wire.types import Demonstration, StepReply, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
-from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer
+from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations
 from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
 
@@ -228,9 +229,29 @@ def test_epochs_set_the_length_of_the_run(tmp_path):
     config.write_text(text.replace('files = ["outputs/rows.jsonl"]', f'files = ["{path}"]'))
     words = ["@", str(config), "--orchestrator.demonstrations.rows_per_step", "4"]
     words += ["--orchestrator.demonstrations.epochs", "2"]
-    assert resolve(words).config.run.max_steps == 6
+    counted = resolve(words).config
+    assert (counted.run.max_steps, counted.orchestrator.demonstrations.epochs) == (6, None)
+    (tmp_path / "config.json").write_text(dump(counted))
+    assert resolve(["@", str(tmp_path / "config.json"), "--resume"]).config.run.max_steps == 6
+    assert evaluation_config(words).run.max_steps == 0
     with pytest.raises(ConfigError, match=r"run.max_steps is 5 and orchestrator.demonstrations.epochs is 2"):
         resolve([*words, "--run.max_steps", "5"])
+    with pytest.raises(ConfigError, match=r"sync_every is 4: the last 2 steps would reach no other"):
+        joint = ["--diloco.run", "j", "--diloco.key_file", "j.key", "--diloco.peer_id", "a", "--diloco.sync_every", "4"]
+        joint += ["--diloco.rendezvous", "tcp://127.0.0.1:1", "--orchestrator.groups_per_step", "1"]
+        resolve([*words, *joint])
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"at tcp://10.0.0.1:1\): set run.max_steps instead"):
+        resolve([*words, "--orchestrator.address", "tcp://10.0.0.1:1"])
+
+
+def test_an_evaluation_needs_no_rows(tmp_path, monkeypatch):
+    # Configurations and run directories of SFT can be evaluated where their files are not.
+    monkeypatch.chdir(tmp_path)
+    config = evaluation_config(["@", SFT])
+    (tmp_path / "config.json").write_text(dump(config))
+    assert evaluation_config(["@", str(tmp_path / "config.json")]).run.max_steps == 0
+    assert build_demonstrations(config, tmp_path) is NO_ROWS
 
 
 @pytest.mark.parametrize(
@@ -238,7 +259,6 @@ def test_epochs_set_the_length_of_the_run(tmp_path):
     [
         (["--channels.sft.weight", "0"], "channels.sft.weight is 0 and .*files names 1 file: SFT needs"),
         (["--channels.sdpo.weight", "1"], "groups_per_step is 0, but channels.sdpo.weight is 1"),
-        (["--run.max_steps", "0"], "eval_files is set, but .* run.max_steps is 0"),
         (["--orchestrator.eval.every_steps", "0"], "eval_files is set, but orchestrator.eval.every_steps is 0"),
         (["--orchestrator.demonstrations.too_long", "drop"], "too_long"),
         (["--orchestrator.demonstrations.rows_per_step", "0"], "rows_per_step"),
