@@ -112,7 +112,9 @@ class Page:
         next(element for element in self.all(selector) if words in element.text).click()
 
     def keys(self, *keys: str) -> None:
-        self.browser.switch_to.active_element.send_keys(*keys)
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser).send_keys(*keys).perform()
 
     @property
     def hash(self) -> str:
@@ -201,6 +203,7 @@ def test_keys(browser, server):
     page.keys("?")
     page.until("next and previous row", "dialog")
     page.click("dialog button")
+    page.until_true(lambda: not page.all("dialog[open]"), "the end of the list of keys")
     page.keys("t")
     themes = {page.browser.execute_script("return document.documentElement.dataset.theme")}
     page.keys("t")
