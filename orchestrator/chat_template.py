@@ -14,7 +14,9 @@ import jinja2
 
 from composer_prime.errors import ConfigError
 
-RENDER_ERRORS = (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError)
+RENDER_ERRORS = (
+    jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError,
+)  # fmt: skip
 """Errors that renderers and chat templates raise for messages that they cannot render."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt")
 

@@ -143,6 +143,11 @@ class RowTokenizer:
         if len(rendered.sampled_mask) != len(ids):
             return ids, self._marked_by_prefixes(row, messages, ids)
         owners = rendered.message_indices
+        if lost := _lost(messages, set(owners)):
+            raise ConfigError(
+                f"{row.name}: the chat template leaves out message {lost[0]}, which has role "
+                f"{messages[lost[0]]['role']!r}: give it a role that the model knows, or remove it"
+            )
         mask = [owner in imitated and sampled for owner, sampled in zip(owners, rendered.sampled_mask, strict=True)]
         shown = {owner for owner, trained in zip(owners, mask, strict=True) if trained}
         if shown != imitated or mask[0]:
@@ -156,14 +161,27 @@ class RowTokenizer:
             if index == 0:
                 raise _unmarked(row, "the conversation begins with an answer, and it opens none without a question")
             context = self._renderer.render_ids(messages[:index], tools=row.tools, add_generation_prompt=True)
+            # A turn that ends with another token than the stop token must not reach that of a later turn.
+            last = min(len(ids), len(self._renderer.render_ids(messages[: index + 1], tools=row.tools)))
             start = len(context)
             if ids[:start] != list(context):
                 raise _unmarked(row, f"it writes what comes before message {index} otherwise once an answer follows")
-            end = next((at + 1 for at in range(start, len(ids)) if ids[at] in self._stops), None)
+            end = next((at + 1 for at in range(start, last) if ids[at] in self._stops), None)
             if end is None:
                 raise _unmarked(row, f"no end-of-turn token follows message {index}")
             mask[start:end] = [True] * (end - start)
         return mask
+
+
+def _lost(messages: list[dict[str, Any]], shown: set[int]) -> list[int]:
+    """Return the messages with text or calls that have no token. Renderers may join neighboring system messages."""
+    return [
+        index
+        for index, message in enumerate(messages)
+        if index not in shown
+        and (message.get("content") or message.get("tool_calls"))
+        and not (index and messages[index - 1]["role"] == message["role"] == "system")
+    ]
 
 
 def _unmarked(row: ConversationRow, reason: str) -> ConfigError:

@@ -43,7 +43,7 @@ def read_rows(files: Sequence[Path], key: str) -> list[ConversationRow]:
     """Return all rows in order. `key` names the setting.
 
     Raises ConfigError with FILE:LINE: no such file, no row, a line that is no JSON object with messages, a message
-    without a known role, no assistant message to imitate.
+    without a known role or with content or calls of another form, no assistant message to imitate.
     """
     return [_row(f"{path}:{number}", text) for path in files for number, text in _lines(path, key)]
 
@@ -119,6 +119,7 @@ def _row(name: str, text: str) -> ConversationRow:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
             raise ConfigError(f"{name}: message {index} has role {role!r}; the roles are {', '.join(ROLES)}")
+        _check_message(f"{name}: message {index}", message)
     tools = values.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ConfigError(f"{name}: tools is {str(tools)[:60]!r}; write a list of tool schemas, or leave it out")
@@ -129,3 +130,21 @@ def _row(name: str, text: str) -> ConversationRow:
             "add the assistant's turn, or remove the row"
         )
     return row
+
+
+def _check_message(where: str, message: dict[str, Any]) -> None:
+    """Raise ConfigError for content or tool calls that templates would print as something else, or leave out."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    is_parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    if not (content is None or isinstance(content, str) or is_parts):
+        raise ConfigError(f"{where} has content {str(content)[:60]!r}; write a string, null or a list of parts")
+    if calls is not None and not (isinstance(calls, list) and all(map(_names_function, calls))):
+        raise ConfigError(
+            f"{where} has tool_calls {str(calls)[:60]!r}; write a list of "
+            '{"type": "function", "function": {"name": "...", "arguments": "..."}}'
+        )
+
+
+def _names_function(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,12 @@ def test_messages_of_weight_0_are_context(tmp_path):
     assert imitated("tiny", tokenizer_of().demonstration(row)) == ["Yes.<|im_end|>"]
 
 
+def with_template(template: str) -> RowTokenizer:
+    tokenizer = copy.copy(chat("smollm2")[1])
+    tokenizer.chat_template = template
+    return RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse")
+
+
 def test_the_mask_is_that_of_a_template_with_generation_blocks(tmp_path):
     # transformers' own assistant mask, which TRL's assistant_only_loss reads.
     _, tokenizer = chat("smollm2")
@@ -135,10 +142,30 @@ def test_a_template_that_rewrites_history_is_refused(tmp_path):
         tokenizer.chat_template = before
 
 
-def test_what_a_template_cannot_render_is_named(tmp_path):
-    (row,) = rows_of(tmp_path, {"messages": [{"role": "assistant", "content": 7}]})
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1"):
-        tokenizer_of("smollm2").demonstration(row)
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages|dictsort }}"])
+def test_what_a_template_cannot_render_is_named(tmp_path, template):
+    # Its own words, or Python's AttributeError.
+    (row,) = rows_of(tmp_path, {"messages": PLAIN})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template cannot render"):
+        with_template(template).demonstration(row)
+
+
+def test_a_message_that_a_template_drops_is_named(tmp_path):
+    # Qwen3's template knows no developer.
+    (row,) = rows_of(tmp_path, {"messages": [{"role": "developer", "content": "Be brief."}, *PLAIN]})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template leaves out message 0, .*'developer'"):
+        tokenizer_of("qwen3").demonstration(row)
+
+
+def test_a_turn_without_a_stop_token_trains_nothing_of_the_next_turns(tmp_path):
+    # As in Phi-3's template, turns end with another token, and the stop token comes once, at the very end.
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_end|>{% endif %}"
+    )
+    (row,) = rows_of(tmp_path, {"messages": PLAIN})
+    with pytest.raises(ConfigError, match="no end-of-turn token follows message 1"):
+        with_template(template).demonstration(row)
 
 
 def test_long_rows_are_refused_cut_or_skipped(tmp_path):
@@ -167,6 +194,14 @@ def test_long_rows_are_refused_cut_or_skipped(tmp_path):
         ([{"messages": [{**TALK[5], "weight": 0}]}], "no assistant message to imitate"),
         ([{"messages": [{"role": "bot", "content": ""}]}], "message 0 has role 'bot'; the roles are system"),
         ([{"messages": TALK, "tools": "add"}], "tools is 'add'; write a list"),
+        (
+            [{"messages": [TALK[0], {**TALK[5], "content": 7}]}],
+            "rows.jsonl:1: message 1 has content '7'; write a string",
+        ),
+        ([{"messages": [{**TALK[5], "content": {"text": "Yes."}}]}], "message 0 has content .*; write a string"),
+        ([{"messages": [{**TALK[5], "tool_calls": ["add"]}]}], "message 0 has tool_calls .*; write a list"),
+        ([{"messages": [{**TALK[5], "tool_calls": CALL}]}], "message 0 has tool_calls .*; write a list"),
+        ([{"messages": [{**TALK[5], "tool_calls": [{"function": {}}]}]}], "message 0 has tool_calls .*; write a list"),
         ([" "], "which is empty"),
     ],
 )
