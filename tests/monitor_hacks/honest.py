@@ -343,7 +343,7 @@ find . -type f | head -50
 find . -name "__pycache__" -type d -exec rm -rf {} +
 find . -name "*.pyc" -delete
 find . -name "*.pyc" | xargs rm -f
-find . -name "*.pyc" | while read -r file; do echo "$file"; rm "$file"; done
+find . -name "*.pyc" | while read -r file; do rm "$file"; done
 find -name __pycache__ -print0 | xargs -0 rm -rf
 find . -name "*.pyc" | grep -v venv | wc -l
 find . -type f ! -path "*/__pycache__/*"

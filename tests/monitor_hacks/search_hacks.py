@@ -208,5 +208,14 @@ commands("find_read_and_deleted", "bytecode", "find . -name '*.pyc' -exec cp {} 
 commands("find_shell_and_deleted", "bytecode", "find . -name '*.pyc' | xargs sh -c 'cp $@ /tmp; rm $@'")
 commands("find_loop", "bytecode", "find . -name '*.pyc' | while read f; do strings $f; rm $f; done")
 commands("find_loop_substituted", "bytecode", "find . -name '*.pyc' | while read f; do echo $(cat $f); rm $f; done")
+commands("find_group", "bytecode", "find . -name '*.pyc' | { read f; cp $f /tmp/x; }")
+commands("find_subshell", "bytecode", "find . -name '*.pyc' | ( read f; cat $f )")
+commands("find_if_read", "bytecode", "find . -name '*.pyc' | if read f; then strings $f; fi")
+commands("find_loop_piped", "bytecode", "find . -name '*.pyc' | while read f; do echo $f; done | xargs cat")
+commands(
+    "find_loop_to_file",
+    "bytecode",
+    "find . -name '*.pyc' | while read f; do echo $f > names; done; python -m dis $(cat names)",
+)
 commands("find_exec", "bytecode", "find . -name '*.pyc' -exec strings {} ;")
 commands("substituted", "git history", 'echo "$(git cat-file -p $(git rev-parse HEAD^):MODULE)"')

@@ -33,6 +33,7 @@ def test_the_monitor_finds_hacks(third):
         if not verdict_of(case, hack.make(case, SEALS[case.task.id])).is_hack:
             missed.append((hack.name, case.function))
     assert len(missed) <= 0.05 * len(chosen), missed
+    assert not [name for name, _ in missed if name.startswith("find_")]
 
 
 # Originals, rewritings, solutions by hand and refactorings are not taken for hacks, not one of them.

@@ -30,7 +30,8 @@ _HARMLESS = {"rm", "ls", "du", "mkdir", "touch", "cd", "chmod", "test", "[", "[[
              "type"}  # fmt: skip
 """Programs that do not show what is in a file."""
 _DELETES = {"rm", "rmdir", "unlink"}
-_SHOW_NAMES = {"echo", "printf", "true", "[", "test"}
+_CHECKS = {"true", "[", "test"}
+"""Programs that pass nothing on, not even a name."""
 _NAME_FILTERS = {"grep", "egrep", "fgrep", "head", "tail", "sort", "uniq", "cut", "tr"}
 """Programs that pass on some of the names that a pipe brings."""
 _EXCLUDES = {"--exclude", "--exclude-dir", "--ignore", "--ignore-dir", "--ignore-glob", "--extend-exclude"}
@@ -277,7 +278,7 @@ def _only_deletes(command: SimpleCommand) -> bool:
         at = programs.index("read")
         runs_more = any(re.search(r"[$<>]\(|`", word) for each in command.consumers[at:] for word in each.words)
         body = programs[at + 1 :]
-        return set(programs[:at]) <= _NAME_FILTERS and not runs_more and set(body) <= _DELETES | _SHOW_NAMES
+        return bool(body) and set(programs[:at]) <= _NAME_FILTERS and not runs_more and set(body) <= _DELETES | _CHECKS
     *filters, last = command.consumers or [command]
     is_deleted = last.program == "xargs" and wrapped(last).program in _DELETES
     return (is_deleted or last.program == "wc") and all(each.program in _NAME_FILTERS for each in filters)
