@@ -255,7 +255,8 @@ class BubblewrapBox(Box):
         try:
             return read_regular(self._root_fd, inside_path(path), max_bytes)
         except FileNotFoundError:
-            os.close(self._open_work())
+            with contextlib.suppress(PermissionError):  # Code in the box took its own permission away.
+                os.close(self._open_work())
             raise
 
     async def list_files(self) -> dict[str, int]:

@@ -103,6 +103,8 @@ async def test_a_work_folder_without_permissions_is_data(kind: str) -> None:
         assert set(await box.list_files()) <= {"a"}
         with contextlib.suppress(FileNotFoundError):
             assert await box.read_file("a", 1) == b""
+        with pytest.raises(FileNotFoundError):
+            await box.read_file("missing", 1)
 
 
 # Claim: a file that does not fit leaves the old one, and permissions stay.
