@@ -47,7 +47,7 @@ _LEFT_OUT = (
     "turtledemo",
     "lib2to3",
 )
-_PACKAGE_TESTS = re.compile(r"/tests?/")
+_PACKAGE_TESTS = re.compile(r"/site-packages/.*/tests?/")
 _ACCOUNTS = {
     "passwd": "root:x:0:0:root:/tmp:/bin/sh\nagent:x:1000:1000:agent:/tmp:/bin/bash\n",
     "group": "root:x:0:\nagent:x:1000:\n",
