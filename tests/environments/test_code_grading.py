@@ -99,18 +99,18 @@ def test_only_signed_records_count() -> None:
     assert results.started and results.outcomes == {"a": "failed"}
 
 
-# Tests that were killed are graded: the code may have done it. A box that ended, or a kill while the machine had no
-# memory left, says nothing about the code.
-def test_the_machine_s_fault_is_no_grade(tmp_path: Path) -> None:
+# Tests that were killed in both runs are graded: the code kills itself, or takes too much memory. A box that ended says
+# nothing about the code, unless another run came to its end.
+def test_the_machine_s_fault_is_no_grade() -> None:
     def ended(code: int | None, by: str = "") -> CommandResult:
         return CommandResult(exit_code=code, stdout=b"", stderr=b"", ended_by=by, wall_s=1.0)
 
-    assert not grading.no_fault_of_the_patch(ended(137), out_of_memory=False)
-    assert not grading.no_fault_of_the_patch(ended(1), out_of_memory=True)
-    assert "memory" in grading.no_fault_of_the_patch(ended(137), out_of_memory=True)
-    assert "sandbox" in grading.no_fault_of_the_patch(ended(None, "box"), out_of_memory=False)
-    (tmp_path / "vmstat").write_text("pgfault 12\noom_kill 3\noom_kill_disable 0\n")
-    assert grading.oom_kills(tmp_path / "vmstat") == 3 and grading.oom_kills(tmp_path / "none") == 0
+    killed, lost, failed = ended(137), ended(None, "box"), ended(1)
+    assert [grading.was_killed(run) for run in (killed, lost, failed)] == [True, True, False]
+    assert not grading.no_fault_of_the_patch(killed, killed)
+    assert not grading.no_fault_of_the_patch(lost, failed)
+    for runs in ((lost, lost), (lost, killed), (killed, lost)):
+        assert grading.no_fault_of_the_patch(*runs)
 
 
 # -- real runs

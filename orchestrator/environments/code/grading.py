@@ -100,13 +100,15 @@ async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime
     """
     taken, refused = allowed_files(task, patch)
     files = _overlay(task, taken)
-    for final in (False, True):
-        kills_before = oom_kills()
+    results, finished = await _run_tests(task, trees, files, runtime)
+    if was_killed(finished):
+        first = finished
         results, finished = await _run_tests(task, trees, files, runtime)
-        if final or not (finished.exit_code == _KILLED or finished.ended_by == "box"):
-            break
-    if reason := no_fault_of_the_patch(finished, out_of_memory=oom_kills() > kills_before):
-        raise SandboxError(f"task {task.id}: {reason}, twice; look at the machine's free memory")
+        if no_fault_of_the_patch(first, finished):
+            raise SandboxError(
+                f"task {task.id}: the sandbox ended in mid-test, and both runs of the tests were killed; look at the "
+                "machine's free memory"
+            )
     if not results.started:
         raise SandboxError(
             f"task {task.id}: the test reporter did not start (exit code {finished.exit_code}, ended by "
@@ -116,25 +118,17 @@ async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime
     return _judge(task, results, finished, refused)
 
 
-def no_fault_of_the_patch(finished: CommandResult, *, out_of_memory: bool) -> str:
-    """Return why a run of the tests that something killed says nothing; "" for one that counts.
+def was_killed(finished: CommandResult) -> bool:
+    """Tell whether something killed the tests or their box; it may have been the code, or the machine."""
+    return finished.exit_code == _KILLED or finished.ended_by == "box"
 
-    `out_of_memory`: whether the kernel killed any process meanwhile. Code that kills itself is graded.
+
+def no_fault_of_the_patch(*runs: CommandResult) -> bool:
+    """Tell whether all runs of the tests were killed, one of them with its box, which code in it cannot end.
+
+    Tests that alone are killed in every run are graded: the code kills itself, or takes too much memory.
     """
-    if finished.ended_by == "box":
-        return "the sandbox ended in mid-test"
-    if finished.exit_code == _KILLED and out_of_memory:
-        return "the machine ran out of memory and the tests were killed"
-    return ""
-
-
-def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has killed for want of memory; 0 where it does not count them."""
-    try:
-        lines = vmstat.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return all(was_killed(run) for run in runs) and any(run.ended_by == "box" for run in runs)
 
 
 def allowed_files(task: CodeTask, patch: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
