@@ -38,6 +38,7 @@ def defer() -> None:
     if spec is not None:
         stand_in = _DeferredModule(_NAME)
         stand_in.__path__ = list(spec.submodule_search_locations or ())  # math_verify.errors costs nothing.
+        stand_in.__spec__ = spec  # find_spec raises ValueError for a module without one.
         sys.modules[_NAME] = stand_in
 
 

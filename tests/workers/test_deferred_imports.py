@@ -8,9 +8,11 @@ import sys
 import pytest
 
 PROGRAM = """
+import importlib.util
 import sys
 import orchestrator.workers.verifiers_adapter
 from verifiers.v1.utils.score import verify_boxed_math_answer as verify
+assert importlib.util.find_spec("math_verify") is not None
 assert "sympy" not in sys.modules
 print(verify("so \\\\boxed{\\\\frac{2}{4}}", "0.5"), verify("\\\\boxed{3}", "4"), verify("\\\\boxed{(}", "4"))
 import math_verify
