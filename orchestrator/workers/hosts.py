@@ -62,6 +62,8 @@ _CHAT_FILES = (".json", ".jinja", ".txt", ".model")
 _MAX_FILES_BYTES = 256 << 20
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
+_WELCOME_AGAIN_S = 60.0
+"""A host that repeats its hello sooner has the welcome, which carries the whole tokenizer, still on its way."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,6 +73,7 @@ class WorkerHost:
     identity: bytes
     hello: HostHello
     last_heard: float
+    welcomed_at: float
     draining: bool = False
     workers: dict[str, RemoteWorkers] = field(default_factory=dict)
     """By source; empty until the host has loaded them."""
@@ -222,14 +225,20 @@ class HostServer:
                 self._lose(host, f"it said goodbye: {reason[:500]}")
 
     def _welcome(self, identity: bytes, hello: HostHello) -> None:
+        now = time.monotonic()
         if (earlier := self.hosts.get(identity)) is not None:
+            is_repeated = hello == earlier.hello and not earlier.workers
+            if is_repeated and now - earlier.welcomed_at < _WELCOME_AGAIN_S:
+                earlier.last_heard = now
+                self.send(identity, Heard())
+                return
             self._lose(earlier, "it began anew")
         if reason := _refusal(hello):
             self._refuse(identity, hello, reason)
         elif any(pool.is_loading for pool in self._pools.values()):
             self.send(identity, Heard())  # It says hello again: by then the run knows its tasks.
         else:
-            self.hosts[identity] = WorkerHost(identity=identity, hello=hello, last_heard=time.monotonic())
+            self.hosts[identity] = WorkerHost(identity=identity, hello=hello, last_heard=now, welcomed_at=now)
             welcome = HostWelcome(
                 run_id=self._run_id,
                 specs=[pool.spec for pool in self._pools.values()],

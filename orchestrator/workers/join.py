@@ -97,7 +97,7 @@ class JoinedHost:
         self._connect_timeout_s = connect_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._context = zmq.asyncio.Context()
-        self._socket = dealer(self._context, address, keys)
+        self._socket = dealer(self._context, address, keys, immediate=True)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToHost)
         self._welcome: HostWelcome | None = None
@@ -160,9 +160,15 @@ class JoinedHost:
 
     # -- the orchestrator ----------------------------------------------------------------------------------------
 
-    def _send(self, message: FromHost) -> None:
-        # A DEALER without a high-water mark never blocks, so the returned future is done.
-        self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+    def _send(self, message: FromHost) -> bool:
+        return self._send_raw(self._encoder.encode(message))
+
+    def _send_raw(self, raw: bytes) -> bool:
+        """Queue a message. Return False without a connection: what a later one would bring is too late."""
+        error = self._socket.send(raw, flags=zmq.NOBLOCK).exception()  # Never blocks, so the future is done.
+        if error is not None and not isinstance(error, zmq.Again):
+            raise error
+        return error is None
 
     async def _converse(self) -> None:
         heard = time.monotonic()
@@ -170,14 +176,15 @@ class JoinedHost:
         while True:
             now = time.monotonic()
             if self._welcome is None and now - hello_at >= _HELLO_EVERY_S:
-                self._send(self._hello)
-                hello_at = now
+                hello_at = now if self._send(self._hello) else hello_at
             if await self._socket.poll(500):
                 heard = time.monotonic()
                 self._handle(self._decoder.decode(await self._socket.recv()))
                 continue
             silent_s = time.monotonic() - heard
-            if self._welcome is not None and silent_s > self._welcome.lost_after_s:
+            # While it loads, it plays nothing that others could play.
+            is_loaded = self._loading is not None and self._loading.done()
+            if self._welcome is not None and is_loaded and silent_s > self._welcome.lost_after_s:
                 logger.warning("the orchestrator at %s is silent for %.1f s", self._address, silent_s)
                 self._detach()
             if silent_s > self._connect_timeout_s:
@@ -293,7 +300,7 @@ class JoinedHost:
             text = f"its reply has {len(raw)} bytes, and a host may send {MAX_HOST_MESSAGE_BYTES}"
             failed = failed_reply(request.rollout_id, reply.task_id, "internal", text, retryable=False)
             raw = self._encoder.encode(FromSource(source=source, reply=failed))
-        self._socket.send(raw, flags=zmq.NOBLOCK)
+        self._send_raw(raw)
 
     # -- the workers' requests to the policy -----------------------------------------------------------------------
 
