@@ -205,7 +205,10 @@ class Pipeline:
         """Start the environments, then build everything that depends on their tasks."""
         config = self.config
         stack.push_async_callback(self._close_pools)
-        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
+        # Hosts are admitted once the tasks are known. Only then does the wait for them begin.
+        for here in (True, False):
+            names = [source.name for source in config.orchestrator.source if (source.workers > 0) is here]
+            await asyncio.gather(*(self.pools[name].start() for name in names))
         blamed = frozenset(left_out(self.run_dir.ledger))
         self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
