@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,7 @@ def open_run(run_dir: RunDir) -> OpenRun:
         config: Config,
         pool: ScriptedPool | None = None,
         *,
+        pools: Mapping[str, ScriptedPool] = {},
         node: bool = True,
         report_s: float = 0.5,
         **node_options: float,
@@ -68,7 +69,8 @@ def open_run(run_dir: RunDir) -> OpenRun:
         run_dir.endpoints.unlink(missing_ok=True)
         pool = pool or ScriptedPool()
         intervals = Intervals(tick_s=0.05, report_s=report_s, poll_s=0.3, farewell_s=0.3)
-        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool, intervals=intervals)
+        make_pool = lambda source, spec: pools.get(source.name, pool)
+        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=make_pool, intervals=intervals)
         task = asyncio.create_task(pipeline.run())
         async with asyncio.timeout(60):
             while not run_dir.endpoints.exists():

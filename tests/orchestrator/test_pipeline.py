@@ -6,13 +6,14 @@ import asyncio
 import re
 import shutil
 
-from orch_peers import RUN_ID, PeerNode, PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import MODEL, RUN_ID, PeerNode, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
 from orchestrator.durability.resume import state_path
+from orchestrator.workers.protocol import SourceSpec
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -170,6 +171,36 @@ async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp
                 pool.ready.set()
     assert waits[0] == f"batch 1: the environment workers of s are loading; {no_node}"
     assert all(said.endswith(no_node) for said in waits) and "workers" not in "".join(waits[1:])
+
+
+class StartedPool(ScriptedPool):
+    """Workers that note when they begin to load and when they have."""
+
+    spec = SourceSpec(name="s", tasksets={}, harness={}, model_path=str(MODEL))
+    is_loading = False
+
+    def __init__(self, name: str, starts: list[str]) -> None:
+        super().__init__()
+        self._name, self._starts = name, starts
+
+    async def start(self) -> None:
+        self._starts.append(f"{self._name} begins")
+        await super().start()
+        await asyncio.sleep(0)
+        self._starts.append(f"{self._name} has loaded")
+
+
+async def test_the_wait_for_hosts_begins_when_the_workers_here_have_loaded(open_run, tmp_path):
+    """Hosts are admitted only then. A source that waited for them meanwhile could pass its deadline."""
+    starts: list[str] = []
+    pools = {name: StartedPool(name, starts) for name in ("far", "near")}
+    sources = [{"name": name, "taskset": {"id": "x"}, "workers": int(name == "near")} for name in pools]
+    config = make_config(tmp_path, source=sources, worker_address="tcp://127.0.0.1:0")
+    async with open_run(config, pools=pools, node=False) as run, asyncio.timeout(60):
+        while run.pipeline.training is None:
+            assert not run.task.done(), run.task.exception()
+            await asyncio.sleep(0.01)
+    assert starts == ["near begins", "near has loaded", "far begins", "far has loaded"]
 
 
 async def test_a_starting_run_shows_its_stages(open_run, run_dir, tmp_path):
