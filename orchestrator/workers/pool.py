@@ -139,7 +139,7 @@ class WorkerPool:
         """Play one rollout. Failures of environment, model or worker are in the reply.
 
         Calls `on_begin` once a worker has room for it. Cancelling the caller cancels the rollout. Raises
-        EnvironmentWorkerError once the workers have failed for good, and DeadlineError when no worker is ready within
+        EnvironmentWorkerError once the workers have failed for good, and DeadlineError when none is ready for
         start_timeout_s.
         """
         player = await self._place()
@@ -157,15 +157,21 @@ class WorkerPool:
         self.changed.notify()
 
     async def _place(self) -> RolloutPlayer:
-        """Wait for a worker with room. Each rollout that takes room ends by its own limit, so that wait has an end."""
+        """Wait for a worker with room. Each rollout that takes room ends by its own limit, so that wait has an end.
+
+        start_timeout_s counts from when no worker is left.
+        """
         with_room = lambda: [player for player in self.players if player.has_room]
         while self._failure is None:
             if players := with_room():
                 return min(players, key=lambda player: player.running / player.processes)
-            changed = await self.changed.wait_for(
-                lambda: self._failure is not None or bool(with_room()), self._start_timeout_s
-            )
-            if not changed and not self.players:
+            if self.players:
+                await self.changed.wait_for(
+                    lambda: self._failure is not None or not self.players or bool(with_room()), self._start_timeout_s
+                )
+            elif not await self.changed.wait_for(
+                lambda: self._failure is not None or bool(self.players), self._start_timeout_s
+            ):
                 raise DeadlineError(
                     f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s"
                 )

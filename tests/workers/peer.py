@@ -30,11 +30,14 @@ class Peer:
         max_model_len: int = 4096,
         fail_status: int = 0,
         hang_after: int | None = None,
+        held_until: asyncio.Event | None = None,
     ) -> None:
         self.delay_s, self.num_tokens, self.low, self.high, self.stop_id = delay_s, num_tokens, low, high, stop_id
         self.max_model_len, self.fail_status = max_model_len, fail_status
         self.hang_after = hang_after
         """Requests of a session that are answered; the next one gets no reply."""
+        self.held_until = held_until
+        """No request is answered before it is set."""
         self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.params: dict[str, dict] = {}
         self.running = 0
@@ -78,6 +81,8 @@ class Peer:
         try:
             silent = self.hang_after is not None and len(self.sessions.get(session, ())) >= self.hang_after
             await asyncio.sleep(3600 if silent else self.delay_s)
+            if self.held_until is not None:
+                await self.held_until.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

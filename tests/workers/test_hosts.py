@@ -29,6 +29,7 @@ from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import dealer
 from orchestrator.workers.hosts import HostServer, chat_files, releases
 from orchestrator.workers.join import JoinedHost, check_runtimes
+from orchestrator.workers.players import RolloutPlayer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
     CancelCall,
@@ -185,6 +186,58 @@ async def test_slots_bound_what_a_host_plays(tmp_path: Path) -> None:
         assert sorted(result.reward for result in await asyncio.gather(*calls)) == [0.25, 1.0, 1.0, 1.0]
 
 
+async def test_a_repeated_hello_gets_one_welcome(tmp_path: Path) -> None:
+    """The welcome has the whole tokenizer. A host that has waited for a minute gets another one."""
+    async with serving(tmp_path) as run, ScriptedHost(run) as host:
+        await host.expect(HostWelcome)
+        for _ in range(3):
+            host.send(host.hello)
+        host.send(HostReady(ready={"bench": READY}))
+        call = asyncio.create_task(run.pool.run(rollout("r")))
+        await host.expect(ForSource)  # Another welcome would be before it.
+        call.cancel()
+        async with ScriptedHost(run, "late") as late:
+            await late.expect(HostWelcome)
+            for waiting in run.server.hosts.values():
+                waiting.welcomed_at -= 100
+            late.send(late.hello)
+            await late.expect(HostWelcome)
+
+
+class Player(RolloutPlayer):
+    """Workers elsewhere that say nothing."""
+
+    def __init__(self, *, has_room: bool) -> None:
+        super().__init__("far")
+        self._has_room = has_room
+
+    @property
+    def has_room(self) -> bool:
+        return self._has_room
+
+    def send(self, message: msgspec.Struct) -> None:
+        pass
+
+
+async def test_a_rollout_that_waited_for_room_outlives_a_gap_without_hosts() -> None:
+    """start_timeout_s counts from when no worker is left, not from when the rollout began to wait."""
+    spec = SourceSpec(name="s", tasksets={}, harness={}, model_path="m")
+    pool = WorkerPool(spec, workers=0, start_timeout_s=0.4)
+    full, free = Player(has_room=False), Player(has_room=True)
+    pool.attach(full, READY)
+    call = asyncio.create_task(pool.run(rollout("r")))
+    await asyncio.sleep(0.3)
+    full.end("power")
+    await asyncio.sleep(0.2)
+    pool.attach(free, READY)
+    await until(lambda: free.running or call.done())
+    free.answer(reply("r").reply)
+    assert (await call).reward == 1.0
+    free.end("power")
+    with pytest.raises(DeadlineError, match=r"'s': no environment worker was ready within 0.4 s"):
+        await pool.run(rollout("again"))
+
+
 async def test_a_silent_host_loses_its_rollouts_and_late_replies_count_for_nothing(tmp_path: Path) -> None:
     """They fail with a retryable error and no reward; the host is told to say hello, and plays again."""
     async with serving(tmp_path) as run, ScriptedHost(run) as host:
@@ -313,6 +366,15 @@ def test_a_source_without_anybody_to_play_it_is_refused() -> None:
         make_config(worker_address=None)
 
 
+def test_an_address_for_hosts_without_anything_to_play_is_refused() -> None:
+    """A run on demonstrations alone has no environments; hosts lack the tasks that a run makes."""
+    with pytest.raises(ValueError, match=r"worker_address is 'tcp://.*source is empty.*leave worker_address out"):
+        make_config(source=[], groups_per_step=0)
+    source = {"name": "code", "taskset": {"id": "orchestrator.environments.code"}, "making": {}}
+    with pytest.raises(ValueError, match=r"\['code'\] have making.*worker_address is 'tcp://.*leave out making"):
+        make_config(source=[source])
+
+
 async def test_a_run_without_a_host_says_what_to_start() -> None:
     """The wait for the first host has an end, and names the command."""
     pool = WorkerPool(SourceSpec(name="s", tasksets={}, harness={}, model_path="m"), workers=0, start_timeout_s=0.05)
@@ -390,9 +452,11 @@ async def test_a_host_that_is_turned_away_or_alone_ends_with_the_reason(tmp_path
             await join(run, "far", slots=2, workers=3).run()
         gone = run.server.endpoint
     with pytest.raises(DeadlineError, match=r"--connect-timeout.*worker_address"):
-        await JoinedHost(
+        alone = JoinedHost(
             gone, run.keys.client("worker"), name="n", slots=1, workers=1, connect_timeout_s=0.1, drain_timeout_s=0
-        ).run()
+        )
+        assert not alone._send(alone._hello)  # It does not wait with others for a connection.
+        await alone.run()
 
 
 def descendants(pid: int) -> list[int]:
@@ -404,8 +468,9 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.timeout(550)
 async def test_rollouts_of_a_killed_host_are_played_by_another(tmp_path: Path, model_path: str) -> None:
     """kill -9 of a host in mid-run: no rollout gets a reward for it, all are played elsewhere, its workers end."""
+    killed = asyncio.Event()
     async with (
-        Peer(delay_s=0.5) as peer,
+        Peer(held_until=killed) as peer,
         serving(tmp_path, peer.url.removesuffix("/v1"), model_path, harness={"id": "bench_env", "turns": 4}) as run,
     ):
         words = ["join", run.server.endpoint, "--workers", "1", "--slots", "4", "--connect-timeout", "250"]
@@ -424,6 +489,7 @@ async def test_rollouts_of_a_killed_host_are_played_by_another(tmp_path: Path, m
             await until(lambda: peer.running == 8)
             assert [player.running for player in players.values()] == [4, 4]
             hosts[0].kill()
+            killed.set()
             first = await asyncio.gather(*calls)
             lost = [result for result in first if result.error is not None]
             assert len(lost) == 4
