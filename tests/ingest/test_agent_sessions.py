@@ -21,6 +21,7 @@ from agent_sessions import (
     GEMINI_STREAM,
     codex,
     gemini,
+    item,
     returned,
     said,
     spoken,
@@ -28,9 +29,10 @@ from agent_sessions import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ingest_traces import lines, roles, taken, text
+from ingest_traces import lines, roles, taken, text, use
 from mutations import keys_of, mutated
 
+from composer_prime.traces.ingest.formats.claude_stream import NO_PROMPT
 from composer_prime.traces.ingest.trace_file import NO_RESULT
 from composer_prime.traces.state import TraceState
 
@@ -98,6 +100,19 @@ def test_codex_rollback(tmp_path: Path) -> None:
     assert tally.states == 4 and not tally.skipped
 
 
+# Calls without an id are told apart, and an image that comes between two outputs parts no call from its output.
+def test_codex_calls_without_ids_and_images_between(tmp_path: Path) -> None:
+    searches = [item("web_search_call", action={"query": word}) for word in ("a", "b")]
+    shown = item("message", role="user", content=[{"type": "input_image", "image_url": "data:"}])
+    views = [item("function_call", name="view_image", arguments="{}", call_id=call_id) for call_id in ("v1", "v2")]
+    outputs = [item("function_call_output", call_id=call_id, output=f"saw {call_id}") for call_id in ("v1", "v2")]
+    rollout = [said("user", "Look."), *searches, *views, outputs[0], shown, outputs[1], said("assistant", "Seen.")]
+    (first, second), tally = taken(lines(tmp_path / "a.jsonl", *rollout))
+    assert [arguments for name, arguments in calls(first) if name == "web_search"] == [{"query": "a"}, {"query": "b"}]
+    assert [message["content"] for message in second.messages[-3:]] == ["saw v1", "saw v2", "[input_image]"]
+    assert not tally.skipped
+
+
 # The first releases wrote the items themselves. A call of a kind to come is a call, and never lost.
 def test_codex_bare_items(tmp_path: Path) -> None:
     meta = {"id": "old", "timestamp": "t", "instructions": "x"}
@@ -121,6 +136,15 @@ def test_atif(tmp_path: Path) -> None:
         "a.py\n/x",
     ]
     assert second.source_model == "claude-opus-4" and second.error is None and third.student_action["content"] == "One."
+
+
+# A result without a call's id, or of a call that is not there, is context, and parts no call from its result.
+@pytest.mark.parametrize("stray", [{"content": "note"}, {"source_call_id": "gone", "content": "note"}])
+def test_atif_results_of_no_call(tmp_path: Path, stray: dict[str, Any]) -> None:
+    named = [{"source_call_id": call_id, "content": f"of {call_id}"} for call_id in ("k1", "k2")]
+    step = {**ATIF["steps"][4], "observation": {"results": [stray, *named]}}
+    states, _ = taken(lines(tmp_path / "a.jsonl", {**ATIF, "steps": [*ATIF["steps"][:2], step, ATIF["steps"][5]]}))
+    assert [message["content"] for message in states[1].messages[-3:]] == ["of k1", "of k2", "note"]
 
 
 # Copied steps and those without a model are context only. A subagent's trajectory is a trace of its own.
@@ -162,6 +186,19 @@ def test_claude_stream(tmp_path: Path) -> None:
     assert tally.skipped == {"subagent": 1, "result of the session": 1}
 
 
+# A result ends what the first prompt explains. The answer to the next prompt, which is not printed, gives no state.
+def test_claude_stream_of_several_prompts(tmp_path: Path) -> None:
+    again = [
+        spoken("m5", text("More."), use("t5", "Bash", command="ls")),
+        returned("t5", "a"),
+        spoken("m6", text("So.")),
+    ]
+    states, tally = taken(lines(tmp_path / "a.jsonl", *CLAUDE_STREAM, *again))
+    assert tally.passed_over == {"its prompt was not recorded": 2}
+    assert [state.student_action["content"] for state in states] == [None, "So."]
+    assert [message["content"] for message in states[1].messages if message["role"] == "user"] == [NO_PROMPT] * 2
+
+
 # With the prompt printed too, every turn gives a state. A compaction starts anew. A file may hold several sessions.
 def test_claude_stream_with_prompts(tmp_path: Path) -> None:
     asked = stream("user", message={"role": "user", "content": "Count."}, isReplay=True)
@@ -194,6 +231,24 @@ def test_gemini(tmp_path: Path, kind: str) -> None:
         assert first.student_action["reasoning_content"] == "Plan: look" and tally.skipped["message of type info"] == 1
 
 
+# Results beside a text or an image are the calls' results, and the rest is shown.
+def test_gemini_results_beside_other_parts(tmp_path: Path) -> None:
+    history = GEMINI_CHECKPOINT["history"]
+    beside = {**history[3], "parts": [*history[3]["parts"], {"inlineData": {"data": ""}}, {"text": " Go on."}]}
+    (first, second), _ = taken(document(tmp_path / "s.json", {"history": [*history[:3], beside, history[4]]}))
+    assert first.error == "File not found"
+    assert [message["content"] for message in second.messages[-2:]] == ["File not found", "[image] Go on."]
+
+
+# Two sessions of stream-json in one file are two traces.
+def test_gemini_streams_in_one_file(tmp_path: Path) -> None:
+    other = [{**GEMINI_STREAM[0], "session_id": "g-3", "model": "gemini-2.5-flash"}]
+    other += [{**GEMINI_STREAM[1], "content": "Count again."}, *GEMINI_STREAM[2:]]
+    states, _ = taken(lines(tmp_path / "a.jsonl", *GEMINI_STREAM, *other))
+    assert [state.trace_id for state in states] == ["g-2", "g-2", "g-3", "g-3"]
+    assert len(states[2].messages) == 1 and states[2].source_model == "gemini-2.5-flash"
+
+
 # A rewind takes messages back; a new version of the history is a context without new states.
 def test_gemini_branches(tmp_path: Path) -> None:
     back, more = {"$rewindTo": "5"}, gemini("6", "gemini", "Two.", model="gemini-2.5-pro")
@@ -223,6 +278,31 @@ def test_cline(tmp_path: Path) -> None:
         "execute_command",
         "write_to_file",
     ]
+
+
+# A tool that is named in prose is no call, nor is one that a shown file's [words] name. A file may hold the end of a
+# call. A call may have no parameter.
+def test_cline_calls_and_what_only_looks_so(tmp_path: Path) -> None:
+    content = "Write\n</write_to_file>\nat the end."
+    told = [
+        "<thinking>I will use <read_file> now.</thinking>\n<execute_command><command>ls</command></execute_command>",
+        "See <read_file>\n<execute_command><command>pwd</command></execute_command>",
+        f"<write_to_file><path>a</path><content>\n{content}\n</content></write_to_file>",
+        "<load_mcp_documentation>\n</load_mcp_documentation>",
+        "<project>x</project><own_tool><level>3</level></own_tool>",
+    ]
+    shown = {"role": "user", "content": [text("[read_file for 'a.toml'] Result:\n[project]\n[own_tool] Result:\nx")]}
+    session = [CLINE[0], *(part for words in told for part in ({"role": "assistant", "content": words}, shown))]
+    (tmp_path / "1").mkdir()
+    states, _ = taken(document(tmp_path / "1" / "api_conversation_history.json", session))
+    assert [calls(state) for state in states] == [
+        [("execute_command", {"command": "ls"})],
+        [("execute_command", {"command": "pwd"})],
+        [("write_to_file", {"path": "a", "content": content})],
+        [("load_mcp_documentation", {})],
+        [("own_tool", {"level": "3"})],
+    ]
+    assert states[1].student_action["content"] == "See <read_file>"
 
 
 # What Roo Code condensed is shown no longer, once its summary is there.

@@ -131,7 +131,7 @@ def _inside(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _inside(path)
-        elif path.is_file() and not is_compressed(path) and (path.suffix in SUFFIXES or path.name.endswith(aider.FILE)):
+        elif (path.suffix in SUFFIXES or path.name.endswith(aider.FILE)) and path.is_file() and not is_compressed(path):
             yield path
 
 

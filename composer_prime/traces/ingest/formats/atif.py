@@ -1,7 +1,7 @@
 """Read ATIF, the trajectory format of Harbor and of ADP's newer data sets: one JSON document, or one a line.
 
-1. A step of the agent is a turn, with the results of its calls beside them (`observation`). Results without a
-   `source_call_id` are given to the calls in order. A single one for several calls (a terminal after several
+1. A step of the agent is a turn, with the results of its calls beside them (`observation`). Where no result has a
+   `source_call_id` they are given to the calls in order. A single one for several calls (a terminal after several
    keystrokes) stands with the last call.
 2. Harbor writes an answer of Claude Code as several steps: its text, then each call with "Executed Bash id" as the
    message. A text and the call that directly follows are one turn.
@@ -130,16 +130,22 @@ class _Steps:
     def _observed(self, builder: TraceBuilder, step: dict[str, Any], calls: list[Call]) -> bool:
         """Give the results of a step to its calls, and show the others as context. Return whether there were any."""
         results = objects(at(step, "observation", "results"))
-        unnamed = [result for result in results if result.get("source_call_id") is None]
-        if calls and len(unnamed) == 1 and len(results) == 1:
+        some_named = any(result.get("source_call_id") is not None for result in results)
+        others: list[tuple[str, str | None]] = []
+        if calls and not some_named and len(results) == 1:
             for call in calls[:-1]:
                 builder.tool_result(call.call_id, _WITH_LAST)
         for result in results:
             text = text_of(result.get("content")) or _of_subagent(result)
             error = _error(text, result, step)
             named = result.get("source_call_id")
-            if not builder.tool_result(None if named is None else str(named), text, error=error) and text.strip():
-                builder.context("user", text, error=error)
+            belongs = named is not None or not some_named
+            if not belongs or not builder.tool_result(None if named is None else str(named), text, error=error):
+                others.append((text, error))
+        failed = next((error for _, error in others if error is not None), None)
+        for text, _ in others:  # context ends the turn, so it comes after all results
+            if text.strip():
+                builder.context("user", text, error=failed)
         return bool(results)
 
 

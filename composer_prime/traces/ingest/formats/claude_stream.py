@@ -76,8 +76,11 @@ class _Stream:
             return f"record type {kind}" if kind and len(kind) <= 40 else "unknown record type"
         if record.get("parent_tool_use_id") is not None:
             return "subagent"
-        if kind in ("result", "stream_event"):
-            return "result of the session" if kind == "result" else "partial message"
+        if kind == "stream_event":
+            return "partial message"
+        if kind == "result":
+            self._prompted = False  # what follows answers another prompt
+            return "result of the session"
         builder = self._of_session(record)
         if kind == "system":
             return self._system(builder, record)

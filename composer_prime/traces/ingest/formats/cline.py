@@ -30,8 +30,7 @@ _TOOLS = {
     "run_slash_command", "search_and_replace", "search_files", "summarize_task", "switch_mode", "update_todo_list",
     "use_mcp_tool", "use_skill", "web_fetch", "web_search", "write_to_file",
 }  # fmt: skip
-_HEADING = re.compile(r"\[(?P<tool>[a-z]\w{1,63})(?: for [^\n]*|\])")
-_PARAMETER = re.compile(r"<(?P<name>[a-z_]\w{0,63})>(?P<value>.*?)</(?P=name)>", re.DOTALL)
+_HEADING = re.compile(r"^\[(?P<tool>[a-z]\w{1,63})(?: for [^\n]*)?\] Result:", re.MULTILINE)
 _WHOLE = {"content", "diff"}
 """Parameters that may hold any text, their own closing tag too: the last one in the call ends them."""
 _MARKS = (("condenseParent", "condenseId"), ("truncationParent", "truncationId"))
@@ -63,7 +62,7 @@ class _Task:
 
     def __init__(self, listed: list[Any]) -> None:
         headings = (
-            _HEADING.finditer(text[:400])
+            _HEADING.finditer(text)
             for message in objects(listed)
             if message.get("role") == "user"
             for block in _blocks(message)
@@ -107,7 +106,10 @@ class _Task:
 
 
 def xml_calls(text: str, tools: set[str]) -> tuple[str, list[tuple[str, dict[str, str]]]]:
-    """Return (the text without its calls, [(tool, arguments)]). A call that is cut off is read as far as it goes."""
+    """Return (the text without its calls, [(tool, arguments)]).
+
+    A call that is cut off is read as far as it goes. A tool that is only named is text.
+    """
     said: list[str] = []
     calls: list[tuple[str, dict[str, str]]] = []
     done = 0
@@ -116,8 +118,6 @@ def xml_calls(text: str, tools: set[str]) -> tuple[str, list[tuple[str, dict[str
         closing = f"</{name}>"
         end = _end_of_call(text, opening.end(), closing)
         body = text[opening.end() : end]
-        if end == len(text) and not _PARAMETER.search(body) and "<" not in body:
-            break  # the tool is only named
         said.append(text[done : opening.start()])
         calls.append((name, _arguments(body)))
         done = min(end + len(closing), len(text))
@@ -126,15 +126,28 @@ def xml_calls(text: str, tools: set[str]) -> tuple[str, list[tuple[str, dict[str
 
 
 def _next_opening(text: str, tools: set[str], start: int) -> re.Match[str] | None:
-    return next((tag for tag in _OPENING.finditer(text, start) if tag["name"] in tools), None)
+    """Return the next opening of a call: a parameter follows it, or its own closing tag where it has none."""
+    for tag in _OPENING.finditer(text, start):
+        if tag["name"] in tools and (after := _TAG.match(text, tag.end())) is not None:
+            begins = after["name"] == tag["name"] if after["closing"] else after["name"] not in tools
+            if begins:
+                return tag
+    return None
 
 
 _OPENING = re.compile(r"<(?P<name>[a-z]\w{1,63})>")
+_TAG = re.compile(r"\s*<(?P<closing>/?)(?P<name>[a-z]\w{1,63})>")
 
 
 def _end_of_call(text: str, start: int, closing: str) -> int:
-    """Return where the closing tag begins; the text's end where there is none."""
+    """Return where the closing tag begins; the text's end where there is none.
+
+    A parameter of any text may hold the call's closing tag, so the parameter's own comes first.
+    """
     end = text.find(closing, start)
+    long = next((tag for tag in _OPENING.finditer(text, start, max(end, start)) if tag["name"] in _WHOLE), None)
+    if long is not None and (ended := text.find(f"</{long['name']}>", long.end())) >= 0:
+        end = text.find(closing, ended)
     return len(text) if end < 0 else end
 
 

@@ -86,6 +86,9 @@ class _Rollout:
         self._model: str | None = None
         self._answers = 0
         """Number of the model's answer; all its items have this key."""
+        self._calls = 0
+        self._held: list[dict[str, Any]] = []
+        """Messages of the user that wait: an image may come between the outputs of one answer's calls."""
         self._prompts = 0
         """Messages that the user typed. A record's mark is their number: what a rollback takes back."""
         self._standing: list[int] = []
@@ -125,6 +128,12 @@ class _Rollout:
 
     def _item(self, builder: TraceBuilder, item: dict[str, Any], aside: str | None = None) -> str | None:
         kind = string(item.get("type")) or ""
+        if kind == "message" and item.get("role") == "user":
+            self._held.append(item)
+            return None
+        if kind.endswith("_output"):
+            return self._output(builder, item)
+        self._release(builder)
         if kind == "message":
             return self._message(builder, item, aside)
         if kind == "agent_message":  # of another agent
@@ -135,21 +144,26 @@ class _Rollout:
             if not text.strip():
                 return "encrypted thought"
             return self._assistant(builder, "", [], text, aside)
-        if kind.endswith("_output"):
-            return self._output(builder, item)
         if kind.endswith("_call"):
             return self._assistant(builder, "", [self._call(item, kind)], "", aside)
         return f"item {kind}" if re.fullmatch(r"[a-z_]{1,40}", kind) else "unknown item"
+
+    def _release(self, builder: TraceBuilder) -> None:
+        """Show the user's messages that wait. Those at a file's end are shown to no turn."""
+        held, self._held = self._held, []
+        for item in held:
+            text = text_of(item.get("content"))
+            if not _OWN_PROMPT.match(text):
+                self._prompts += 1
+                self._standing.append(self._prompts)
+            self._context(builder, "user", text)
 
     def _message(self, builder: TraceBuilder, item: dict[str, Any], aside: str | None) -> str | None:
         role, text = item.get("role"), text_of(item.get("content"))
         if role == "assistant":
             return self._assistant(builder, text, [], "", aside)
-        if role in ("user", "system", "developer"):
-            if role == "user" and not _OWN_PROMPT.match(text):
-                self._prompts += 1
-                self._standing.append(self._prompts)
-            return self._context(builder, "user" if role == "user" else "system", text)
+        if role in ("system", "developer"):
+            return self._context(builder, "system", text)
         return "message of an unknown role"
 
     def _context(self, builder: TraceBuilder, role: str, text: str) -> None:
@@ -164,6 +178,7 @@ class _Rollout:
 
     def _call(self, item: dict[str, Any], kind: str) -> Call:
         """Return a call of any kind. Kinds without a name are called by their kind, such as `web_search`."""
+        self._calls += 1
         name = string(item.get("name")) or kind.removesuffix("_call")
         space = string(item.get("namespace"))
         written = next((item[key] for key in ("arguments", "action") if item.get(key) is not None), None)
@@ -173,7 +188,7 @@ class _Rollout:
             arguments = arguments_of(written)
         else:
             arguments = {key: value for key, value in item.items() if key not in _NOT_ARGUMENTS}
-        call_id = item.get("call_id") or item.get("id") or f"{kind}_{self._answers}"
+        call_id = item.get("call_id") or item.get("id") or f"{kind}_{self._calls}"
         return Call(call_id=str(call_id), name=f"{space}.{name}" if space else name, arguments=arguments)
 
     def _output(self, builder: TraceBuilder, item: dict[str, Any]) -> str | None:
@@ -191,12 +206,14 @@ class _Rollout:
         return None if paired else "output without its call"
 
     def _compacted(self, builder: TraceBuilder, payload: dict[str, Any]) -> None:
+        self._release(builder)
         numbers = range(self._prompts + 1)
         history, summary = payload.get("replacement_history"), text_of(payload.get("message"))
         if isinstance(history, list):
             builder.forget([f"{who}{number}" for number in numbers for who in "aus"], "")
             for item in objects(history):
                 self._item(builder, item, _COPIED)
+            self._release(builder)
             builder.close()
         else:
             builder.forget([f"a{number}" for number in numbers], "")
@@ -205,6 +222,7 @@ class _Rollout:
     def _event(self, builder: TraceBuilder, event: dict[str, Any]) -> str | None:
         kind, turns = string(event.get("type")) or "", event.get("num_turns")
         if kind == "thread_rolled_back" and isinstance(turns, int) and turns > 0:
+            self._release(builder)
             builder.forget([f"{who}{number}" for number in self._standing[-turns:] for who in "aus"], "")
             del self._standing[-turns:]
             self._answers += 1

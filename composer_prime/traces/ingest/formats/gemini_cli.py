@@ -76,12 +76,20 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _lines(file: TraceFile) -> Iterator[TraceState]:
+    """Yield the states of a file of lines. Each `init` with another session_id begins a trace."""
     session = _Session()
     builder: TraceBuilder | None = None
+    session_id: object = None
     for record in file.records():
+        named = record if isinstance(record, dict) else {}
+        another = named.get("type") == "init" and named.get("session_id") not in (None, session_id)
+        if builder is not None and another:
+            session.flush(builder)
+            builder.close()
+            builder, session = None, _Session()
         if builder is None:
-            named = record if isinstance(record, dict) else {}
-            builder = TraceBuilder(file, named.get("sessionId") or named.get("session_id"), named.get("model"))
+            session_id = named.get("sessionId") or named.get("session_id")
+            builder = TraceBuilder(file, session_id, named.get("model"))
         for reason in session.line(builder, record):
             if reason is None:
                 file.tally.take()
@@ -194,8 +202,8 @@ class _Session:
             return _unspoken(message)
         results = [part["functionResponse"] for part in parts if isinstance(part.get("functionResponse"), dict)]
         text = _text(parts)
+        taken = [self._result(builder, result, mark) for result in results]
         if results and not text.strip():
-            taken = [self._result(builder, result, mark) for result in results]
             return None if any(taken) else _THERE
         self._order[mark] = None
         self._answers += 1
