@@ -134,6 +134,8 @@ class _StateDecoder:
             known = [state.student_action] if raw.startswith(b'{"step":') else [*state.messages, state.student_action]
             msgspec.convert(known, list[_RequiredMessage])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError) as error:
+            if not raw.startswith(b'{"step":'):  # it may be a line of the table
+                table.forget()
             raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
         if state.schema_version != SCHEMA_VERSION:
             raise ConfigError(
@@ -146,7 +148,7 @@ class _StateDecoder:
     def _with_table(self, raw: bytes, table: StateTable) -> TraceState:
         line = self._compact.decode(raw)
         if table.trace is None:
-            raise LookupError("no trace begins before it")
+            raise LookupError("no trace begins before it, or a line between is damaged")
         return TraceState(
             trace_id=table.trace,
             state_id=f"{table.trace}/{line.step:04d}",
@@ -186,6 +188,11 @@ def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
             line = next(state_file_lines(path), b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name another file") from None
+    except ConfigError:
+        raise ConfigError(
+            f"{path} is compressed and damaged, so it is not known whether it holds {what}: remove it, or name another "
+            "file"
+        ) from None
     if line and not is_own(line):
         shown = line[:_SHOWN_BYTES].decode("utf-8", "replace").rstrip()
         raise ConfigError(

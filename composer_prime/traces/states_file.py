@@ -136,7 +136,10 @@ class StateTable:
         self._messages: list[Message] = []
 
     def takes(self, raw: bytes) -> Message | bool:
-        """Return whether a line is of the table, as True or the message that it adds. Raises msgspec.DecodeError."""
+        """Return whether a line is of the table, as True or the message that it adds. Raises msgspec.DecodeError.
+
+        After a line that is damaged the caller calls `forget`.
+        """
         if raw.startswith(TRACE):
             self.trace, self._messages = msgspec.json.decode(raw, type=_Trace).trace, []
         elif raw.startswith(TOOLS):
@@ -147,6 +150,10 @@ class StateTable:
         else:
             return False
         return True
+
+    def forget(self) -> None:
+        """Make the table unusable until the next trace begins: without one of its lines it shows wrong contexts."""
+        self.trace = None
 
     def messages(self, context: list[tuple[int, int]]) -> list[Message]:
         """Return the messages of a context. Raises LookupError where the table lacks one."""
@@ -160,7 +167,9 @@ class StateTable:
 
 def compressed(file: BinaryIO) -> zstandard.ZstdCompressionWriter:
     """Return a writer that compresses into `file`. Closing it ends the frame and leaves `file` open."""
-    parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG, enable_ldm=True)
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        _LEVEL, window_log=_WINDOW_LOG, enable_ldm=True, write_checksum=True
+    )
     return zstandard.ZstdCompressor(compression_params=parameters).stream_writer(file, closefd=False)
 
 
@@ -222,6 +231,7 @@ def trace_of_each(path: Path) -> Iterator[str | None]:
             elif not line.startswith((TOOLS, MESSAGE)):
                 yield trace if line.startswith(b'{"step":') else msgspec.json.decode(line, type=_Named).trace_id
         except (msgspec.DecodeError, UnicodeDecodeError):
+            trace = None
             yield None
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
 from ingest_traces import MESSAGES, SESSION, lines, taken
 
 from composer_prime.errors import ConfigError
-from composer_prime.traces.ingest.command import main
+from composer_prime.traces.ingest.command import find_files, main
 from composer_prime.traces.replay.command import count_states
-from composer_prime.traces.state import TraceState, read_states, write_state
+from composer_prime.traces.state import TraceState, check_own, read_states, write_state
 from composer_prime.traces.states_file import StateLines, compressed, state_file_lines
 
 
@@ -87,6 +88,34 @@ def test_damaged_files(tmp_path: Path) -> None:
     path.write_bytes(b"".join(row for row in rows if not row.startswith(b'{"message":')))
     with pytest.raises(ConfigError, match=r"cut\.zst:3 is no state \(messages 0 to 1 of the 0 in the table\)"):
         list(read_states(path))
+    for end in (5, 40):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ConfigError, match="damaged, so it is not known whether it holds states: remove it, or"):
+            check_own(path, lambda line: True, "states")
+
+
+# A damaged line of the table leaves out the states after it, up to the next trace: their contexts would be others.
+def test_a_damaged_line_of_the_table(tmp_path: Path) -> None:
+    states, _ = taken(lines(tmp_path / "a.jsonl", {"messages": long_session(3)}))
+    states += taken(lines(tmp_path / "b.jsonl", *SESSION))[0]
+    rows = list(state_file_lines(written(tmp_path / "states.zst", states)))
+    known = {state.state_id: state for state in states}
+    path = tmp_path / "damaged.jsonl"
+    for number, row in enumerate(rows):
+        if row.startswith(b'{"step":'):
+            continue
+        for damaged in (row[:-3] + b"\n", b"x" + row, b'{"message":{"content":"no role"}}\n'):
+            path.write_bytes(b"".join([*rows[:number], damaged, *rows[number + 1 :]]))
+            told: list[ConfigError] = []
+            read = list(read_states(path, told.append))
+            assert all(known[state.state_id] == state for state in read) and len(read) < len(states) and told
+
+
+# A changed byte that still decompresses is found by the checksum.
+def test_states_have_a_checksum(tmp_path: Path) -> None:
+    states, _ = taken(lines(tmp_path / "b.jsonl", *SESSION))
+    raw = written(tmp_path / "states.zst", states).read_bytes()
+    assert zstandard.get_frame_parameters(raw).has_checksum
 
 
 # A state that two files have counts once, with the first, and traces of one name get different ids.
@@ -113,6 +142,13 @@ def test_processes_change_nothing(tmp_path: Path) -> None:
     for number, output in enumerate(outputs, 1):
         assert main([str(folder), "-o", str(output), "--processes", str(number)]) == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes() and count_states(outputs[0]) == 6 + 2
+
+
+# A folder is searched by names: a file that holds no traces may be unreadable (a process's memory from 0 on is).
+def test_only_trace_files_are_opened(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *SESSION)
+    (tmp_path / "b.bin").symlink_to("/proc/self/mem")
+    assert find_files([tmp_path], tmp_path / "s.zst") == [path]
 
 
 # A number of processes that is none is refused.
