@@ -55,7 +55,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().err
 
 
-# A file of teachers alone is enough: nobody scores, and no step limits the states. A run's file sets both.
+# A file of teachers alone is enough: nobody scores, and no step limits the states. A run's file sets both, and
+# so do flags.
 def test_a_file_of_teachers_alone(tmp_path: Path) -> None:
     whole, alone = tmp_path / "run.toml", tmp_path / "pool.toml"
     whole.write_text(POOL)
@@ -64,6 +65,10 @@ def test_a_file_of_teachers_alone(tmp_path: Path) -> None:
     config = parse_arguments([*words, "@", str(alone), "--states", "9", "--per-trace", "2"]).config
     assert (config.teachers.select.states, config.teachers.select.per_trace, config.teachers.score) == (9, 2, False)
     assert training_limits(config) is None and len(config.teachers.teacher) == 2
+    flags = ["--model.path", "./qwen", "--model.max_context=4096", "--teachers.score", "true", "--states=3"]
+    config = parse_arguments([*words, "@", str(alone), *flags]).config
+    assert (config.model.path, config.model.max_context) == ("./qwen", 4096)
+    assert config.teachers.score and config.teachers.select.states == 3
     config = parse_arguments([*words, "@", str(whole)]).config
     assert config.teachers.score and config.model.max_context == 384 and config.teachers.select.states is None
 

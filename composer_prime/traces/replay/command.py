@@ -102,10 +102,12 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
     if same_file(Path(files[0]), Path(files[2])):
         raise ConfigError(f"{files[0]} and {files[2]}, states and pairs, are one file: name another file for the pairs")
-    settings = [_SHORT.get(word, word) for word in settings]
+    named = [(word, *word.partition("=")) for word in settings]
+    settings = [_SHORT[flag] + equals + value if flag in _SHORT else word for word, flag, equals, value in named]
     layers, _ = read_layers(settings)
     if layers and not any(layer.values.keys() & {"model", "run"} for layer in layers):
-        settings += [word for pair in _NO_RUN.items() for word in pair]
+        # First, so that what the user says counts.
+        settings = [word for pair in _NO_RUN.items() for word in pair] + settings
     config = resolve(settings).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
