@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
@@ -22,7 +22,7 @@ from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval
 from composer_prime.stats.preregistration import PlannedArm, Preregistration
-from composer_prime.stats.sequential import POWER, detectable_effect, power, seeds_interval, tasks_interval
+from composer_prime.stats.sequential import POWER, detectable_effect, power, seeds_interval, spread, tasks_interval
 
 TaskMeans = dict[str, float]
 """Mean reward by held-out task."""
@@ -159,8 +159,8 @@ def compare(
     by_seed = {seed: fmean(other[seed][task] - base[seed][task] for task in tasks) for seed in seeds}
     by_task = [fmean(other[seed][task] - base[seed][task] for seed in seeds) for task in tasks]
     planned, alpha, span = len(registered.seeds), registered.alpha, registered.span
-    seed_spread = stdev(by_seed.values()) if len(seeds) > 1 else registered.seed_spread
-    task_spread = stdev(by_task) if len(tasks) > 1 else registered.task_spread
+    seed_spread = spread(list(by_seed.values())) if len(seeds) > 1 else registered.seed_spread
+    task_spread = spread(by_task) if len(tasks) > 1 else registered.task_spread
     return Comparison(
         by_seed=by_seed,
         over_tasks=tasks_interval(by_task, span=span, alpha=alpha / planned, horizon=registered.tasks),

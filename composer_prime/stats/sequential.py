@@ -29,6 +29,8 @@ _GRID = 1000
 """Candidate means between the bounds."""
 _LARGEST_BET = 0.5
 """c of the paper: the share of its capital that a gambler may lose at once."""
+_ROUNDING = 1e-9
+"""Differences of rewards that are no larger come from rounding."""
 POWER = 0.8
 """Power at which an effect counts as detectable."""
 
@@ -76,10 +78,16 @@ def confidence_sequence(
 def tasks_interval(differences: Sequence[float], *, span: float, alpha: float, horizon: int) -> Interval:
     """Return the mean of paired differences, one per held-out task in an order set beforehand, and its bounds.
 
-    `span`: the largest difference there can be. Raises ValueError for a larger one.
+    `span`: the largest difference there can be. Raises ValueError for one that is larger by more than rounding.
     """
-    low, high = confidence_sequence(differences, least=-span, most=span, alpha=alpha, horizon=horizon)
-    return Interval(mean=fmean(differences), low=float(low[-1]), high=float(high[-1]), count=len(differences))
+    clipped = [min(max(each, -span), span) if abs(each) <= span + _ROUNDING else each for each in differences]
+    low, high = confidence_sequence(clipped, least=-span, most=span, alpha=alpha, horizon=horizon)
+    return Interval(mean=fmean(clipped), low=float(low[-1]), high=float(high[-1]), count=len(clipped))
+
+
+def spread(differences: Sequence[float]) -> float:
+    """Return the standard deviation of two or more values; 0 where only rounding tells them apart."""
+    return stdev(differences) if max(differences) - min(differences) > _ROUNDING else 0.0
 
 
 def seeds_interval(differences: Sequence[float], *, alpha: float, planned: int) -> Interval:
@@ -89,7 +97,7 @@ def seeds_interval(differences: Sequence[float], *, alpha: float, planned: int) 
     No bounds for one seed, nor where all are alike.
     """
     mean, count = fmean(differences), len(differences)
-    if count < 2 or min(differences) == max(differences):
+    if count < 2 or not spread(differences):
         return Interval(mean=mean, low=None, high=None, count=count)
     half = _t_quantile(alpha, planned, count) * stdev(differences) / math.sqrt(count)
     return Interval(mean=mean, low=mean - half, high=mean + half, count=count)

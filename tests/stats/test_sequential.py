@@ -15,6 +15,7 @@ from composer_prime.stats.sequential import (
     detectable_effect,
     power,
     seeds_interval,
+    spread,
     tasks_interval,
 )
 
@@ -81,6 +82,16 @@ def test_interval_over_seeds_divides_its_level_by_the_looks() -> None:
     assert interval.low is not None and interval.low == pytest.approx(0.2 - half)
     assert seeds_interval([0.1], alpha=0.05, planned=3).low is None
     assert seeds_interval([0.1, 0.1], alpha=0.05, planned=3).low is None
+    assert seeds_interval([0.3, 0.1 + 0.2], alpha=0.05, planned=3).low is None  # equal but for rounding
+    assert spread([0.3, 0.1 + 0.2]) == 0 and spread([0.1, 0.3]) == stdev([0.1, 0.3])
+
+
+# A mean of largest differences may be rounded beyond the span; one that is larger is refused.
+def test_rounded_differences_are_within_the_span() -> None:
+    rounded = float(np.nextafter(0.8, 1))
+    assert tasks_interval([rounded, -rounded], span=0.8, alpha=0.05, horizon=2).mean == 0
+    with pytest.raises(ValueError, match=r"from 0.81 to 0.81 are not between -0.8 and 0.8"):
+        tasks_interval([0.81], span=0.8, alpha=0.05, horizon=1)
 
 
 # 400 ladders of five seeds without a difference, looked at after each seed from the second on.

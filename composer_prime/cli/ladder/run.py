@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
-from composer_prime.console import clock, console_script, pluralize, what_is_wrong
+from composer_prime.console import INTERRUPTED, clock, console_script, pluralize, what_is_wrong
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.plan.plan import build_plan
@@ -42,6 +42,15 @@ _PACE_TABLES = ("model", "inference", "orchestrator", "trainer", "teachers")
 
 
 def main(words: list[str]) -> int:
+    try:
+        return _plan_and_run(words)
+    except (KeyboardInterrupt, EOFError):
+        print("\ninterrupted: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _plan_and_run(words: list[str]) -> int:
+    """Plan, register, train and compare. Raises EOFError where the question is answered with Ctrl-D."""
     options, common = parse(words)
     commands = plan_arms(options, common)
     folder: Path = options.output
