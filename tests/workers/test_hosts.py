@@ -29,7 +29,6 @@ from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import dealer
 from orchestrator.workers.hosts import HostServer, chat_files, releases
 from orchestrator.workers.join import JoinedHost, check_runtimes
-from orchestrator.workers.players import RolloutPlayer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
     CancelCall,
@@ -202,40 +201,6 @@ async def test_a_repeated_hello_gets_one_welcome(tmp_path: Path) -> None:
                 waiting.welcomed_at -= 100
             late.send(late.hello)
             await late.expect(HostWelcome)
-
-
-class Player(RolloutPlayer):
-    """Workers elsewhere that say nothing."""
-
-    def __init__(self, *, has_room: bool) -> None:
-        super().__init__("far")
-        self._has_room = has_room
-
-    @property
-    def has_room(self) -> bool:
-        return self._has_room
-
-    def send(self, message: msgspec.Struct) -> None:
-        pass
-
-
-async def test_a_rollout_that_waited_for_room_outlives_a_gap_without_hosts() -> None:
-    """start_timeout_s counts from when no worker is left, not from when the rollout began to wait."""
-    spec = SourceSpec(name="s", tasksets={}, harness={}, model_path="m")
-    pool = WorkerPool(spec, workers=0, start_timeout_s=0.4)
-    full, free = Player(has_room=False), Player(has_room=True)
-    pool.attach(full, READY)
-    call = asyncio.create_task(pool.run(rollout("r")))
-    await asyncio.sleep(0.3)
-    full.end("power")
-    await asyncio.sleep(0.2)
-    pool.attach(free, READY)
-    await until(lambda: free.running or call.done())
-    free.answer(reply("r").reply)
-    assert (await call).reward == 1.0
-    free.end("power")
-    with pytest.raises(DeadlineError, match=r"'s': no environment worker was ready within 0.4 s"):
-        await pool.run(rollout("again"))
 
 
 async def test_a_silent_host_loses_its_rollouts_and_late_replies_count_for_nothing(tmp_path: Path) -> None:
