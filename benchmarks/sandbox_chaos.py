@@ -4,7 +4,8 @@
     seeded kill -9 of worker processes and of sandboxes' first processes, until --box-kills and --worker-kills are used
 
 A rollout that a kill took is a failure and is played again under a new id, as in a run. It ends with status 1 when a
-rollout was scored other than 1, when a task has not exactly one score, or when a process, sandbox or folder is left.
+rollout was scored other than 1, when a task has not exactly one score, when a process, sandbox or folder is left, or
+when a kill was not used. The first rollout ends only after the last kill, so that there is a sandbox to kill.
 """
 
 from __future__ import annotations
@@ -77,11 +78,12 @@ def write_task(folder: Path) -> None:
 class ScriptedPolicy:
     """Answers the n-th request of a session with the n-th text, after a seeded while."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, killing_ended: asyncio.Event) -> None:
         tokenizer = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
         self._ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids for text in TEXTS]
         self._turns: Counter[str] = Counter()
         self._random = random.Random(seed)
+        self._killing_ended = killing_ended
 
     async def __aenter__(self) -> ScriptedPolicy:
         app = web.Application()
@@ -100,6 +102,8 @@ class ScriptedPolicy:
         ids = self._ids[min(self._turns[session], len(TEXTS) - 1)]
         self._turns[session] += 1
         await asyncio.sleep(self._random.uniform(0.2, 2.0))
+        if session.startswith("g0") and ids == self._ids[-1]:
+            await self._killing_ended.wait()
         content = [{"token": f"token_id:{number}", "logprob": -0.5} for number in ids]
         choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
         return web.json_response({"request_id": "", "choices": [choice]})
@@ -112,23 +116,34 @@ class Chaos:
         self.seen: set[psutil.Process] = set()
         self.most_boxes = 0
         self.killed: Counter[str] = Counter()
+        self.ended = asyncio.Event()
+        """Set when every kill is used, and when the killing failed."""
         self._pool = pool
         self._random = random.Random(seed)
         self._kinds = ["sandbox"] * box_kills + ["worker"] * worker_kills
         self._random.shuffle(self._kinds)
 
+    @property
+    def not_used(self) -> dict[str, int]:
+        return dict(Counter(self._kinds))
+
     async def run(self, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(self._random.expovariate(1 / every_s))
-            workers, boxes = await asyncio.to_thread(self._look)
-            victims = boxes if self._kinds and self._kinds[-1] == "sandbox" else workers
-            if self._kinds and victims and boxes:
-                victim = self._random.choice(victims)
-                try:
-                    victim.kill()
-                except psutil.NoSuchProcess:
-                    continue
-                self.killed[self._kinds.pop()] += 1
+        try:
+            while True:
+                await asyncio.sleep(self._random.expovariate(1 / every_s))
+                workers, boxes = await asyncio.to_thread(self._look)
+                victims = boxes if self._kinds and self._kinds[-1] == "sandbox" else workers
+                if self._kinds and victims and boxes:
+                    victim = self._random.choice(victims)
+                    try:
+                        victim.kill()
+                    except psutil.NoSuchProcess:
+                        continue
+                    self.killed[self._kinds.pop()] += 1
+                if not self._kinds:
+                    self.ended.set()
+        finally:
+            self.ended.set()
 
     def _look(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
         """Return the workers, and the first process of each sandbox."""
@@ -184,10 +199,11 @@ async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
     scores: dict[int, list[float | None]] = {}
     tries: Counter[str] = Counter()
     chaos = Chaos(pool, options.seed, options.box_kills, options.worker_kills)
-    async with ScriptedPolicy(options.seed) as policy, pool:
+    async with ScriptedPolicy(options.seed, chaos.ended) as policy, pool:
         began = time.perf_counter()
         killing = asyncio.create_task(chaos.run(options.kill_every_s))
         await asyncio.gather(*(play(pool, policy.url, number, scores, tries) for number in range(options.rollouts)))
+        failure = killing.exception() if killing.done() else None
         killing.cancel()
         chaos._look()
         took_s = time.perf_counter() - began
@@ -204,6 +220,8 @@ async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
     )
     wrong = {number: found for number, found in scores.items() if found != [1.0]}
     return [
+        *([f"the killing failed: {failure!r}"] if failure is not None else []),
+        *([f"kills not used: {chaos.not_used}"] if chaos.not_used else []),
         *([f"scores other than one 1.0: {wrong}"] if wrong else []),
         *([f"{options.rollouts - len(scores)} rollouts have no score"] if len(scores) != options.rollouts else []),
         *([f"processes left: {alive}"] if alive else []),

@@ -28,6 +28,7 @@ def test_kills_of_workers_and_sandboxes_cost_tries_only() -> None:
     options = ["--rollouts", "8", "--workers", "1", "--box-kills", "4", "--worker-kills", "1", "--kill-every-s", "0.5"]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "'sandbox': 4" in done.stdout and "'worker': 1" in done.stdout, done.stdout
     assert "scores: {1.0: 8}; tasks with exactly one: 8 of 8" in done.stdout
 
 
