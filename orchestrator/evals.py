@@ -4,10 +4,10 @@
                   -> metrics, rollouts/eval_*.jsonl
 
 One evaluation runs at a time, beside training. If the next one is due meanwhile, it waits; of several that wait only
-the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. An evaluation
-begins when half of the serving nodes have its version, at version_timeout_s with those that do, and only such nodes
-answer it: a node that is stuck holds up nobody. Failed rollouts are counted and left out of the estimates; they are
-never scored 0.
+the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. Without
+training rollouts the batch of the next evaluated step waits for the evaluation under way. An evaluation begins when
+half of the serving nodes have its version, at version_timeout_s with those that do, and only such nodes answer it: a
+node that is stuck holds up nobody. Failed rollouts are counted and left out of the estimates; they are never scored 0.
 """
 
 from __future__ import annotations
@@ -78,6 +78,15 @@ class Evaluator:
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
         return bool(self.sources) and self.config.eval.due(step, last_step)
+
+    def holds(self, step: int, trained: int, last_step: int) -> bool:
+        """Whether the batch of `step` has to wait, so that each evaluation is played with its own weights.
+
+        Without training rollouts, nodes get the weights of evaluated steps alone, whenever these are trained.
+        """
+        if self.config.groups_per_step or not self.due(step, last_step):
+            return False
+        return self.step is not None or any(self.due(each, last_step) for each in range(trained + 1, step))
 
     def request(self, step: int, version: int) -> None:
         """Evaluate `version`, the newest after `step`, unless that is done (a resumed run), under way or due."""

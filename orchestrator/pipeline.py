@@ -314,6 +314,7 @@ class Pipeline:
             changed=self.changed,
             serving_version=self._serving_version,
             on_error=self.fail,
+            holds=lambda step: evaluator.holds(step, self.batches.trained, self.batches.last_step),
             pairs=await asyncio.to_thread(build_mixer, config, self.model_dir, self.run_dir.root),
             log_tokens=config.monitor.tokens,
         )
@@ -442,12 +443,12 @@ class Pipeline:
         await training.scheduler.step_done(message)
         if message.step < before:
             training.evaluator.forget_after(message.step)
-        if not message.sample_ids or message.version != self.gateway.version:
-            await self._publish(message.version)
         # A step without samples was taken too. A trainer that attaches takes none, but may say that the run ends here.
         is_new = self.batches.trained > before or message.step == self.batches.last_step
         if is_new and training.evaluator.due(message.step, self.batches.last_step):
-            training.evaluator.request(message.step, message.version)
+            training.evaluator.request(message.step, message.version)  # before any wait: it may hold the next batch
+        if not message.sample_ids or message.version != self.gateway.version:
+            await self._publish(message.version)
         if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
             self.completion.note_checkpoint(message.step)
         self.changed.notify()

@@ -65,6 +65,8 @@ class BatchScheduler:
     serving_version: Callable[[], int]
     """Returns the policy version that a rollout begun now is expected to be sampled with."""
     on_error: Callable[[BaseException], None]
+    holds: Callable[[int], bool]
+    """Returns whether the batch of this step has to wait for an evaluation."""
     pairs: PairMixer | None = None
     log_tokens: bool = False
     """monitor.tokens: whether the rollout log gets the tokens of samples."""
@@ -139,7 +141,7 @@ class BatchScheduler:
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
-        if step > min(self.batches.trained + 2, self.batches.last_step):
+        if step > min(self.batches.trained + 2, self.batches.last_step) or self.holds(step):
             return False
         async with self._disk:
             with_distilled = self.batches.distils(step)
