@@ -68,7 +68,8 @@ def export_rows(rollouts: list[Rollout], file: Path) -> str:
         raise ConfigError(f"--messages {file} cannot be written: {error.strerror}") from None
     left_out = len(rollouts) - len(rows)
     return (
-        f"{pluralize(len(rows), 'row')} in {file}; {pluralize(left_out, 'rollout')} with branches or failures left out"
+        f"{pluralize(len(rows), 'row')} in {file}; {pluralize(left_out, 'rollout')} with branches or failures, or "
+        "cut short, left out"
     )
 
 

@@ -62,10 +62,13 @@ def digest(files: Sequence[Path]) -> str:
 
 
 def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a line of a run's rollout log as a row; None for one that failed, has branches or answers nothing."""
+    """Return a line of a run's rollout log as a row, up to its last answer.
+
+    None for one that failed, was cut short, has branches or answers nothing.
+    """
     turns = rollout.get("turns") or []
     parents = [turn.get("parent") for turn in turns]
-    if rollout.get("reward") is None or parents != [None, *range(len(turns) - 1)]:
+    if rollout.get("reward") is None or rollout.get("truncated") or parents != [None, *range(len(turns) - 1)]:
         return None
     messages: list[dict[str, Any]] = []
     unanswered: list[str] = []
@@ -83,7 +86,9 @@ def rollout_row(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
         if turn["role"] == "tool" and unanswered:
             message["tool_call_id"] = unanswered.pop(0)
         messages.append(message)
-    if not any(message["role"] == "assistant" for message in messages):
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
         return None
     tools = rollout.get("tools")
     return {"messages": messages, **({"tools": tools} if tools else {})}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from orch_peers import PeerTrainer, make_config
+from orch_peers import PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.cli import rollouts_command
 from composer_prime.cli.eval_command import evaluation_config
@@ -338,11 +338,23 @@ def test_a_rollout_becomes_a_row(tmp_path):
     assert imitated("tiny", tokenizer_of().demonstration(row))[1] == "3<|im_end|>"
 
 
+def test_what_follows_the_last_answer_is_no_part_of_a_row():
+    # An environment may end with a result, which nobody answers.
+    line = {"reward": 1.0, "truncated": False, "turns": [*PLAYED, turn("user", "Right.", 3)]}
+    assert rollout_row(line) == rollout_row({**line, "turns": PLAYED})
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"reward": None}, {"turns": PLAYED[:1]}, {"turns": []}, {"turns": [*PLAYED, turn("assistant", "again", 0)]}],
+    [
+        {"reward": None},
+        {"truncated": True},
+        {"turns": PLAYED[:1]},
+        {"turns": []},
+        {"turns": [*PLAYED, turn("assistant", "again", 0)]},
+    ],
 )
-def test_what_failed_or_branched_is_no_row(changes):
+def test_what_failed_was_cut_short_or_branched_is_no_row(changes):
     assert rollout_row({"reward": 1.0, "turns": PLAYED, **changes}) is None
 
 
@@ -378,6 +390,36 @@ def talking(root: Path, *, resume: bool = False) -> Config:
     values["channels"]["sft"] = {"weight": 1.0}
     values["inference"]["nodes"] = 0
     return Config.model_validate(values)
+
+
+async def test_without_rollouts_an_evaluation_is_played_with_its_own_weights(open_run, run_dir, tmp_path):
+    """Every step is evaluated, so the batch of each one waits until the last evaluation is over."""
+    values = talking(tmp_path).model_dump()
+    values["orchestrator"] |= {"source": make_config(tmp_path).model_dump()["orchestrator"]["source"]}
+    values["orchestrator"]["eval"]["every_steps"] = 1
+    values["inference"]["nodes"] = 1
+    pool, over = ScriptedPool(), asyncio.Event()
+    pool.gates = {("eval0", 1): over}
+    async with (
+        open_run(Config.model_validate(values), pool) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        await trainer.attach(0)
+        first = asyncio.create_task(trainer.train(1))
+        async with asyncio.timeout(100):
+            while not any("evaluation of step 0" in said for said in trainer.waits):
+                assert not first.done()
+                await asyncio.sleep(0.01)
+        over.set()
+        await first
+        for step in (2, 3, 4):
+            await trainer.train(step)
+        await trainer.checkpoint(4)
+        await asyncio.wait_for(run.task, 100)
+    figures = {line["step"]: line for line in run.lines() if "eval/s/version_min" in line}
+    assert [(step, line["eval/s/version_min"], line["eval/s/version_max"]) for step, line in figures.items()] == [
+        (step, step, step) for step in range(5)
+    ]
 
 
 def served(reply: StepReply) -> list[str]:
