@@ -420,7 +420,7 @@ async def test_a_host_that_is_turned_away_or_alone_ends_with_the_reason(tmp_path
         alone = JoinedHost(
             gone, run.keys.client("worker"), name="n", slots=1, workers=1, connect_timeout_s=0.1, drain_timeout_s=0
         )
-        assert not alone._send(alone._hello)  # It does not wait with others for a connection.
+        assert alone._send(alone._hello) is False  # It does not wait with others for a connection.
         await alone.run()
 
 
