@@ -209,13 +209,18 @@ class WeightStore:
     def read(self, ref: ChunkRef) -> bytes:
         """Return a whole chunk for the trainer itself: `prune` does not count that as a pull.
 
-        Raises CorruptWeightsError when it is missing or altered.
+        Raises CorruptWeightsError when it is missing or altered; an altered one is dropped, so that it can be written
+        again.
         """
+        path = self._chunks / ref.sha256
         try:
-            data = (self._chunks / ref.sha256).read_bytes()
+            status, data = path.stat(), path.read_bytes()
         except OSError as error:
             raise CorruptWeightsError(f"chunk {ref.sha256} of {self.root} cannot be read: {error}") from None
+        with suppress(OSError):  # Reading may have set the access time.
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         if hashlib.sha256(data).hexdigest() != ref.sha256:
+            path.unlink(missing_ok=True)
             raise CorruptWeightsError(f"chunk {ref.sha256} of {self.root} differs from its hash")
         return data
 
