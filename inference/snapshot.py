@@ -78,15 +78,18 @@ class ChunkFolder:
                 file.write(piece)
         except OSError as error:
             self._drop([ref.sha256])
-            needed = sum(each.size for each in [*manifest.chunks, *manifest.overlay])
-            raise OSError(
-                error.errno,
-                f"weights v{manifest.version} ({needed} bytes) cannot be kept in {self.path}: "
-                f"{error.strerror}; give this node room for two versions, or set TMPDIR to a larger disk",
-            ) from error
+            raise self._no_room(manifest, error) from error
         self._pulled[ref.sha256] = received, digest
 
-    def put(self, parts: Iterable[bytes]) -> ChunkRef:
+    def _no_room(self, manifest: Manifest, error: OSError) -> OSError:
+        needed = sum(each.size for each in [*manifest.chunks, *manifest.overlay])
+        return OSError(
+            error.errno,
+            f"weights v{manifest.version} ({needed} bytes) cannot be kept in {self.path}: "
+            f"{error.strerror}; give this node room for two versions, or set TMPDIR to a larger disk",
+        )
+
+    def put(self, manifest: Manifest, parts: Iterable[bytes]) -> ChunkRef:
         """Keep a file that was made here, of any size. Raises OSError when the disk is full."""
         partial, size, digest = self.path / f".{threading.get_ident()}.partial", 0, hashlib.sha256()
         try:
@@ -97,6 +100,8 @@ class ChunkFolder:
             with self._lock:
                 partial.replace(self.path / digest.hexdigest())
                 self._pulled[digest.hexdigest()] = size, digest
+        except OSError as error:
+            raise self._no_room(manifest, error) from error
         finally:
             partial.unlink(missing_ok=True)
         return ChunkRef(digest.hexdigest(), size)

@@ -71,11 +71,12 @@ class VersionFolder:
 
     def drop_damaged(self, manifest: Manifest) -> None:
         """Drop the files of a version that are no longer what was pulled or made."""
-        self.chunks.drop_damaged(replace(manifest, overlay=self._files(manifest)))
+        self.chunks.drop_damaged(replace(manifest, overlay=[*manifest.overlay, *self._files(manifest)]))
 
     async def fetch(self, manifest: Manifest) -> Snapshot:
         """Bring a version to the disk, with every hash checked; what is there stays, and so does the version in use.
 
+        What is damaged there is dropped when that is noticed, and pulled by the next call.
         Raises CorruptWeightsError, MisfitError, OSError (no room on the disk), or what the source raises.
         """
         if manifest.dtype not in WORDS and (manifest.kind == "delta" or manifest.deltas):
@@ -95,8 +96,13 @@ class VersionFolder:
             except CorruptWeightsError as error:
                 logger.warning("weights v%d are pulled from their anchor: %s", manifest.version, error)
         if not self._is_here(manifest):  # the overlay first: it is gone from the store before its anchor
-            await self._pull_all(manifest, [*manifest.overlay, *manifest.chunks])
-        return await asyncio.to_thread(self._snapshot, manifest)
+            overlay = [] if manifest.state in self._overlays else manifest.overlay
+            await self._pull_all(manifest, [*overlay, *manifest.chunks])
+        try:
+            return await asyncio.to_thread(self._snapshot, manifest)
+        except CorruptWeightsError:
+            await asyncio.to_thread(self.drop_damaged, manifest)
+            raise
 
     # -- the choice of the way -------------------------------------------------------------------------------------
 
@@ -184,7 +190,7 @@ class VersionFolder:
                 patch.apply(data)
                 if hashlib.sha256(data).hexdigest() != new.sha256:
                     raise CorruptWeightsError(f"the deltas do not lead to chunk {new.sha256}")
-                self.chunks.put([data])
+                self.chunks.put(manifest, [data])
         if manifest.kind == "delta":
             self._write_overlay(manifest, [delta.chunks for delta in chain if delta.version > anchor])
 
@@ -203,7 +209,7 @@ class VersionFolder:
                     f"{manifest.overlay_sha256}"
                 )
 
-        self._overlays[manifest.state] = self.chunks.put(packed())
+        self._overlays[manifest.state] = self.chunks.put(manifest, packed())
 
     def _summed(self, manifest: Manifest, chunks: list[ChunkRef], streams: list[list[ChunkRef]]) -> Iterator[Patch]:
         """Yield the sum of all streams' patches for each of `chunks`."""
