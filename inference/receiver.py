@@ -134,7 +134,8 @@ class Receiver:
     async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
         """Load the old weights. Requests that start until they are in use count as sampled from the refused ones.
 
-        What cannot be read from this node's disk is dropped there and pulled again. Raises LostWeightsError.
+        That they are loaded is read back. What cannot be read from this node's disk, or changed there, is dropped and
+        pulled again. Raises LostWeightsError.
         """
         try:
             if isinstance(error, CorruptWeightsError | CanaryError):
@@ -142,12 +143,15 @@ class Receiver:
             try:
                 old = self._good or await asyncio.to_thread(folder_snapshot, self._folder)
                 await self._engine.load_weights(self.version, old)
-            except CorruptWeightsError:
+                if self._good is not None and self._proven is not None:
+                    await self._check_loaded(self._proven, self._good)
+            except (CorruptWeightsError, CanaryError):
                 if self._good is None or self._proven is None:
                     raise
                 await asyncio.to_thread(self._versions.drop_damaged, self._proven)
                 self._good = await self._versions.fetch(self._proven)
                 await self._engine.load_weights(self.version, self._good)
+                await self._check_loaded(self._proven, self._good)
         except (ComposerError, OSError) as failure:
             raise LostWeightsError(
                 f"weights v{manifest.version} were refused ({error}), and v{self.version} could not be loaded again "
@@ -230,17 +234,23 @@ def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: l
     """Return the engine's parameters whose checksums are not those of the published tensors in their type.
 
     Where the types agree the sums are the manifest's, which the trainer took of its own tensors. Else, and with
-    manifests that have none, they are those of the tensors on this node's disk.
+    manifests that have none, they are those of the tensors on this node's disk, which must have the manifest's own.
     """
     wrong = []
     for part in parts:
-        sums = [manifest.tensors.get(name, "") for name in part.names]
+        sums, intact = [manifest.tensors.get(name, "") for name in part.names], True
         if part.dtype == manifest.dtype and all(0 < len(text) <= _SUM_DIGITS for text in sums):
             expected = sum(int(text, 16) for text in sums) % (1 << 64)
         else:
-            dtype = getattr(torch, part.dtype)
-            values = (values for name in part.names for _, values in tensor_blocks(tensors, name))
-            expected = sum(checksum(block.to(dtype)) for block in values) % (1 << 64)
-        if expected != part.checksum:
+            dtype, expected = getattr(torch, part.dtype), 0
+            for name, text in zip(part.names, sums, strict=True):
+                published = 0
+                for _, block in tensor_blocks(tensors, name):
+                    expected += checksum(block.to(dtype))
+                    published += checksum(block)
+                if 0 < len(text) <= _SUM_DIGITS and published % (1 << 64) != int(text, 16):
+                    intact = False
+            expected %= 1 << 64
+        if expected != part.checksum or not intact:
             wrong.append("+".join(part.names))
     return wrong

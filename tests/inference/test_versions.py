@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import math
 import tempfile
 from pathlib import Path
 
@@ -13,12 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError
+from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError, LostWeightsError
 from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, WeightStore
+from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import checksum
-from inference.versions import FolderSource, VersionFolder
-from tests.inference.publisher import RUN_ID
+from inference.versions import PIECE_BYTES, FolderSource, VersionFolder
+from tests.engines.models import MAX_CONTEXT
+from tests.inference.publisher import CANARY, RUN_ID
 from trainer.weights.version_file import VersionWriter
 
 KEEP = 3
@@ -169,15 +173,17 @@ def test_whole_versions_on_request_and_for_another_model(training, tmp_path):
     assert [plain.train(range(v, v + 1)).kind for v in range(3)] == ["anchor"] * 3 and not plain.written[2][0].deltas
 
 
-# A chunk of the anchor that the store lost or that was altered there: the next version is whole, and right.
+# A chunk of the anchor that the store lost or that was altered there: the next version is whole, and right, although
+# it has that very chunk: steps are lost in the rounding of large values.
 @pytest.mark.parametrize("data", [None, b"\x00" * 8192])
 def test_the_trainer_notices_a_damaged_anchor(training, open_node, data):
+    training.tensors = {"still": torch.full((8192,), 1e4, dtype=torch.bfloat16), **training.tensors}
     manifest = training.train(range(2))
     path = training.store.root / "chunks" / manifest.chunks[1].sha256
     path.unlink() if data is None else path.write_bytes(data)
-    assert training.train(range(2, 3)).kind == "anchor"
-    if data is None:
-        fetch(open_node(), training, 2)
+    after = training.train(range(2, 3))
+    assert after.kind == "anchor" and after.chunks[1] == manifest.chunks[1]
+    fetch(open_node(), training, 2)
 
 
 # A rewind gives known numbers to other weights: the version before is not certain, so the next is whole, and a node
@@ -210,11 +216,79 @@ def test_a_wrong_delta_falls_back_to_the_anchor(training, open_node, over_an_anc
     assert fetch(node, training, last) == 0
 
 
-HOSTILE = ["flipped", "cut", "endless", "older"]
+# A pulled overlay that changes on the node's disk before it is used: the next try pulls it again.
+def test_an_overlay_that_the_disk_damaged_is_pulled_again(training, open_node):
+    node = open_node()
+    manifest = training.train(range(2))
+    asyncio.run(node._pull_all(manifest, manifest.overlay))
+    path = node.chunks.path / manifest.overlay[0].sha256
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CorruptWeightsError):
+        fetch(node, training, 1)
+    assert fetch(node, training, 1) == size_of(manifest.overlay)
 
 
-# A store that alters a delta or an overlay, cuts it, lets it go on for ever, or gives that of an older version: refused
-# before anything is read from it, little is pulled and kept, and the version in use is still there.
+# A damaged chunk of the version in use is pulled again alone: its overlay, which was made here, may be gone elsewhere.
+def test_a_repair_needs_no_overlay_that_is_here(training, open_node):
+    node = open_node()
+    training.store.chunk_bytes = 1024
+    manifest = training.train(range(2), share=0.1)
+    fetch(node, training, 1)
+    assert len(manifest.overlay) > 1  # made as one file
+    for ref in manifest.overlay:
+        (training.store.root / "chunks" / ref.sha256).unlink()
+    (node.chunks.path / manifest.chunks[0].sha256).write_bytes(b"")
+    node.drop_damaged(manifest)
+    assert fetch(node, training, 1) == manifest.chunks[0].size
+
+
+# What is made here and finds no room on the disk is an error with the remedy.
+def test_no_room_for_what_is_made_here(training, open_node):
+    node = open_node()
+
+    def parts():
+        yield b"some"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"weights v0 .* No space left on device; give this node room .* set TMPDIR"):
+        node.chunks.put(training.train(range(1)), parts())
+    assert not list(node.chunks.path.iterdir())
+
+
+class Endless:
+    """A source whose chunks never end once `started` is set."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.inner, self.started, self.reads = FolderSource(store), False, 0
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        if not self.started:
+            return await self.inner.read(sha256, offset)
+        self.reads += 1
+        if self.reads > 20:
+            raise DeadlineError("the node reads on")
+        return bytes(PIECE_BYTES)
+
+
+# Of a delta and an overlay that go on for ever one piece each is pulled, and nothing is kept.
+def test_an_endless_store_is_refused(training, open_node):
+    source = Endless(training.store)
+    node = open_node(source)
+    training.train(range(2))
+    fetch(node, training, 1)
+    before = {path.name for path in node.chunks.path.iterdir()}
+    manifest = training.train(range(2, 3))
+    source.started = True
+    with pytest.raises(CorruptWeightsError, match="chunk"):
+        asyncio.run(node.fetch(manifest))
+    assert source.reads <= 2 and {path.name for path in node.chunks.path.iterdir()} == before
+
+
+HOSTILE = ["flipped", "cut", "older"]
+
+
+# A store that alters a delta or an overlay, cuts it, or gives that of an older version: refused before anything is read
+# from it, little is kept, and the version in use is still there.
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_hostile_store_is_refused(training, open_node, how):
     node = open_node()
@@ -230,11 +304,9 @@ def test_a_hostile_store_is_refused(training, open_node, how):
         data = bytearray(path.read_bytes())
         data[-1] ^= how == "flipped"
         before = (training.store.root / "chunks" / old.sha256).read_bytes()
-        path.write_bytes({"cut": data[:-1], "endless": data * 1000, "older": before}.get(how, data))
-    pulled = node.bytes_pulled
+        path.write_bytes({"cut": data[:-1], "older": before}.get(how, data))
     with pytest.raises(CorruptWeightsError, match="chunk"):
         asyncio.run(node.fetch(manifest))
-    assert node.bytes_pulled - pulled < 2 * 1000 * size_of(manifest.overlay)
     kept = sum(path.stat().st_size for path in node.chunks.path.iterdir())
     assert kept <= size_of([*older.chunks, *older.overlay]) + 100
     assert fetch(node, training, 1) == 0
@@ -257,17 +329,19 @@ def test_signed_nonsense_is_refused(training, open_node, stream):
 
 
 # `prune` keeps the anchor and the deltas of kept versions, and an anchor that is being pulled for a version that is
-# no longer among the newest.
-def test_prune_spares_what_a_kept_version_needs(training):
+# no longer among the newest. What the trainer itself reads is no pull.
+@pytest.mark.parametrize("pulled", [True, False])
+def test_prune_spares_what_a_kept_version_needs(training, pulled):
     training.train(range(3))
     anchor = training.written[2][0].chunks
-    training.store.chunk(anchor[0].sha256, 0, 64)
+    if pulled:
+        training.store.chunk(anchor[0].sha256, 0, 64)
     training.train(range(3, 9))
     assert training.written[4][0].kind == "anchor"
     for version in training.store.versions():
         for ref in training.written[version][0].refs:
             assert len(training.store.read(ref)) == ref.size
-    assert all((training.store.root / "chunks" / ref.sha256).exists() for ref in anchor)
+    assert {(training.store.root / "chunks" / ref.sha256).exists() for ref in anchor} == {pulled}
 
 
 ACTIONS = st.sampled_from(["step", "dense", "still", "restart", "rewind", "fetch", "cut", "join"])
@@ -275,6 +349,7 @@ ACTIONS = st.sampled_from(["step", "dense", "still", "restart", "rewind", "fetch
 
 # Bit-exact after any sequence of steps small and large, restarts and rewinds of the trainer, pulls that break off, and
 # versions that a node skips; hundreds of versions in all.
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(ACTIONS, min_size=10, max_size=30), st.integers(0, 9))
 def test_any_history_is_bit_exact(actions, cut_after):
@@ -309,21 +384,24 @@ def test_any_history_is_bit_exact(actions, cut_after):
         node.close()
 
 
-# A chain of 200 deltas ends at the very bits of the trainer.
-def test_two_hundred_deltas(tmp_path, open_node):
-    training = Training(tmp_path / "long", anchor_every=300, dtype=torch.float16)
+# A chain of 30 deltas, more than the default between two whole versions, ends at the very bits of the trainer.
+def test_a_long_chain_of_deltas(tmp_path, open_node):
+    training = Training(tmp_path / "long", anchor_every=40, dtype=torch.float16)
     node = open_node(FolderSource(training.store))
     training.tensors = {"up": torch.randn(2000, generator=training.random).half()}
-    for version in range(201):
+    for version in range(31):
         training.train(range(version, version + 1), share=0.001)
         fetch(node, training, version)
-    assert training.written[200][0].parent == 0
+    assert training.written[30][0].parent == 0
 
 
 # The engine's own sums must be those that the trainer signed. An engine that loaded the old weights under the new
 # number, and a file on the node's disk that changed after its hash was checked, are refused; the old version serves on.
-@pytest.mark.parametrize("fault", ["old weights", "disk"])
-def test_the_engine_must_hold_the_signed_sums(loop, engine, publisher, folder, reference, fault):
+# So it is where the engine computes in another type than the published one.
+@pytest.mark.parametrize(("fault", "dtype"), [("old weights", "float32"), ("disk", "float32"), ("disk", "bfloat16")])
+def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, reference, fault, dtype):
+    engine = LocalEngine(folder, config.model_copy(update={"dtype": dtype}), MAX_CONTEXT)
+    loop.run(engine.start())
     receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
 
     def signed(version: int) -> bytes:
@@ -346,4 +424,33 @@ def test_the_engine_must_hold_the_signed_sums(loop, engine, publisher, folder, r
     engine.load_weights = plain_load
     loop.run(receiver.install(signed(2), publisher.verify_key, RUN_ID))
     assert (receiver.version, engine.version) == (2, 2)
+    receiver.close()
+    loop.run(engine.close())
+
+
+# Going back is proven too: old weights that changed on the disk are pulled again, and an engine that does not take them
+# ends the node.
+@pytest.mark.parametrize("fault", ["disk", "engine"])
+def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault):
+    receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
+    sums = {name: checksum(tensor) for name, tensor in reference.weights(1).items()}
+    first = publisher.publish(1, tensors={name: f"{value:x}" for name, value in sums.items()})
+    loop.run(receiver.install(first, publisher.verify_key, RUN_ID))
+    path = receiver._versions.chunks.path / publisher.manifest(1).chunks[-1].sha256
+    whole, plain_load = path.read_bytes(), engine.load_weights
+    if fault == "disk":
+        path.write_bytes(whole[:-1] + b"\x00")
+
+    async def load(version, tensors):
+        await plain_load(version, reference.weights(2) if fault == "engine" else tensors)
+
+    engine.load_weights = load
+    refused = publisher.publish(2, canary=Canary(token_ids=CANARY, logprobs=[math.nan] * (len(CANARY) - 1)))
+    with pytest.raises(CanaryError if fault == "disk" else LostWeightsError, match="v2"):
+        loop.run(receiver.install(refused, publisher.verify_key, RUN_ID))
+    if fault == "disk":
+        held = loop.run(engine.read_back(list(sums)))
+        assert sum(part.checksum for part in held) % 2**64 == sum(sums.values()) % 2**64
+        assert path.read_bytes() == whole and receiver.version == 1
+    assert receiver.rollbacks == 1 and receiver.settled.is_set() == (fault == "disk")
     receiver.close()
