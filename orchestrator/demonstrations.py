@@ -32,7 +32,7 @@ FILES, EVAL_FILES = "orchestrator.demonstrations.files", "orchestrator.demonstra
 
 
 class DemonstrationRows:
-    """The rows of a run, tokenized once at its start. Thread-safe: it never changes."""
+    """The rows of a run, tokenized once at its start. Thread-safe."""
 
     def __init__(
         self,
@@ -55,6 +55,10 @@ class DemonstrationRows:
         self._seed = seed
         self._cut = cut
         self._left_out = left_out
+
+    def leave_out(self, names: set[str]) -> None:
+        """Serve no rows of `names` from now on: they made a step not finite."""
+        self._left_out |= names
 
     def of_step(self, step: int) -> list[Demonstration]:
         """Return the rows of `step` (from 1): each row once a pass, in an order of that pass."""

@@ -255,6 +255,7 @@ class BatchScheduler:
         step, versions = message.step, self.batches.versions.after(message.step, message.version)
         self.batches.forget_layouts()
         blamed = left_out(self.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
+        self.batches.demonstrations().leave_out(blamed)
         if step < self.batches.trained:
             async with self._disk:
                 entries = await self.journal.read()

@@ -16,6 +16,7 @@ from composer_prime.cli.eval_command import evaluation_config
 from composer_prime.config.load import dump, resolve
 from composer_prime.config.root import Config
 from composer_prime.errors import CheckpointError, ConfigError
+from composer_prime.run import ledger
 from composer_prime.traces.demonstrations import count_rows, digest, read_rows, rollout_row
 from composer_prime.wire.types import Demonstration, StepReply, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
@@ -390,6 +391,19 @@ def talking(root: Path, *, resume: bool = False) -> Config:
     values["channels"]["sft"] = {"weight": 1.0}
     values["inference"]["nodes"] = 0
     return Config.model_validate(values)
+
+
+async def test_a_trainer_that_attaches_again_gets_no_row_that_it_blamed(open_run, run_dir, tmp_path):
+    """The orchestrator that served the row lives on; the step comes again without it."""
+    async with open_run(talking(tmp_path), node=False) as run:
+        async with PeerTrainer(run_dir, run.step_endpoint) as first:
+            await first.attach(0)
+            blamed, *rest = served(await first.ask(1, 0))
+            ledger.append_step(run_dir.ledger, 1, [], [f"row {blamed}"])
+        async with PeerTrainer(run_dir, run.step_endpoint) as second:
+            ledger.append_rewind(run_dir.ledger, 0)
+            await second.attach(0)
+            assert served((await second.train(1))[0]) == rest
 
 
 async def test_without_rollouts_an_evaluation_is_played_with_its_own_weights(open_run, run_dir, tmp_path):
