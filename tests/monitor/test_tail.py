@@ -166,6 +166,7 @@ def test_hanging_tracker_does_not_hold_the_end_up():
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])
+@pytest.mark.process  # wandb starts one where it is installed
 def test_tracker_writes_or_names_its_extra(name, tmp_path, monkeypatch):
     # Installed: lines arrive on disk, offline. Not installed: one warning that names the extra.
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

@@ -32,6 +32,8 @@ def write_pairs(path: Path, count: int) -> None:
 def test_one_context_at_a_time(tmp_path: Path, by: str) -> None:
     path, count = tmp_path / "pairs.jsonl", 60
     write_pairs(path, count)
+    write_pairs(tmp_path / "one.jsonl", 1)
+    main([str(tmp_path / "one.jsonl")])  # What it imports is no part of the peak.
     tracemalloc.start()
     try:
         if by == "records":
