@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.config import Config
 from composer_prime.monitor.metrics_file import MetricsFile, Tail, read_history
 from composer_prime.monitor.progress import RunProgress, ends, sparkline
-from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
+from composer_prime.monitor.trackers import Feeder, numbers_of
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},
@@ -165,16 +166,31 @@ def test_hanging_tracker_does_not_hold_the_end_up():
     Hanging.released.set()
 
 
+TRACK_THREE_STEPS = """
+import sys
+from pathlib import Path
+from composer_prime.config import Config
+from composer_prime.monitor.trackers import start_trackers
+warnings = []
+(feeder,) = start_trackers(Config.model_validate_json(sys.argv[1]), Path.cwd(), warnings.append)
+for step in range(3):
+    feeder.put(step, {"reward/mean": step / 3})
+feeder.close(120)
+print("failed" if feeder.failed else "fed", warnings)
+"""
+
+
 @pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])
-@pytest.mark.process  # wandb starts one where it is installed
-def test_tracker_writes_or_names_its_extra(name, tmp_path, monkeypatch):
+@pytest.mark.process  # its own process: trackio reads TRACKIO_DIR when anything first imports it
+def test_tracker_writes_or_names_its_extra(name, tmp_path):
     # Installed: lines arrive on disk, offline. Not installed: one warning that names the extra.
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    config = Config.model_validate({**CONFIG, "monitor": {"trackers": [name]}})
-    warnings: list[str] = []
-    (feeder,) = start_trackers(config, tmp_path, warnings.append)
-    for step in range(3):
-        feeder.put(step, {"reward/mean": step / 3})
-    feeder.close(60)
-    written = [path for path in Path(tmp_path).rglob("*") if path.is_file()]
-    assert (written and not warnings) or (feeder.failed and f"uv sync --extra {name}" in warnings[0])
+    config = {**CONFIG, "monitor": {"trackers": [name]}}
+    command = [sys.executable, "-c", TRACK_THREE_STEPS, json.dumps(config)]
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    outcome = ended.stdout.splitlines()[-1]
+    if outcome == "fed []":
+        assert any(path.is_file() for path in tmp_path.rglob("*")), ended.stdout
+    else:
+        assert outcome.startswith("failed") and f"uv sync --extra {name}" in outcome, ended.stdout

@@ -91,7 +91,7 @@ def test_two_ranks_publish_the_experts_of_one(make_run, folder_of):
         run = runs[ranks] = make_run(f"ranks-{ranks}", run={"max_steps": 2}, **settings)
         with StepPeer(run.dir, make_samples, max_steps=2):
             codes, outputs = run.train(ranks)
-        assert codes == [0] * ranks, outputs
+        assert codes == [0] * ranks, "\n".join(outputs)
     assert difference(runs[1], runs[2]) < 1e-5 and moved(runs[1]) > 1e-3
 
 

@@ -41,7 +41,7 @@ def test_a_wrong_answer_ends_the_rank_and_nothing_is_trained(make_run, case):
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer) as peer:
         codes, outputs = run.train()
-    assert codes == [1] and reason in outputs[0], outputs
+    assert codes == [1] and reason in outputs[0], "\n".join(outputs)
     assert [done.step for done in peer.done] == [0] and effective(run.dir.ledger) == {}
     assert WeightStore(run.dir.weights).versions() == [0]
 
@@ -78,7 +78,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
     run = make_run(run={"max_steps": 4}, trainer={"weights": {"keep": 9}})
     with StepPeer(run.dir, lambda step: (overflowing if step == 2 else make_samples)(step), max_steps=4) as peer:
         codes, outputs = run.train(2)
-    assert codes == [0, 0] and [done.step for done in peer.done] == [0, 1, 2, 3, 4], outputs
+    assert codes == [0, 0] and [done.step for done in peer.done] == [0, 1, 2, 3, 4], "\n".join(outputs)
     trained = effective(run.dir.ledger)
     assert [len(trained[step]) for step in (1, 2, 3, 4)] == [12, 0, 12, 12] and check_ledger(run.dir.ledger) == []
     assert "s2-5/0" in left_out(run.dir.ledger)
@@ -99,13 +99,13 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(make_run):
     samples_of = lambda step: (overflowing if step in (1, 3, 4) else make_samples)(step)
     with StepPeer(run.dir, samples_of, max_steps=9) as peer:
         codes, outputs = run.train(2)
-    assert codes == [1, 1] and run.dir.complete_checkpoints() == [4] and peer.checkpoints == [2, 4], outputs
+    assert codes == [1, 1] and run.dir.complete_checkpoints() == [4] and peer.checkpoints == [2, 4], "\n".join(outputs)
     reason = r"2 steps in a row, up to 4, were not finite \(trainer.max_skipped_steps is 1\).*Lower trainer.optim.lr"
     assert all(re.search(reason, output) for output in outputs)
     run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 5})}))
     with StepPeer(run.dir, make_samples, max_steps=5) as peer:
         codes, outputs = run.train()
-    assert codes == [0] and [request.step for request in peer.requests] == [5], outputs
+    assert codes == [0] and [request.step for request in peer.requests] == [5], "\n".join(outputs)
 
 
 def test_no_rank_asks_for_a_batch_before_the_start_is_noted(make_run):
@@ -120,7 +120,7 @@ def test_no_rank_asks_for_a_batch_before_the_start_is_noted(make_run):
     with StepPeer(run.dir, make_samples, max_steps=1, answer=answer) as peer:
         peer.lost_first = {0}
         codes, outputs = run.train(2)
-    assert codes == [0, 0] and early == [] and [done.step for done in peer.done] == [0, 1], outputs
+    assert codes == [0, 0] and early == [] and [done.step for done in peer.done] == [0, 1], "\n".join(outputs)
 
 
 def test_one_rank_s_trouble_ends_both_with_its_reason(make_run):
@@ -139,7 +139,7 @@ def test_an_early_end_still_writes_final_and_a_checkpoint(make_run):
     run = make_run(run={"max_steps": 9})
     with StepPeer(run.dir, make_samples, max_steps=2):
         codes, outputs = run.train(2)
-    assert codes == [0, 0] and "no batch after step 2: all steps are done" in outputs[0], outputs
+    assert codes == [0, 0] and "no batch after step 2: all steps are done" in outputs[0], "\n".join(outputs)
     assert run.dir.complete_checkpoints() == [2] and (run.dir.final / "model.safetensors").is_file()
 
 
@@ -149,8 +149,8 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
     run = make_run(run={"max_steps": 2}, trainer={"checkpoint": {"every_steps": 1}})
     with StepPeer(run.dir, make_samples, max_steps=2) as peer:
         codes, outputs = run.train(2, file_limit_bytes=100_000)
-    assert codes == [1, 1], outputs
-    assert "continuing without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
+    assert codes == [1, 1], "\n".join(outputs)
+    assert "continuing without checkpoint 1" in outputs[0] and "File too large" in outputs[0], "\n".join(outputs)
     assert (
         "CheckpointError: checkpoint" in outputs[0] and "free some space or lower trainer.checkpoint.keep" in outputs[0]
     )
@@ -183,7 +183,7 @@ def test_damaged_and_missing_checkpoints(make_run):
         shard.write_bytes(shard.read_bytes()[:5000])
         run.write(resumed)
         codes, outputs = run.train()
-    assert codes == [1] and "step_000001/trainer cannot be loaded" in outputs[0], outputs
+    assert codes == [1] and "step_000001/trainer cannot be loaded" in outputs[0], "\n".join(outputs)
     assert "Remove that folder to resume from the one before it" in outputs[0]
 
 

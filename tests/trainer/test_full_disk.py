@@ -55,8 +55,11 @@ def test_a_full_disk_at_a_checkpoint(small_disk, make_run):
 
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer) as peer:
         codes, outputs = run.train()
-    assert codes == [0], outputs
-    assert "continuing without checkpoint 1" in outputs[0] and "No space left on device" in outputs[0], outputs
+    assert codes == [0], "\n".join(outputs)
+    output = outputs[0]
+    assert "continuing without checkpoint 1" in output and "No space left on device" in output, output
+        outputs
+    )
     assert run.dir.complete_checkpoints() == [2, 3] and not run.dir.checkpoint(1).exists()
     assert [done.step for done in peer.done] == [0, 1, 2, 3] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
@@ -72,13 +75,13 @@ def test_a_full_disk_at_publication_ends_the_run_and_resume_goes_on(small_disk, 
 
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer):
         codes, outputs = run.train()
-    assert codes == [1], outputs
-    assert "policy version 2" in outputs[0] and "No space left on device" in outputs[0], outputs
+    assert codes == [1], "\n".join(outputs)
+    assert "policy version 2" in outputs[0] and "No space left on device" in outputs[0], "\n".join(outputs)
     assert "free some space or lower trainer.weights.keep, then continue with --resume" in outputs[0]
     assert WeightStore(run.dir.weights).versions() == [0, 1] and run.dir.complete_checkpoints() == [1]
     taken[0].unlink()
     config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})})
     with StepPeer(run.dir, make_samples, max_steps=3):
         codes, outputs = run.write(config).train()
-    assert codes == [0], outputs
+    assert codes == [0], "\n".join(outputs)
     assert list(effective(run.dir.ledger)) == [1, 2, 3] and run.dir.complete_checkpoints()[-1] == 3

@@ -54,7 +54,7 @@ def test_two_ranks_are_one_rank(make_run, variant):
         run = runs[ranks] = make_run(f"ranks-{ranks}", run={"max_steps": 5}, trainer=VARIANTS[variant])
         with StepPeer(run.dir, make_samples, max_steps=5) as peer:
             codes, outputs = run.train(ranks)
-        assert codes == [0] * ranks, outputs
+        assert codes == [0] * ranks, "\n".join(outputs)
         assert [done.step for done in peer.done] == [0, 1, 2, 3, 4, 5]
         assert sorted(peer.done[-1].sample_ids) == sorted(sample.sample_id for sample in make_samples(5))
         assert check_ledger(run.dir.ledger) == [] and len(effective(run.dir.ledger)) == 5
@@ -72,7 +72,7 @@ def test_metrics_of_a_step(make_run):
     with StepPeer(run.dir, make_samples, max_steps=1) as peer:
         peer.not_ready_first = {1}
         codes, outputs = run.train()
-    assert codes == [0], outputs
+    assert codes == [0], "\n".join(outputs)
     assert "waiting for the batch of step 1 (0 s): 3 of 8 groups" in outputs[0]
     (line,) = lines(run)
     assert {
@@ -103,7 +103,7 @@ def test_kill_and_resume_on_another_number_of_ranks(make_run):
     whole = make_run("whole", run={"max_steps": 5}, trainer=settings)
     with StepPeer(whole.dir, make_samples, max_steps=5):
         codes, outputs = whole.train()
-    assert codes == [0], outputs
+    assert codes == [0], "\n".join(outputs)
 
     run = make_run("killed", run={"max_steps": 5}, trainer=settings)
     with StepPeer(run.dir, make_samples, max_steps=3) as peer:
@@ -118,10 +118,10 @@ def test_kill_and_resume_on_another_number_of_ranks(make_run):
     resumed = run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})}))
     with StepPeer(run.dir, make_samples, max_steps=5) as peer:
         codes, outputs = resumed.train(1)
-        assert codes == [0], outputs
+        assert codes == [0], "\n".join(outputs)
         assert [done.step for done in peer.done] == [2, 3, 4, 5] and peer.done[0].sample_ids == []
         assert difference(whole, run) < 1e-6 and check_ledger(run.dir.ledger) == []
         assert run.dir.complete_checkpoints() == [4, 5]
         codes, outputs = resumed.train(2)
-    assert codes == [0, 0], outputs
+    assert codes == [0, 0], "\n".join(outputs)
     assert difference(whole, run) < 1e-6 and check_ledger(run.dir.ledger) == []

@@ -48,7 +48,7 @@ def test_two_ranks_are_one_rank(make_run, kind):
         )
         with StepPeer(run.dir, few, pairs_of=lambda step: make_pairs(step, step % 3), max_steps=4):
             codes, outputs = run.train(ranks)
-        assert codes == [0] * ranks, outputs
+        assert codes == [0] * ranks, "\n".join(outputs)
     names = ("loss/total", "loss/policy", "loss/sdpo", "loss/replay_dpo", "sdpo/turns", "dpo/pairs")
     one, two = ([[line[name] for name in names] for line in lines(runs[ranks])] for ranks in (1, 2))
     assert np.abs(np.array(one) - np.array(two)).max() < 1e-5
@@ -73,7 +73,7 @@ def test_weight_0_is_the_policy_loss_to_the_last_bit(make_run):
         run = runs[name] = make_run(name, **settings)
         with StepPeer(run.dir, max_steps=3, **peer):
             codes, outputs = run.train()
-        assert codes == [0], outputs
+        assert codes == [0], "\n".join(outputs)
         for line in lines(run):
             assert line["sdpo/turns"] == line["dpo/pairs"] == 0 and "loss/sdpo" not in line
     assert difference(runs["plain"], runs["left-out"]) == 0 and moved(runs["plain"]) > 1e-3
@@ -93,7 +93,7 @@ def test_averages_and_cached_references_survive_a_kill(make_run):
     whole = make_run("whole", **settings)
     with StepPeer(whole.dir, make_hinted, pairs_of=make_pairs, max_steps=5):
         codes, outputs = whole.train()
-    assert codes == [0], outputs
+    assert codes == [0], "\n".join(outputs)
 
     run = make_run("killed", **settings)
     with StepPeer(run.dir, make_hinted, pairs_of=make_pairs, max_steps=3) as peer:
@@ -110,7 +110,7 @@ def test_averages_and_cached_references_survive_a_kill(make_run):
     resumed = run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})}))
     with StepPeer(run.dir, make_hinted, pairs_of=make_pairs, max_steps=5):
         codes, outputs = resumed.train(1)
-    assert codes == [0], outputs
+    assert codes == [0], "\n".join(outputs)
     assert "1 damaged line of" in outputs[0] and "starts from the policy's weights" not in outputs[0]
     assert difference(whole, run) < 1e-5
     values = [{entry["key"]: entry["logprob"] for entry in map(json.loads, folder.reference.read_text().splitlines())}
