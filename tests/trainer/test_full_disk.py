@@ -58,8 +58,6 @@ def test_a_full_disk_at_a_checkpoint(small_disk, make_run):
     assert codes == [0], "\n".join(outputs)
     output = outputs[0]
     assert "continuing without checkpoint 1" in output and "No space left on device" in output, output
-        outputs
-    )
     assert run.dir.complete_checkpoints() == [2, 3] and not run.dir.checkpoint(1).exists()
     assert [done.step for done in peer.done] == [0, 1, 2, 3] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
