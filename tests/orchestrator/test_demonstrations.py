@@ -107,7 +107,7 @@ def with_template(template: str) -> RowTokenizer:
     return RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse")
 
 
-def test_the_mask_is_that_of_a_template_with_generation_blocks(tmp_path):
+def test_the_mask_is_that_of_a_template_with_generation_blocks(tmp_path, monkeypatch):
     # transformers' own assistant mask, which TRL's assistant_only_loss reads.
     _, tokenizer = chat("smollm2")
     template = (
@@ -116,31 +116,23 @@ def test_the_mask_is_that_of_a_template_with_generation_blocks(tmp_path):
         "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     (row,) = rows_of(tmp_path, {"messages": PLAIN})
-    before, tokenizer.chat_template = tokenizer.chat_template, template
-    try:
-        ours = RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse").demonstration(row)
-        theirs = tokenizer.apply_chat_template(PLAIN, return_assistant_tokens_mask=True, return_dict=True)
-    finally:
-        tokenizer.chat_template = before
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    ours = RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse").demonstration(row)
+    theirs = tokenizer.apply_chat_template(PLAIN, return_assistant_tokens_mask=True, return_dict=True)
     assert list(ints(ours.input_ids)) == theirs["input_ids"]
     assert list(flags(ours.loss_mask)) == theirs["assistant_masks"]
 
 
 def test_a_template_that_rewrites_history_is_refused(tmp_path):
     # What is imitated would not be what the policy reads and writes.
-    _, tokenizer = chat("smollm2")
     template = (
         "{% for message in messages %}{% if loop.last or message.role != 'assistant' %}<|im_start|>{{ message.role }}\n"
         "{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     (row,) = rows_of(tmp_path, {"messages": PLAIN})
-    before, tokenizer.chat_template = tokenizer.chat_template, template
-    try:
-        with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template cannot mark .* before message 1"):
-            RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse").demonstration(row)
-    finally:
-        tokenizer.chat_template = before
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template cannot mark .* before message 1"):
+        with_template(template).demonstration(row)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages|dictsort }}"])

@@ -18,12 +18,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from composer_prime.traces.ingest.reading import at, objects, parse_json, string, text_of
+from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string, text_of
 from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker, TraceFile
 from composer_prime.traces.ingest.turns import Call, Turn, digest_of, size_of, too_long
 from composer_prime.traces.state import Message, TraceState
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Builder = TypeVar("Builder", bound=_Closable)
 
 
 class TraceBuilder:
@@ -155,8 +163,27 @@ _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
 """Endings of the types of blocks that hold a call or a result."""
 
 
+def listed(sample: FileStart) -> list[Any]:
+    """Return what a file begins with: its records, or its document, or that document's items."""
+    document = sample.document
+    return sample.records if document is None else document if isinstance(document, list) else [document]
+
+
+def read_each(
+    file: TraceFile, matches: Callable[[FileStart], bool], read_trace: Callable[[TraceFile, Any], Iterator[TraceState]]
+) -> Iterator[TraceState]:
+    """Yield the states of a file that holds one trace, a list of them, or one a line."""
+    if file.whole is not None and not matches(FileStart(path=file.path, document=file.whole)):
+        file.unknown()
+        return
+    document = None if file.whole is None else file.document()
+    for record in file.records() if document is None else document if isinstance(document, list) else [document]:
+        yield from file.trace(partial(read_trace, record=record))
+        del record
+
+
 def feed(
-    file: TraceFile, builder: TraceBuilder, records: Iterable[Any], take: Callable[[TraceBuilder, Any], str | None]
+    file: TraceFile, builder: Builder, records: Iterable[Any], take: Callable[[Builder, Any], str | None]
 ) -> Iterator[TraceState]:
     """Yield the states of records, the last turn's included. `take` returns why it skips a record, if it does."""
     for record in records:

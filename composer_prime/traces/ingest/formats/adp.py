@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, failure, feed
+from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, failure, feed, listed, read_each
 from composer_prime.traces.ingest.reading import FileStart, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
@@ -25,23 +24,11 @@ _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def matches(sample: FileStart) -> bool:
-    document = sample.document
-    candidates = sample.records if document is None else document if isinstance(document, list) else [document]
-    return any(_is_trajectory(candidate) for candidate in candidates[:64])
+    return any(_is_trajectory(candidate) for candidate in listed(sample)[:64])
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    if file.whole is not None:
-        if not matches(FileStart(path=file.path, document=file.whole)):
-            file.unknown()
-            return
-        document = file.document()
-        for record in document if isinstance(document, list) else [document]:
-            yield from file.trace(partial(_trajectory, record=record))
-        return
-    for record in file.records():
-        yield from file.trace(partial(_trajectory, record=record))
-        del record
+    yield from read_each(file, matches, _trajectory)
 
 
 def _is_trajectory(value: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from composer_prime.traces.ingest.formats.claude_code import SYNTHETIC, assistant_parts
-from composer_prime.traces.ingest.messages import TraceBuilder, take_message
+from composer_prime.traces.ingest.messages import TraceBuilder, feed, take_message
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.state import TraceState
@@ -40,17 +40,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     if file.whole is not None and not isinstance(file.whole, list):
         file.unknown()
         return
-    stream = _Stream(file)
-    for record in file.records() if file.whole is None else file.document():
-        reason = stream.take(record)
-        if reason is None:
-            file.tally.take()
-        else:
-            file.tally.skip(reason)
-        yield from file.drain()
-        del record
-    stream.close()
-    yield from file.drain()
+    yield from feed(file, _Stream(file), file.records() if file.whole is None else file.document(), _Stream.take)
 
 
 class _Stream:
