@@ -52,6 +52,8 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     protocol: int = 1
     max_context: int | None = None
     """Tokens of prompt and answer together that it can hold; None when it does not say."""
+    relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Where it serves weight chunks to other nodes, at the address that its connection comes from; 0 for nowhere."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -61,6 +63,9 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     verify_key: bytes
     """ed25519 public key, 32 bytes, that signs manifests of this run."""
     heartbeat_s: float
+    sources: list[str] = []
+    """Where weight chunks can be had besides this link: http://, https:// or bucket URLs of a copy of the weight store.
+    The host `*` stands for the one that the node reaches the gateway at."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
@@ -84,6 +89,8 @@ class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 class NewVersion(msgspec.Struct, frozen=True, kw_only=True, tag="new_version"):
     manifest: bytes
+    sources: list[str] = []
+    """As in NodeWelcome."""
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
