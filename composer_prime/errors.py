@@ -6,6 +6,7 @@
     │   ├── EnvironmentNotInstalledError       a task set or harness id that cannot be imported
     │   ├── EmptyTaskSetError                  a source without tasks
     │   ├── PortInUseError (also OSError)      an address that another process holds
+    │   ├── InviteError                        an invite that admits nobody: cut, expired, used, of another run
     │   ├── LedgerError                        a costs.jsonl that does not say what was spent
     │   └── UnwritableError (also OSError)     a file that cannot be opened for writing
     ├── WireError (ValueError)                 bytes or a message that do not belong here
@@ -66,6 +67,10 @@ class EmptyTaskSetError(ConfigError):
 
 class PortInUseError(ConfigError, OSError):
     """Another process holds the address that this role should bind."""
+
+
+class InviteError(ConfigError):
+    """An invite that admits nobody: cut short, expired, used up, of another run or release. Or its node was revoked."""
 
 
 class LedgerError(ConfigError):

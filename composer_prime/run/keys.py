@@ -5,6 +5,7 @@ All are files of mode 0600 in the run directory's keys/. None is ever part of a 
     server.curve, node.curve, worker.curve, trainer.curve   pairs; the server's secret stays on its machine
     node.token, worker.token, trainer.token    for a process elsewhere: the server's public key and its own pair
     signing.ed25519                            the trainer's; the orchestrator gives nodes its public half
+    nodes.sqlite                               invites and the nodes that joined by them (node_registry.py)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from composer_prime.errors import ConfigError
+from composer_prime.run.node_registry import NodeRegistry
 
 TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 _PREFIX = "cp1."
@@ -128,6 +130,11 @@ class RunKeys:
     def signer(self) -> Ed25519PrivateKey:
         """Return the key with which the trainer signs weight manifests."""
         return Ed25519PrivateKey.from_private_bytes((self.folder / "signing.ed25519").read_bytes())
+
+    @property
+    def registry(self) -> NodeRegistry:
+        """Nodes with keys of their own."""
+        return NodeRegistry(self.folder)
 
     def verifier(self) -> Ed25519PublicKey:
         return self.signer().public_key()

@@ -6,6 +6,8 @@ Each context has an authenticator in a pyzmq thread; `close` stops it.
 from __future__ import annotations
 
 import errno
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -16,6 +18,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest message of a peer that is trusted to send one."""
@@ -31,11 +35,16 @@ noticed this much later.
 class _AllowList:
     """ZAP credentials provider: refuses a client with an unlisted public key (Z85) before its first message."""
 
-    def __init__(self, public_keys: list[bytes]) -> None:
-        self._allowed = set(public_keys)
+    def __init__(self, is_admitted: Callable[[bytes], bool]) -> None:
+        self._is_admitted = is_admitted
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._allowed
+        """Return whether `key` may connect. An error refuses it, and must not end the authenticator's thread."""
+        try:
+            return self._is_admitted(key)
+        except Exception:
+            logger.exception("a connection was refused: its key could not be looked up")
+            return False
 
 
 @dataclass(slots=True)
@@ -60,13 +69,16 @@ class SecureServer:
 def bind_router(
     address: str,
     server: CurvePair,
-    clients: list[bytes],
+    clients: list[bytes] | Callable[[bytes], bool],
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_unread: int = 0,
     max_unsent: int = 0,
 ) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
+
+    `clients` may be a function of the key, called in another thread at each handshake. Messages carry the key that
+    their connection proved: `sender_key`.
 
     A peer that sends a frame above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
     messages are held (0: any number); then the peer's own queue grows, not this process. Neither bounds the number of
@@ -79,7 +91,8 @@ def bind_router(
     context = zmq.asyncio.Context()
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=_AllowList(clients))
+    is_admitted = clients if callable(clients) else frozenset(clients).__contains__
+    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=_AllowList(is_admitted))
     socket = context.socket(zmq.ROUTER)
     # With an enforced domain, a dead authenticator refuses every peer instead of admitting all.
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
@@ -98,6 +111,11 @@ def bind_router(
         bound.close()
         raise _cannot_bind(address, error) from None
     return bound
+
+
+def sender_key(frame: zmq.Frame) -> bytes:
+    """Return the public key (Z85) that the connection of a received frame has proven to hold."""
+    return str(frame.get("User-Id")).encode()
 
 
 def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:

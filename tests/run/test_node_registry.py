@@ -1,0 +1,82 @@
+"""Invites and identities: each change is whole, counted once, and seen by every process."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_prime.errors import InviteError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.node_registry import NodeRegistry
+
+
+class Clock:
+    now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def registry(tmp_path, clock):
+    registry = NodeRegistry(tmp_path, clock)
+    registry.invite(b"invite", uses=2, expires=clock.now + 100)
+    return registry
+
+
+def test_an_invite_admits_as_many_nodes_as_it_says(registry):
+    """A node that asks again, as after a crash in the middle, is not counted again."""
+    first = registry.enroll(b"invite", b"a", "box", "1 GPU")
+    assert registry.enroll(b"invite", b"a", "box", "1 GPU") == first
+    assert registry.enroll(b"invite", b"b", "other", "").name == "other"
+    with pytest.raises(InviteError, match="for 2 nodes and 2 have used it"):
+        registry.enroll(b"invite", b"c", "late", "")
+    assert [node.name for node in registry.list()] == ["box", "other"]
+    assert not registry.is_known(b"c")
+
+
+def test_an_expired_invite_is_refused_with_both_times_and_not_counted(registry, clock):
+    clock.now += 100
+    with pytest.raises(InviteError, match=r"expired at 2023-11-14 22:15 UTC, it is 2023-11-14 22:15"):
+        registry.enroll(b"invite", b"a", "box", "")
+    assert registry.is_invite(b"invite") and not registry.list()
+    clock.now += 31 * 86400  # no invite stays in the file for ever
+    registry.invite(b"another", uses=1, expires=clock.now + 1)
+    assert not registry.is_invite(b"invite")
+
+
+def test_names_belong_to_keys(registry):
+    """Two boxes with one host name get two names; a node that comes back keeps its own."""
+    assert registry.enroll(b"invite", b"a", "box", "").name == "box"
+    assert registry.enroll(b"invite", b"b", "box", "").name == "box-2"
+    assert registry.find("box-2").key == b"b" and registry.find(b"a").name == "box"
+    assert registry.find("nobody") is None
+
+
+def test_a_revoked_node_is_unknown_until_it_is_admitted_again(registry):
+    """Also its invite does not let it in again."""
+    registry.enroll(b"invite", b"a", "box", "")
+    assert registry.revoke(b"a", "lied") and not registry.revoke(b"a", "lied")
+    assert not registry.is_known(b"a") and registry.revoked() == {b"a": "lied"}
+    with pytest.raises(InviteError, match="box was turned away for good: lied"):
+        registry.enroll(b"invite", b"a", "box", "")
+    registry.admit(b"a", "box")
+    assert registry.is_known(b"a") and registry.find(b"a").revoked is None
+
+
+def test_another_process_sees_every_change_and_the_file_is_private(tmp_path):
+    """The command line and the gateway open the file on their own; nobody else reads it."""
+    keys = RunKeys.create(tmp_path / "keys")
+    assert not keys.registry.list() and not keys.registry.is_known(b"a")
+    keys.registry.admit(b"a", "box")
+    assert keys.registry.is_known(b"a")
+    assert keys.registry.path.stat().st_mode & 0o077 == 0
+
+
+def test_an_unknown_invite_is_refused(registry):
+    with pytest.raises(InviteError, match="no such invite"):
+        registry.enroll(b"other", b"a", "box", "")
