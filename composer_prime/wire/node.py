@@ -40,6 +40,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
+class ComputeDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node says that it computes on. Nothing checks it."""
+
+    name: Annotated[str, Meta(max_length=100)]
+    """As its driver names it; `cpu` without a GPU."""
+    count: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    """GPUs, or CPU threads."""
+    memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)] | None = None
+    """Of all of them; None when it does not say."""
+
+
 class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     node_id: str
     engine: str
@@ -52,6 +63,9 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     protocol: int = 1
     max_context: int | None = None
     """Tokens of prompt and answer together that it can hold; None when it does not say."""
+    device: ComputeDevice | None = None
+    usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    """What its machine costs, as its operator says (`--price`); None when unknown."""
     relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Where it serves weight chunks to other nodes, at the address that its connection comes from; 0 for nowhere."""
 
@@ -137,6 +151,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
     weight_error: str | None = None
     """Why the newest weights are not in use; None when they are."""
+    weight_bytes: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    """Bytes of weights that it pulled since its process started, by any way."""
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
