@@ -24,13 +24,15 @@ from composer_prime.address import tcp_address
 from composer_prime.config import load
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import merge_layers, read_with_bases
-from composer_prime.console import EXIT_USAGE, exit_on_version_flag, fail, pluralize
+from composer_prime.console import EXIT_USAGE, GIB, exit_on_version_flag, fail, pluralize
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.monitor.events import record_events
+from composer_prime.plan.machine import gpu_name, visible_gpus
 from composer_prime.run.keys import TOKEN_VARIABLE, ClientKeys, RunKeys, join_keys
 from composer_prime.run.process import PARENT_POLL, end_with_parent
 from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.node import ComputeDevice
 
 FAILED = 1
 _USAGE = """usage:
@@ -145,13 +147,25 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             source = link if run_dir is None else FolderSource(WeightStore(run_dir.weights))
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
             receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
-            node = InferenceNode(assignment.node_name, engine, link, receiver, inference, max_context=max_context)
+            device = _device(inference, on_cuda=on_cuda)
+            node = InferenceNode(
+                assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device
+            )
             await node.run()
     finally:
         await engine.close()
         await asyncio.to_thread(link.close)
         if receiver is not None:
             receiver.close()
+
+
+def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
+    """Return what the node computes on, for its Hello. Asks the driver: torch would take GPU memory for the answer."""
+    if not on_cuda:
+        return ComputeDevice(name="cpu", count=inference.threads)
+    count = inference.vllm.tensor_parallel if inference.engine == "vllm" else 1
+    memory_gib = sum(visible_gpus()[:count]) / GIB
+    return ComputeDevice(name=gpu_name(), count=count, memory_gib=round(memory_gib, 1))
 
 
 def _model_context(folder: Path) -> int:
@@ -241,6 +255,7 @@ def _join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--max-concurrent", type=int, help="requests taken at a time")
     parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
+    parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD", help="dollars an hour of this node")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     return parser
 
@@ -249,7 +264,7 @@ def _join_config(options: argparse.Namespace) -> InferenceConfig:
     values: dict = {}
     if options.settings is not None:
         values = merge_layers(read_with_bases(str(options.settings))).get("inference", {})
-    for key in ("engine", "device", "dtype", "threads", "max_concurrent"):
+    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)
     try:

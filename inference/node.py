@@ -37,6 +37,7 @@ from composer_prime.wire.node import (
     CancelGenerate,
     ChunkMissing,
     ChunkRequest,
+    ComputeDevice,
     Drain,
     FromNode,
     Generate,
@@ -78,9 +79,11 @@ class InferenceNode:
         config: InferenceConfig,
         *,
         max_context: int | None = None,
+        device: ComputeDevice | None = None,
     ) -> None:
         """`max_context`: tokens of prompt and answer together that `engine` can hold; None leaves it unsaid."""
         self._max_context = max_context
+        self._device = device
         self._id = node_id
         self._engine = engine
         self._link = link
@@ -201,6 +204,8 @@ class InferenceNode:
                 max_concurrent=self._config.max_concurrent,
                 instance=self._instance,
                 max_context=self._max_context,
+                device=self._device,
+                usd_per_hour=self._config.usd_per_hour,
             )
         )
 
@@ -255,6 +260,7 @@ class InferenceNode:
                 tokens_per_s=stats.tokens_per_s,
                 canary_error=self._receiver.canary_error,
                 weight_error=self._weight_error,
+                weight_bytes=self._receiver.bytes_pulled,
             )
         )
 

@@ -68,6 +68,10 @@ class Receiver:
         self.settled = asyncio.Event()
         self.settled.set()
 
+    @property
+    def bytes_pulled(self) -> int:
+        return self._versions.bytes_pulled
+
     def close(self) -> None:
         """Remove the weights from the disk."""
         self._versions.close()

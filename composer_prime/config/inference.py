@@ -83,6 +83,14 @@ class InferenceConfig(BaseConfig):
     """How long a node that should end lets its running requests finish."""
     max_restarts: int = Field(default=5, ge=0)
     """How often the launcher restarts one of its nodes after it died; ten minutes without a death clear the count."""
+    usd_per_hour: float | None = Field(default=None, ge=0, le=1e6)
+    """Price of a node's machine in dollars an hour, counted beside run.usd_per_hour; `inference join --price` sets it
+    for one node. None: unknown."""
+    max_usd_per_million: float | None = Field(default=None, gt=0)
+    """Drain a node whose trained tokens cost more dollars a million over worth_window_s, and one that trained nothing
+    in that time while others did. The last node that serves stays. None drains none."""
+    worth_window_s: float = Field(default=600.0, gt=0)
+    """How long max_usd_per_million looks back; longer while fewer than 3 batches were trained in that time."""
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference in nats between the canary's logprobs and the manifest's; None is 0.05, on CUDA or in
     bfloat16 0.5."""

@@ -85,6 +85,16 @@ def visible_gpus() -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def gpu_name() -> str:
+    """Return the name of the first visible CUDA device, `GPU` without one."""
+    name, device = ctypes.create_string_buffer(100), ctypes.c_int()
+    with suppress(OSError):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuInit(0) == cuda.cuDeviceGet(ctypes.byref(device), 0) == cuda.cuDeviceGetName(name, 100, device) == 0:
+            return name.value.decode(errors="replace")
+    return "GPU"
+
+
 def module_file(name: str) -> Path | None:
     """Return the file of module `name` without running any of its packages; None when it is not installed.
 
