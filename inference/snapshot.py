@@ -109,6 +109,23 @@ class ChunkFolder:
     def has(self, ref: ChunkRef) -> bool:
         return self.size(ref.sha256) == ref.size
 
+    def chunk_size(self, sha256: str) -> int | None:
+        """Return the bytes of a chunk that is here whole and has its hash; None for any other."""
+        with self._lock:
+            size, digest = self._pulled.get(sha256, (0, None))
+            return size if digest is not None and digest.hexdigest() == sha256 else None
+
+    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
+        """Return up to `size` bytes of a whole chunk from `offset`, for other nodes; None when it is not here."""
+        if self.chunk_size(sha256) is None:
+            return None
+        try:
+            with (self.path / sha256).open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except OSError:  # Dropped meanwhile.
+            return None
+
     def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
         """Return how many bytes are still to pull."""
         return sum(size - self.size(sha256) for sha256, size in {ref.sha256: ref.size for ref in refs}.items())

@@ -256,6 +256,15 @@ class WeightStore:
         except FileNotFoundError:
             return None
 
+    def chunk_size(self, sha256: str) -> int | None:
+        """Return the bytes of a chunk; None when the store has no such chunk."""
+        if not _SHA256.fullmatch(sha256):
+            return None
+        try:
+            return (self._chunks / sha256).stat().st_size
+        except FileNotFoundError:
+            return None
+
     def remove_partials(self) -> None:
         """Drop what a killed trainer was writing. Only the trainer calls it, before it writes."""
         for folder in (self._chunks, self._manifests):

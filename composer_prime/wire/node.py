@@ -1,9 +1,16 @@
 """Messages between an inference node (DEALER, connects outwards) and the orchestrator's gateway (ROUTER).
 
+    node --Enroll--> gateway --Enrolled|Rejected--> node             once, by an invite (wire/enrollment.py)
     node --NodeHello--> gateway --NodeWelcome|Rejected--> node
     gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
+    node --Progress--> gateway                  the tokens of a long answer so far, so that another node can continue it
     node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other is alive
     node --ChunkRequest--> gateway --WeightChunk|ChunkMissing--> node      weights, pulled through the same link
+
+An auditor speaks to a listener of its own, whose key nodes do not have, and gets answers to check in place of requests:
+
+    auditor --NodeHello--> orchestrator --NodeWelcome, NewVersion for each version that is kept--> auditor
+    orchestrator --AuditRequest--> auditor --AuditVerdict|AuditFailed--> orchestrator
 
 Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
 Hello the gateway holds no lease of that node: earlier requests are reissued.
@@ -16,6 +23,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from composer_prime.wire.enrollment import Enroll, Enrolled
 from composer_prime.wire.types import VersionSpan
 
 MAX_PLACES = 1 << 14
@@ -38,6 +46,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Stop strings: generation ends with the token that completes one."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    resumed: int = 0
+    """So many tokens at the end of the prompt belong to the answer: another node sampled them. A stop string may begin
+    in them."""
 
 
 class ComputeDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +89,10 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """ed25519 public key, 32 bytes, that signs manifests of this run."""
     heartbeat_s: float
     sources: list[str] = []
-    """Where weight chunks can be had besides this link: http://, https:// or bucket URLs of a copy of the weight store.
-    The host `*` stands for the one that the node reaches the gateway at."""
+    """Copies of the weight store besides this link: http://, https:// or bucket URLs. The host `*` stands for the one
+    that the node reaches the gateway at."""
+    relays: list[str] = []
+    """Other nodes that serve the chunks they hold, as http:// URLs."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
@@ -105,6 +118,7 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True, tag="new_version"):
     manifest: bytes
     sources: list[str] = []
     """As in NodeWelcome."""
+    relays: list[str] = []
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
@@ -126,6 +140,24 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
     """stop | length | cancelled."""
     prompt_cached: int = 0
     """Prompt tokens whose KV entries were already there."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Tokens of an answer that is not complete, those of earlier messages left out. Only proven weights sampled them.
+
+    `Generated` has all of them once more.
+    """
+
+    request_id: str
+    lease: int
+    start: int
+    """Tokens that earlier messages had."""
+    token_ids: bytes
+    """int32 [T_part], at least one, and not the last that max_tokens allows."""
+    logprobs: bytes
+    """float32 [T_part]."""
+    version_spans: list[VersionSpan]
+    """Cover [0, T_part)."""
 
 
 class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_failed"):
@@ -184,9 +216,10 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: str
 
 
-FromNode = NodeHello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
+FromNode = Enroll | NodeHello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
 ToNode = (
-    NodeWelcome
+    Enrolled
+    | NodeWelcome
     | Rejected
     | Generate
     | CancelGenerate
@@ -196,4 +229,5 @@ ToNode = (
     | HelloAgain
     | WeightChunk
     | ChunkMissing
+    | AuditRequest
 )

@@ -1,0 +1,198 @@
+"""Serves weight chunks over HTTP/1.1, read-only: for `orchestrator weights` and for nodes that relay.
+
+    GET /chunks/<sha256>               one Range: bytes=FIRST-LAST
+    GET /manifests/v000012.manifest    where a whole weight store is served
+
+These are the paths of the weight store's folder, so any static host of that folder serves the same. Nothing is listed.
+A name that a client gives is never a path: a chunk's is 64 hexadecimal digits, a manifest's is a number.
+
+Every reader is bounded: connections in all, requests at a time of each address, and the time to take a piece. A client
+beyond them is turned away (503) or cut off, and resumes by Range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from aiohttp import web
+
+from composer_prime.address import Address
+from composer_prime.errors import ConfigError, PortInUseError
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 512 << 10
+_MAX_CONNECTIONS = 1024
+_MAX_REQUESTS = 128
+"""At a time, of all clients: each holds two pieces in memory."""
+_MAX_REQUESTS_AN_ADDRESS = 64
+"""A fleet behind one address shares it."""
+_IDLE_S = 15.0
+"""A connection without a request is closed after this long, also one whose request does not end."""
+_PIECE_TIMEOUT_S = 60.0
+_SHUTDOWN_S = 2.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ChunkReader(Protocol):
+    """What is served: a weight store, or the chunks that a node holds. Called in threads."""
+
+    def chunk_size(self, sha256: str) -> int | None: ...
+
+    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None: ...
+
+
+class WeightServer:
+    """Serves from `start` to `close`."""
+
+    def __init__(self, chunks: ChunkReader, manifest: Callable[[int], bytes] | None = None) -> None:
+        """`manifest` returns a version's signed manifest or raises FileNotFoundError; None serves chunks alone."""
+        self.url = ""
+        self.bytes_sent = 0
+        self.refused = 0
+        """Requests and connections beyond a limit."""
+        self._chunks = chunks
+        self._manifest = manifest
+        self._requests: Counter[str] = Counter()
+        """Under way, by the client's address."""
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self, address: Address) -> None:
+        """Listen at `address`; port 0 takes a free one.
+
+        Raises PortInUseError when another process holds it, ConfigError when this machine has no such address.
+        """
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/chunks/{sha256:[0-9a-f]{64}}", self._limited(self._get_chunk)),
+                web.get(r"/manifests/v{version:[0-9]{6,12}}.manifest", self._limited(self._get_manifest)),
+            ]
+        )
+        runner = self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, keepalive_timeout=_IDLE_S, shutdown_timeout=_SHUTDOWN_S
+        )
+        await runner.setup()
+        host = None if address.host == "*" else address.host
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(self._accept, host, address.port)
+        except OSError as error:
+            await self.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUseError(
+                    f"http://{address} is held by another process: stop it, or serve the weights at another port"
+                ) from None
+            raise ConfigError(f"cannot serve weights at http://{address}: {error.strerror}") from None
+        port = self._listener.sockets[0].getsockname()[1]
+        self.url = f"http://{Address(address.host, port)}"
+
+    @property
+    def port(self) -> int:
+        """The port really bound."""
+        return int(self.url.rpartition(":")[2])
+
+    async def close(self) -> None:
+        """Stop listening, and give requests under way two seconds."""
+        listener, self._listener = self._listener, None
+        runner, self._runner = self._runner, None
+        if listener is not None:
+            listener.close()
+        if runner is not None:
+            await runner.cleanup()
+
+    def _accept(self) -> asyncio.BaseProtocol:
+        server = self._runner.server if self._runner is not None else None
+        if server is None or len(server.connections) >= _MAX_CONNECTIONS:
+            self.refused += 1
+            return _Refused()
+        return server()
+
+    def _limited(self, handler: Handler) -> Handler:
+        async def limited(request: web.Request) -> web.StreamResponse:
+            client = request.remote or ""
+            if self._requests[client] >= _MAX_REQUESTS_AN_ADDRESS or self._requests.total() >= _MAX_REQUESTS:
+                self.refused += 1
+                raise web.HTTPServiceUnavailable(headers={"Retry-After": "5"}, text="too many requests at a time\n")
+            self._requests[client] += 1
+            try:
+                return await handler(request)
+            finally:
+                self._requests[client] -= 1
+                if not self._requests[client]:
+                    del self._requests[client]
+
+        return limited
+
+    async def _get_manifest(self, request: web.Request) -> web.Response:
+        if self._manifest is None:
+            raise web.HTTPNotFound
+        try:
+            signed = await asyncio.to_thread(self._manifest, int(request.match_info["version"]))
+        except FileNotFoundError:
+            raise web.HTTPNotFound from None
+        return web.Response(body=signed, headers={"Cache-Control": "no-cache"})
+
+    async def _get_chunk(self, request: web.Request) -> web.StreamResponse:
+        sha256 = request.match_info["sha256"]
+        size = await asyncio.to_thread(self._chunks.chunk_size, sha256)
+        if size is None:
+            raise web.HTTPNotFound
+        first, end = _wanted(request, size)
+        partial = (first, end) != (0, size)
+        response = web.StreamResponse(status=206 if partial else 200)
+        response.content_type = "application/octet-stream"
+        response.content_length = end - first
+        response.headers["Accept-Ranges"] = "bytes"
+        response.headers["ETag"] = f'"{sha256}"'
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+        if partial:
+            response.headers["Content-Range"] = f"bytes {first}-{end - 1}/{size}"
+        await response.prepare(request)
+        if request.method != "HEAD":
+            await self._send(request, response, sha256, first, end)
+        return response
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, sha256: str, first: int, end: int
+    ) -> None:
+        """Send bytes `first` to `end` of a chunk. Cuts the connection where they are gone, or the client too slow."""
+        while first < end:
+            piece = await asyncio.to_thread(self._chunks.chunk, sha256, first, min(PIECE_BYTES, end - first))
+            try:
+                async with asyncio.timeout(_PIECE_TIMEOUT_S):
+                    if not piece:
+                        raise TimeoutError
+                    await response.write(piece)
+            except TimeoutError:
+                if request.transport is not None:
+                    request.transport.abort()
+                return
+            first += len(piece)
+            self.bytes_sent += len(piece)
+
+
+class _Refused(asyncio.Protocol):
+    """A connection beyond the limit: closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        with suppress(AttributeError):
+            transport.abort()  # type: ignore[attr-defined]
+
+
+def _wanted(request: web.Request, size: int) -> tuple[int, int]:
+    """Return the first byte and the end of what the Range header asks for; all without one. Raises HTTP 416."""
+    try:
+        asked = request.http_range
+    except ValueError:
+        asked = slice(size, None)
+    first, end, _ = asked.indices(size)
+    if first >= end and (size or "Range" in request.headers):
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    return first, end
