@@ -216,7 +216,7 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: str
 
 
-FromNode = Enroll | NodeHello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
+FromNode = Enroll | NodeHello | Progress | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
 ToNode = (
     Enrolled
     | NodeWelcome
