@@ -7,6 +7,7 @@
     {"kind": "machine", "seconds": …, "usd": …}                       a start of the launcher, by run.usd_per_hour
     {"kind": "seconds", "role": …, "seconds": …, "gpu_seconds": …}    a process of the run, when the launcher ends
     {"kind": "bytes", "link": …, "bytes": …}                          bytes over a link, when the launcher ends
+    {"kind": "node", "node": name, "seconds": …, "usd": …, …}         an inference node since its line before
 
 A reservation without its settlement (the process died, the reply was lost) counts as spent: it may have been paid.
 Hints have their own budget; their calls do not count as spent by teachers.
@@ -19,12 +20,49 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from composer_prime.errors import LedgerError
 from composer_prime.run.run_dir import append_line
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeTotals:
+    """What an inference node did and cost."""
+
+    seconds: float = 0.0
+    """Attached."""
+    usd: float | None = None
+    """By the price that it said; None while none was known."""
+    tokens: int = 0
+    """Sampled, of accepted answers."""
+    trained_tokens: int = 0
+    """Of these, those that the policy loss of a step trained. Steps that a resume repeats count again."""
+    weight_bytes: int = 0
+    """Pulled, as the node says."""
+    failures: int = 0
+    """Requests that it returned with an error or answered badly."""
+
+    def plus(self, usd: float | None, **counts: float) -> NodeTotals:
+        """Return the sums with these amounts added."""
+        sums: dict[str, Any] = {name: getattr(self, name) + amount for name, amount in counts.items()}
+        return replace(self, usd=self.usd if usd is None else (self.usd or 0.0) + usd, **sums)
+
+    def since(self, earlier: NodeTotals) -> dict[str, Any]:
+        """Return what was added since `earlier`, without an unknown price."""
+        names = ("seconds", *_NODE_COUNTS)
+        added = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return added if self.usd is None else {**added, "usd": self.usd - (earlier.usd or 0.0)}
+
+    @property
+    def usd_per_million(self) -> float | None:
+        """Dollars for a million trained tokens; None without a price or a trained token."""
+        return None if self.usd is None or not self.trained_tokens else self.usd / self.trained_tokens * 1e6
+
+
+_NODE_COUNTS = ("tokens", "trained_tokens", "weight_bytes", "failures")
 
 
 @dataclass(slots=True)
@@ -50,6 +88,12 @@ class Spent:
     """Seconds of all processes of the run together."""
     gpu_s: float = 0.0
     link_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    nodes: dict[str, NodeTotals] = field(default_factory=dict)
+    """By node; their dollars are in no other sum."""
+
+    @property
+    def node_usd(self) -> float:
+        return sum(node.usd or 0.0 for node in self.nodes.values())
 
 
 class CostLedger:
@@ -135,6 +179,11 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
         total.gpu_s += _number(line, "gpu_seconds")
     elif kind == "bytes":
         total.link_bytes[_text(line, "link")] += int(_number(line, "bytes"))
+    elif kind == "node":
+        name = _text(line, "node")
+        counts = {count: int(_number(line, count)) for count in _NODE_COUNTS}
+        usd = _number(line, "usd") if "usd" in line else None
+        total.nodes[name] = total.nodes.get(name, NodeTotals()).plus(usd, seconds=_number(line, "seconds"), **counts)
 
 
 def _number(line: dict[str, Any], key: str) -> float:

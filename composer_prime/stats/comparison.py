@@ -202,7 +202,7 @@ class RunCompute:
     """Of the launcher's starts, start-up and evaluations included."""
     gpu_s: float
     usd: float
-    """The machine at run.usd_per_hour, teachers and hints."""
+    """The machine at run.usd_per_hour, nodes at their prices, teachers and hints."""
 
 
 def run_compute(run_dir: RunDir) -> RunCompute:
@@ -215,5 +215,5 @@ def run_compute(run_dir: RunDir) -> RunCompute:
         step_s=sum(step.step_s or 0.0 for step in progress.steps.values()),
         wall_s=paid.machine_s,
         gpu_s=paid.gpu_s,
-        usd=paid.machine_usd + paid.usd + paid.hint_usd,
+        usd=paid.machine_usd + paid.node_usd + paid.usd + paid.hint_usd,
     )
