@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,7 +42,7 @@ from orchestrator.event_loop import Notifier
 from orchestrator.preferences import PairCursor, PairMixer
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.dispatch import Dispatcher
-from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
 from orchestrator.tasks.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class BatchScheduler:
     serving_version: Callable[[], int]
     """Returns the policy version that a rollout begun now is expected to be sampled with."""
     on_error: Callable[[BaseException], None]
+    on_trained: Callable[[int, Mapping[str, int]], None] = lambda step, tokens: None
+    """Called once a step is taken, with the tokens that it trained of each node."""
     holds: Callable[[int], bool]
     """Returns whether the batch of this step has to wait for an evaluation."""
     pairs: PairMixer | None = None
@@ -243,6 +245,7 @@ class BatchScheduler:
                 f"step {step} trained {len(sample_ids)} samples, its batch has {len(served)}; "
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
+        self.on_trained(step, trained_by_node(batch.groups))
         self.batches.done(step, message.version, message.last_step)
         self._note_supply()
         self.changed.notify()

@@ -43,7 +43,7 @@ from orchestrator.rollouts.rollout import (
     retry_pause_s,
     score_failure,
 )
-from orchestrator.rollouts.samples import compile_rollout, numbered_turns, sdpo_only, with_advantage
+from orchestrator.rollouts.samples import compile_rollout, numbered_turns, sdpo_only, turn_nodes, with_advantage
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -198,6 +198,7 @@ class Dispatcher:
     ) -> CompiledRollout:
         """Return the rollout with its final reward and numbered turns, and its samples; none for a failed one."""
         samples: list[Sample] = []
+        sampled_by: list[str] = []
         failure, kind = score_failure(result), "no_reward"
         try:
             if failure is None and self.behavior is not None:
@@ -207,11 +208,18 @@ class Dispatcher:
                 kind = "tokens"
                 reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
                 samples = compile_rollout(plan, reply, result.records)
+                sampled_by = turn_nodes(reply, result.records)
                 result = replace(result, reply=reply)
         except RolloutError as error:
             failure = RolloutFailure(kind=kind, message=str(error), retryable=True)
         rollout = finished_rollout(
-            result, sibling=sibling, seed=seed, samples=samples, failure=failure, earlier=earlier
+            result,
+            sibling=sibling,
+            seed=seed,
+            samples=samples,
+            failure=failure,
+            earlier=earlier,
+            turn_nodes=sampled_by,
         )
         return rollout, samples
 

@@ -9,6 +9,7 @@ The functions at the end read a rollout's messages as a tree.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -102,6 +103,8 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float | None = None
     nodes: list[str] = []
     """The inference nodes that sampled it, in order of their first answers."""
+    turn_nodes: list[int] = []
+    """By turn number of its samples (TurnSpan): which of `nodes` sampled it."""
 
     @property
     def task_reward(self) -> float | None:
@@ -158,6 +161,19 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_samples(self, outcome: GroupOutcome) -> FinishedGroup:
         return msgspec.structs.replace(self, outcome=outcome, samples=[])
+
+
+def trained_by_node(groups: Iterable[FinishedGroup]) -> Counter[str]:
+    """Return how many tokens the policy loss trains of each node's answers. Counts bytes, copies none."""
+    tokens: Counter[str] = Counter()
+    for group in groups:
+        rollouts = {rollout.rollout_id: rollout for rollout in group.rollouts}
+        for sample in group.samples:
+            rollout = rollouts.get(sample.sample_id.rpartition("/")[0])
+            for span in sample.turns if rollout is not None and rollout.turn_nodes else ():
+                node_id = rollout.nodes[rollout.turn_nodes[span.turn]]
+                tokens[node_id] += sample.loss_mask.count(1, span.start, span.end)
+    return tokens
 
 
 def _trains_since(sample: Sample, oldest: int, *, with_hinted: bool) -> bool:

@@ -235,12 +235,14 @@ def finished_rollout(
     samples: list[Sample],
     failure: RolloutFailure | None,
     earlier: list[RolloutFailure],
+    turn_nodes: Sequence[str] = (),
 ) -> FinishedRollout:
     """Return the rollout as data. `failure`, from the reply or from compiling its tokens, leaves it without a reward.
 
-    `earlier`: failures of this sibling's tries before this one.
+    `earlier`: failures of this sibling's tries before this one. `turn_nodes`: who sampled each turn of its samples.
     """
     reply, versions = result.reply, result.versions
+    nodes = list(dict.fromkeys(record.node_id for record in result.records))
     return FinishedRollout(
         rollout_id=reply.rollout_id,
         sibling=sibling,
@@ -262,5 +264,6 @@ def finished_rollout(
         sampled_tokens=sum(len(record.completion_ids) for record in result.records),
         cpu_s=reply.cpu_s,
         wall_s=reply.wall_s,
-        nodes=list(dict.fromkeys(record.node_id for record in result.records)),
+        nodes=nodes,
+        turn_nodes=[nodes.index(node_id) for node_id in turn_nodes],
     )

@@ -218,6 +218,11 @@ def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) ->
     return matched
 
 
+def turn_nodes(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[str]:
+    """Return the node that sampled each turn, by turn number. Raises RolloutError as `compile_rollout` does."""
+    return [record.node_id for matched in matched_records(reply, records).values() for record in matched]
+
+
 def _match_session(session: str, records: list[GenerationRecord], turns: list[MessageRecord]) -> list[GenerationRecord]:
     """Drop replies that were asked for again (same prompt) and the last ones, which came too late."""
     surplus = len(records) - len(turns)
