@@ -3,6 +3,8 @@
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
+    orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
+    orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -10,6 +12,7 @@ Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by C
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import secrets
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config, load
-from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail
+from composer_prime.console import EXIT_USAGE, INTERRUPTED, columns, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
 from composer_prime.run.check_run_dir import check_run_folder, earlier_output, with_length_divisor
@@ -30,16 +33,18 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
 
 FAILED = 1
+_COMMANDS = {"join": "orchestrator.workers.join", "weights": "orchestrator.weights"}
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
-       orchestrator join tcp://HOST:PORT (orchestrator join --help)"""
+       orchestrator join tcp://HOST:PORT (orchestrator join --help)
+       orchestrator weights RUN_DIR (orchestrator weights --help)"""
 
 
 def main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
     try:
-        if words[:1] == ["join"]:
-            return _join(words[1:])
+        if words and words[0] in _COMMANDS:
+            return _command(words[0], words[1:])
         if words[:1] == ["--run-dir"]:
             if len(words) != 2:
                 raise ConfigError(_USAGE)
@@ -58,16 +63,30 @@ def main() -> int:
         fail(error)
 
 
-def _join(words: list[str]) -> int:
-    from orchestrator.workers.join import main as join
-
+def _command(name: str, words: list[str]) -> int:
+    """Run a command that is a process of its own: `main(words)` of its module returns the exit status."""
+    command = importlib.import_module(_COMMANDS[name]).main
     try:
-        return join(words)
+        return command(words)
     except ConfigError:
         raise
     except (ComposerError, OSError) as error:
-        print(f"orchestrator join: {error}", file=sys.stderr)
+        print(f"orchestrator {name}: {error}", file=sys.stderr)
         return FAILED
+
+
+def _rent(words: list[str]) -> int:
+    from orchestrator.rent.command import main as rent
+
+    try:
+        return rent(words)
+    except ConfigError:
+        raise
+    except (ComposerError, OSError) as error:
+        print(f"orchestrator rent: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _dry_run(config: Config) -> int:
@@ -106,7 +125,7 @@ def _run(config: Config, run_dir: RunDir) -> int:
     model_dir = resolve_model(config.model.path)
 
     async def serve() -> int:
-        return await _until_signal(Pipeline(config, run_dir, run_id, model_dir).run())
+        return await until_signal(Pipeline(config, run_dir, run_id, model_dir).run())
 
     try:
         return asyncio.run(serve())
@@ -117,7 +136,7 @@ def _run(config: Config, run_dir: RunDir) -> int:
         return FAILED
 
 
-async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
+async def until_signal(work: Coroutine[Any, Any, None]) -> int:
     """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened."""
     task = asyncio.ensure_future(work)
     signals: list[int] = []

@@ -34,6 +34,11 @@ _PULL_S = 60.0
 """A version counts as being pulled for this long after one of its chunks was read."""
 
 
+def is_chunk_name(text: str) -> bool:
+    """Whether `text` is a sha256 in hexadecimal: only then may it become a file name."""
+    return _SHA256.fullmatch(text) is not None
+
+
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     sha256: str
     size: int
@@ -139,7 +144,7 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     if manifest.run_id != run_id:
         raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
     for ref in manifest.refs:  # The hash becomes a file name: "../" would lead out of the folder.
-        if not _SHA256.fullmatch(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
+        if not is_chunk_name(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
             raise WireError(
                 f"weights v{manifest.version}: chunk {ref.sha256[:80]!r} of {ref.size} bytes is none: expected a "
                 f"sha256 in hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
@@ -245,7 +250,7 @@ class WeightStore:
 
         The chunk's access time is set: `prune` spares what is being pulled.
         """
-        if not _SHA256.fullmatch(sha256):
+        if not is_chunk_name(sha256):
             return None
         try:
             with (self._chunks / sha256).open("rb") as file:
@@ -258,7 +263,7 @@ class WeightStore:
 
     def chunk_size(self, sha256: str) -> int | None:
         """Return the bytes of a chunk; None when the store has no such chunk."""
-        if not _SHA256.fullmatch(sha256):
+        if not is_chunk_name(sha256):
             return None
         try:
             return (self._chunks / sha256).stat().st_size
