@@ -46,7 +46,7 @@ class Star:
     def __enter__(self) -> Star:
         with ExitStack() as stack:
             for name in ("switch", *self.ends):
-                self._holders[name] = stack.enter_context(_holder())
+                self._holders[name] = stack.enter_context(make_holder())
                 self._in(name, "ip", "link", "set", "lo", "up")
             self._in("switch", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
             for name in self.ends:
@@ -107,7 +107,7 @@ class _Holder(subprocess.Popen):
         super().__exit__(None, None, None)
 
 
-def _holder() -> subprocess.Popen[str]:
+def make_holder() -> subprocess.Popen[str]:
     """A process in a new network namespace that ends when its standard input does."""
     holder = _Holder(
         ["unshare", "--net", "--", "sh", "-c", "echo held; exec cat"],
