@@ -305,6 +305,8 @@ class NodeLink:
         )
 
     def _refusal(self, hello: NodeHello) -> str | None:
+        if (reason := self._router.nodes.refused.get(hello.node_id)) is not None:
+            return reason
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
         if hello.run_id not in (None, self._run_id):

@@ -20,7 +20,7 @@ import numpy as np
 
 from composer_prime.errors import WireError
 from composer_prime.monitor.events import event
-from composer_prime.wire.node import Generated, NodeHello, Sampling, Status
+from composer_prime.wire.node import ComputeDevice, Generated, NodeHello, Sampling, Status
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 from orchestrator.gateway.adaptive import KV_FULL
 
@@ -115,6 +115,9 @@ class AttachedNode:
     """When it last gave an answer, reported sampled tokens or installed weights."""
     context: float = math.inf
     """Tokens of prompt and answer together; infinite when it did not say."""
+    device: ComputeDevice | None = None
+    """As it says; so is its price."""
+    usd_per_hour: float | None = None
     attached: bool = True
     draining: bool = False
     status: Status | None = None
@@ -182,6 +185,8 @@ class Nodes:
 
     def __init__(self, on_gone: Callable[[AttachedNode, str], None]) -> None:
         """`on_gone(node, reason)` is called once for each departure, after the node was marked as away."""
+        self.refused: dict[str, str] = {}
+        """Why nodes of a name may not attach: the operator evicted them."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
@@ -228,6 +233,8 @@ class Nodes:
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
             context=math.inf if hello.max_context is None else hello.max_context,
+            device=hello.device,
+            usd_per_hour=hello.usd_per_hour,
         )
         if former is not None:
             for counter in _COUNTERS:
