@@ -7,11 +7,6 @@
     node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other is alive
     node --ChunkRequest--> gateway --WeightChunk|ChunkMissing--> node      weights, pulled through the same link
 
-An auditor speaks to a listener of its own, whose key nodes do not have, and gets answers to check in place of requests:
-
-    auditor --NodeHello--> orchestrator --NodeWelcome, NewVersion for each version that is kept--> auditor
-    orchestrator --AuditRequest--> auditor --AuditVerdict|AuditFailed--> orchestrator
-
 Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
 Hello the gateway holds no lease of that node: earlier requests are reissued.
 """
@@ -229,5 +224,4 @@ ToNode = (
     | HelloAgain
     | WeightChunk
     | ChunkMissing
-    | AuditRequest
 )

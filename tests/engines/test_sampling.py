@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.wire.node import Sampling
-from inference.engines.local import sampling
-from inference.engines.local.sampling import SamplingRows, sample, uniforms
+from inference.engines import sampling
+from inference.engines.sampling import SamplingRows, sample, uniforms
 from tests.engines.reference import warp
 
 

@@ -43,12 +43,14 @@ from inference.engines.local.loading import (
     swap_weights,
     text_decoder,
 )
-from inference.engines.local.sampling import SamplingRows, StopRule, sample
 from inference.engines.local.scheduling import EngineStep, plan_step
 from inference.engines.local.slots import SlotTable
+from inference.engines.sampling import SamplingRows, StopRule, draw_misses, sample
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
+_CHECKED_ROWS = 2048
+"""Tokens whose logits are held at a time when draws are checked."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -169,6 +171,40 @@ class Computer:
         logits = self._forward(ids, torch.arange(len(token_ids))[None], plan, None)
         logp = logits[:-1].float().log_softmax(-1)
         self._resolve(future, logp.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+
+    def check_draws(
+        self, future: asyncio.Future, token_ids: np.ndarray, start: int, end: int, sampling: Sampling
+    ) -> None:
+        """Resolve with misses and logprobs, each [E - S], of tokens [S, E) of a sequence, as draws of `sampling`.
+
+        A pass over the sequence for each piece of rows: the logits of a long answer would not fit into memory.
+        """
+        misses, logprobs = [], []
+        for first in range(start, end, _CHECKED_ROWS):
+            last = min(first + _CHECKED_ROWS, end)
+            positions = np.arange(first, last)
+            count = len(positions)
+            rows = SamplingRows(
+                temperature=np.full(count, sampling.temperature, dtype=np.float32),
+                top_k=np.full(count, sampling.top_k, dtype=np.int64),
+                top_p=np.full(count, sampling.top_p, dtype=np.float32),
+                seed=np.full(count, (sampling.seed or 0) & (2**64 - 1), dtype=np.uint64),
+                position=positions.astype(np.uint64),
+            )
+            ids = torch.from_numpy(token_ids[: last - 1].astype(np.int64)).to(self._device)[None]
+            plan = StepPlan(cache=self._cache, segments=[Segment(0, last - 1, 0, 0)], places=None)
+            wanted = torch.from_numpy(positions - 1).to(self._device)
+            logits = self._forward(ids, torch.arange(last - 1)[None], plan, wanted)
+            missed, scored = draw_misses(logits, rows, token_ids[first:last])
+            misses.append(missed)
+            logprobs.append(scored)
+        self._resolve(future, (np.concatenate(misses), np.concatenate(logprobs)))
+
+    def find_stop(self, future: asyncio.Future, completion: np.ndarray, sampling: Sampling) -> None:
+        """Resolve with the number of tokens after which a stop rule ends `completion`; None where none does."""
+        rule = StopRule(sampling, self._eos, self._decode_text)
+        ends = (count for count in range(1, len(completion) + 1) if rule.ends(completion[:count]))
+        self._resolve(future, next(ends, None))
 
     def drain(self, future: asyncio.Future) -> None:
         """Resolve `future` once nothing runs or waits."""

@@ -110,6 +110,23 @@ class LocalEngine:
         check_prompt(token_ids, vocab=computer.vocab, max_context=self._context, new_tokens=0)
         return await computer.submit(computer.score, token_ids)
 
+    async def check_draws(
+        self, token_ids: np.ndarray, start: int, end: int, sampling: Sampling
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return misses and logprobs, each [end - start], of tokens start..end - 1 of `token_ids`, int32 [T].
+
+        inference.engines.sampling.draw_misses says what a miss is. Raises BadRequestError or ContextOverflowError.
+        """
+        computer = self._serving()
+        check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
+        _check_sampling(sampling)
+        return await computer.submit(computer.check_draws, token_ids, start, end, sampling)
+
+    async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
+        """Return after how many tokens a stop rule ends `completion`, int32 [T_new]; None where none does."""
+        computer = self._serving()
+        return await computer.submit(computer.find_stop, completion, sampling)
+
     async def drain(self) -> None:
         self._draining = True
         computer = self._serving()

@@ -1,7 +1,9 @@
-"""From logits to tokens: temperature, top-k, top-p, a draw by inverse CDF, its log-probability, and stop conditions.
+"""The published rule of drawing: temperature, top-k, top-p, a draw by inverse CDF, log-probability, stop conditions.
 
 The uniform number of a draw is a hash of (request seed, position in the sequence). So a seeded request draws the same
-numbers in any batch and on any node, and there is no generator state.
+numbers in any batch, in any engine and on any node, and there is no generator state. An auditor that holds the model
+checks with `draw_misses` that given tokens are those draws. docs/reference/generate-contract.md states the rule, with
+test vectors.
 """
 
 from __future__ import annotations
@@ -46,11 +48,10 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one token per row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
+def warp(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return the logits [R, V] of the distributions that are sampled from: temperature, then top-k, then top-p.
 
-    Greedy rows (temperature 0) take the likeliest token and report its log-probability at temperature 1. A row with
-    non-finite logits reports a non-finite log-probability; the caller fails that request.
+    Greedy rows (temperature 0) keep theirs.
     """
     logits = logits.float()
     greedy = rows.temperature == 0.0
@@ -62,18 +63,67 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.nda
     narrow &= ~greedy
     if narrow.any():
         logits = _narrowed(logits, rows, np.flatnonzero(narrow))
+    return logits
+
+
+def _weights_and_cdf(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest logit [R, 1], and the running sums [R, V] in float64 of exp(logit - largest), by token id."""
     top = logits.amax(-1, keepdim=True)
-    weights = (logits - top).exp_()
-    cdf = weights.cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    draw = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)[:, None]
-    tokens = torch.searchsorted(cdf, draw * total, right=True).clamp_(max=logits.shape[1] - 1)
+    return top, (logits - top).exp_().cumsum(-1, dtype=torch.float64)
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token per row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
+
+    Greedy rows (temperature 0) take the likeliest token and report its log-probability at temperature 1. A row with
+    non-finite logits reports a non-finite log-probability; the caller fails that request.
+    """
+    logits = warp(logits, rows)
+    top, cdf = _weights_and_cdf(logits)
+    tokens = _draw(cdf, rows)
+    greedy = rows.temperature == 0.0
     if greedy.any():
         where = torch.from_numpy(greedy).to(logits.device)[:, None]
         tokens = torch.where(where, logits.argmax(-1, keepdim=True), tokens)
-    logprobs = (logits.gather(-1, tokens) - top).double() - total.log()
+    logprobs = (logits.gather(-1, tokens) - top).double() - cdf[:, -1:].log()
     both = torch.cat([tokens.double(), logprobs], dim=1).cpu().numpy()
     return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
+
+
+def draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return the tokens int64 [R] that the rule draws from logits [R, V] that `warp` has returned."""
+    return _draw(_weights_and_cdf(logits)[1], rows)[:, 0]
+
+
+def _draw(cdf: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return tokens [R, 1]: the first with a running sum above u times the whole."""
+    uniform = torch.from_numpy(uniforms(rows.seed, rows.position)).to(cdf.device)[:, None]
+    return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
+
+
+def draw_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Say how far the uniform number of each draw lies outside of the CDF interval of its token.
+
+    logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability: 0 for what
+    `sample` returns from the same logits, at most the total variation distance for the same draw from others. For a
+    greedy row it is what the likeliest token has more than this one. A token that top-k or top-p removes has
+    log-probability -inf.
+    """
+    logits = warp(logits, rows)
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
+    top, cdf = _weights_and_cdf(logits)
+    total = cdf[:, -1:]
+    uniform = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)[:, None] * total
+    below = torch.where(ids > 0, cdf.gather(-1, (ids - 1).clamp_(min=0)), 0.0)
+    misses = torch.maximum(below - uniform, uniform - cdf.gather(-1, ids)).clamp_(min=0.0)
+    logits_R = logits.gather(-1, ids)
+    greedy = rows.temperature == 0.0
+    if greedy.any():
+        where = torch.from_numpy(greedy).to(logits.device)[:, None]
+        misses = torch.where(where, 1.0 - (logits_R - top).double().exp(), misses)
+    logprobs = (logits_R - top).double() - total.log()
+    both = torch.cat([misses / total, logprobs], dim=1).cpu().numpy()
+    return both[:, 0], both[:, 1].astype(np.float32)
 
 
 def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:

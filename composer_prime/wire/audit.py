@@ -1,0 +1,88 @@
+"""Messages between an auditor (DEALER, connects outwards) and the orchestrator's audit listener (ROUTER).
+
+    auditor --NodeHello--> orchestrator --NodeWelcome|Rejected, NewVersion for each kept version--> auditor
+    orchestrator --AuditRequest|NewVersion|Drain--> auditor --AuditVerdict|AuditFailed--> orchestrator
+    auditor --Status|ChunkRequest--> orchestrator --Heard|HelloAgain|WeightChunk|ChunkMissing--> auditor
+
+The listener admits the trainer's key only, which nodes do not have. All but the three messages below are those of a
+node (node.py), with the same meaning.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from composer_prime.wire.node import (
+    ChunkMissing,
+    ChunkRequest,
+    Drain,
+    Goodbye,
+    Heard,
+    HelloAgain,
+    NewVersion,
+    NodeHello,
+    NodeWelcome,
+    Rejected,
+    Sampling,
+    Status,
+    WeightChunk,
+)
+from composer_prime.wire.types import VersionSpan
+
+
+class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
+    """An answer whose tokens are to be scored anew."""
+
+    audit: int
+    """Numbers the request."""
+    prompt_ids: bytes
+    """int32 [T]."""
+    token_ids: bytes
+    """int32 [T_new], as the node sent them."""
+    logprobs: bytes
+    """float32 [T_new], likewise."""
+    version_spans: list[VersionSpan]
+    """Cover [0, T_new)."""
+    finish_reason: str
+    """stop | length."""
+    sampling: Sampling
+    """As the node got it, with the seed."""
+    tolerance: float
+    """How far a draw may lie outside of its CDF interval, as a probability."""
+
+
+class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
+    audit: int
+    tokens: int
+    """Tokens that were checked."""
+    wrong: list[int]
+    """Positions in the completion, ascending, of tokens that are not the draw of the seed, or whose logprob is far
+    off."""
+    fault: str | None
+    """What is wrong with the answer as a whole: its end, or the mean error of its logprobs. None for nothing."""
+    gap_mean: float
+    """Mean |claimed - own logprob|, nats."""
+    gap_max: float
+    seconds: float
+    """What the check took."""
+
+
+class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed"):
+    """The answer cannot be checked: its version is gone, or the auditor's context is too small."""
+
+    audit: int
+    error: str
+
+
+FromAuditor = NodeHello | AuditVerdict | AuditFailed | Status | ChunkRequest | Goodbye
+ToAuditor = (
+    NodeWelcome
+    | Rejected
+    | AuditRequest
+    | NewVersion
+    | Drain
+    | Heard
+    | HelloAgain
+    | WeightChunk
+    | ChunkMissing
+)
