@@ -33,10 +33,15 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
 
 FAILED = 1
-_COMMANDS = {"join": "orchestrator.workers.join", "weights": "orchestrator.weights"}
+_COMMANDS = {
+    "join": "orchestrator.workers.join",
+    "rent": "orchestrator.rent.command",
+    "weights": "orchestrator.weights",
+}
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator join tcp://HOST:PORT (orchestrator join --help)
-       orchestrator weights RUN_DIR (orchestrator weights --help)"""
+       orchestrator weights RUN_DIR (orchestrator weights --help)
+       orchestrator rent --run DIR ... (orchestrator rent --help)"""
 
 
 def main() -> int:
@@ -72,18 +77,6 @@ def _command(name: str, words: list[str]) -> int:
         raise
     except (ComposerError, OSError) as error:
         print(f"orchestrator {name}: {error}", file=sys.stderr)
-        return FAILED
-
-
-def _rent(words: list[str]) -> int:
-    from orchestrator.rent.command import main as rent
-
-    try:
-        return rent(words)
-    except ConfigError:
-        raise
-    except (ComposerError, OSError) as error:
-        print(f"orchestrator rent: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

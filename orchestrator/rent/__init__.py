@@ -1,0 +1,11 @@
+"""Rented machines: offers of a provider, instances that start as nodes of a run, and the end of their billing.
+
+command.py        `orchestrator rent`: the command line, the table, the dry run
+fleet.py          start, status, stop, and the watch over a budget
+rentals.py        the record in the run directory: what was started, before and after each call
+provider.py       what a provider must do, and which offers are taken
+cli_providers.py  Vast.ai and Prime Intellect, through their command-line tools
+http_providers.py RunPod and Lambda, through their documented HTTP interfaces
+calls.py          one call to a provider: how it is made, printed, and how it fails
+bootstrap.sh      what each machine runs first
+"""

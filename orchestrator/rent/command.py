@@ -1,0 +1,300 @@
+"""`orchestrator rent`: find, price, start, list and stop machines that serve a run as inference nodes.
+
+Nothing is started before the table of offers was shown and agreed to (`--yes` agrees). `--dry-run` makes no call.
+With a budget the command stays in the foreground, and every end of it but a kill -9 ends the machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import signal
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+from composer_prime.console import INTERRUPTED, pluralize
+from composer_prime.errors import ConfigError, ProviderError
+from composer_prime.run.run_dir import RunDir, read_run_id
+from orchestrator.rent.cli_providers import Prime, Vast
+from orchestrator.rent.fleet import STOP_TIMEOUT_S, Budget, Fleet
+from orchestrator.rent.http_providers import Lambda, RunPod
+from orchestrator.rent.provider import Needs, Offer, Order, Provider, choose
+from orchestrator.rent.rentals import RentalRecord
+
+PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(), RunPod(), Lambda(), Prime())}
+_EXAMPLE_LABEL = "composer-RUN-01234567"
+_INVITE = "INVITE_STRING"
+
+
+def main(words: list[str], providers: dict[str, Provider] | None = None) -> int:
+    """Return the exit status. Raises ConfigError for a wrong command line and ProviderError for what went wrong."""
+    providers = providers or PROVIDERS
+    options = _parser(sorted(providers)).parse_args(words)
+    run_id = read_run_id(RunDir(options.run))
+    record = RentalRecord(options.run)
+    if options.status or options.stop:
+        rented = {rental.provider for rental in record.rentals()}
+        fleets = [Fleet(providers[name], record, _tell) for name in sorted(rented)]
+        return _status(fleets, record) if options.status else _stop(fleets, record, dry_run=options.dry_run)
+    provider = providers[_required(options.provider, "--provider")]
+    count, needs = _required(options.count, "--count"), _needs(options)
+    if provider.needs_ssh_key and not options.ssh_key:
+        raise ConfigError(f"machines of {provider.name} need --ssh-key: {provider.needs_ssh_key}")
+    if options.dry_run:
+        _dry_run(provider, options, needs, count)
+        return 0
+    return _rent(Fleet(provider, record, _tell), options, needs, count, run_id)
+
+
+def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
+    from orchestrator.rent.calls import answer_to
+
+    provider = fleet.provider
+    join = _required(options.join, "--join")
+    offers = provider.read_offers(answer_to(provider.offers_call(needs)), needs)
+    machines = choose(offers, needs, count)
+    _tell(_table(machines[:count]))
+    rate = sum(offer.usd_per_hour for offer in machines[:count])
+    _tell(f"{pluralize(count, 'machine')} of {provider.name}: ${rate:.2f} an hour, ${rate * 24:.2f} a day")
+    if not options.yes:
+        _ask()
+    budget = Budget(hours=options.max_hours, dollars=options.max_dollars)
+    end_at = _end_at(budget, rate)
+    watched = budget.hours is not None or budget.dollars is not None
+    status = 0
+    try:
+        _stop_on_signals(watched)
+        started = fleet.start(
+            machines, count, run_id, lambda label, offer: _order(options, label, offer, join=join, end_at=end_at)
+        )
+        if started < count:
+            status = 1
+            _tell(f"{started} of {count} machines were started. They cost money until: {_stop_line(options.run)}")
+        if watched and started:
+            _tell(_guard(provider, budget))
+            _tell(f"stopping the machines: {fleet.watch(budget)}")
+    finally:
+        if watched:
+            fleet.stop()
+            _tell("no machine is billed any more")
+    if not watched and started:
+        _tell(f"nothing ends these machines by itself: {_stop_line(options.run)}")
+    return status
+
+
+def _guard(provider: Provider, budget: Budget) -> str:
+    limits = [f"{budget.hours:g} hours"] if budget.hours is not None else []
+    limits += [f"${budget.dollars:.2f}"] if budget.dollars is not None else []
+    text = f"this command ends the machines after {' or '.join(limits)}, or when it is ended. It must stay running"
+    if provider.ends_by_itself:
+        return f"{text}; {provider.name} itself ends them some minutes later if it does not"
+    return f"{text}: after kill -9 or a power cut nothing ends them"
+
+
+def _end_at(budget: Budget, rate: float) -> datetime | None:
+    """Return when the provider itself should end the machines: once this command has had the time to do it."""
+    hours = [budget.hours] if budget.hours is not None else []
+    hours += [budget.dollars / rate] if budget.dollars is not None and rate else []
+    if not hours:
+        return None
+    return datetime.now(UTC) + timedelta(hours=min(hours), seconds=2 * STOP_TIMEOUT_S)
+
+
+def _stop_on_signals(watched: bool) -> None:
+    """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the machines are stopped with it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP) if watched else ():
+        signal.signal(number, interrupt)
+
+
+def _status(fleets: list[Fleet], record: RentalRecord) -> int:
+    now = time.time()
+    listed = {fleet.provider.name: {found.label: found for found in fleet.instances()} for fleet in fleets}
+    rentals = record.rentals()
+    if not rentals:
+        _tell(f"no machine was rented for this run ({record.path} is not there)")
+    for rental in rentals:
+        found = listed[rental.provider].get(rental.label)
+        state = found.state if found else "start failed" if rental.failed else "not listed: no longer billed"
+        end = f"{(rental.ended_at or now) - rental.asked_at:,.0f} s, at most ${rental.usd(now):.2f}"
+        _tell(f"{rental.label}  {rental.provider} {rental.instance_id or '-'}  {rental.gpu}  "
+              f"${rental.usd_per_hour:.2f}/h  {end}  {state}")  # fmt: skip
+    labels = {label for instances in listed.values() for label in instances}
+    rate = sum(rental.usd_per_hour for rental in rentals if rental.label in labels)
+    total = sum(rental.usd(now) for rental in rentals)
+    _tell(f"billed now: {pluralize(len(labels), 'machine')}, ${rate:.2f} an hour; at most ${total:.2f} in all")
+    return 0
+
+
+def _stop(fleets: list[Fleet], record: RentalRecord, *, dry_run: bool) -> int:
+    troubles = []
+    for fleet in fleets:
+        if dry_run:
+            for rental in record.rentals():
+                if rental.open and rental.provider == fleet.provider.name:
+                    _tell(fleet.provider.stop_call(rental.instance_id or "INSTANCE_ID").text())
+            _tell(fleet.provider.list_call().text())
+            continue
+        try:
+            fleet.stop()
+            _tell(f"{fleet.provider.name} lists none of this run's machines: their billing has ended")
+        except ProviderError as error:
+            troubles.append(str(error))
+    if not fleets:
+        _tell(f"no machine was rented for this run ({record.path} is not there)")
+    if troubles:
+        raise ProviderError("; ".join(troubles))
+    return 0
+
+
+def _dry_run(provider: Provider, options: argparse.Namespace, needs: Needs, count: int) -> None:
+    offer = Offer(offer_id="OFFER_ID", gpu=needs.gpu or "GPU", gpus=needs.gpus, gpu_memory_gb=None, disk_gb=None,
+                  usd_per_hour=needs.max_price)  # fmt: skip
+    order = _order(options, _EXAMPLE_LABEL, offer, join=_INVITE, end_at=None)
+    address = provider.address_call("INSTANCE_ID")
+    setup = provider.setup_call('{"status": "ACTIVE", "ssh": "USER@HOST -p 22"}', order)
+    lines = [
+        "no call is made. In the order in which they would be:",
+        "offers   " + provider.offers_call(needs).text(),
+        f"start    {count} x " + provider.start_call(offer, order).text(),
+        *(["address  " + address.text()] if address else []),
+        *(["set up   " + setup.text()] if setup else []),
+        "list     " + provider.list_call().text(),
+        "stop     " + provider.stop_call("INSTANCE_ID").text(),
+        f"at most ${needs.max_price * count:.2f} an hour for {pluralize(count, 'machine')}",
+        "each machine runs bootstrap.sh with:",
+        *(f"  {line}" for line in order.script.splitlines() if line.startswith("export ")),
+    ]
+    _tell("\n".join(lines))
+
+
+def _order(options: argparse.Namespace, label: str, offer: Offer, *, join: str, end_at: datetime | None) -> Order:
+    package = options.package or f"composer-prime[vllm]=={version('composer-prime')}"
+    values = {
+        "COMPOSER_JOIN": join,
+        "COMPOSER_PACKAGE": package,
+        "COMPOSER_NODE_NAME": label,
+        "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour:g}",
+    }
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+    bootstrap = Path(__file__).with_name("bootstrap.sh").read_text()
+    return Order(
+        label=label,
+        script=f"#!/usr/bin/env bash\n{exports}{bootstrap}",
+        disk_gb=options.disk,
+        image=options.image,
+        ssh_key=options.ssh_key,
+        end_at=end_at,
+    )
+
+
+def _table(offers: list[Offer]) -> str:
+    rows = [("$/h", "GPUs", "GB each", "disk GB", "reliability", "place")]
+    for offer in offers:
+        rows.append(
+            (
+                f"{offer.usd_per_hour:.2f}",
+                f"{offer.gpus} x {offer.gpu}",
+                "-" if offer.gpu_memory_gb is None else f"{offer.gpu_memory_gb:.0f}",
+                "-" if offer.disk_gb is None else f"{offer.disk_gb:.0f}",
+                "-" if offer.reliability is None else f"{offer.reliability:.3f}",
+                offer.place,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in rows)  # fmt: skip
+
+
+def _ask() -> None:
+    """Return when the user agrees. Raises ConfigError when nobody can be asked, and ends when the answer is no."""
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody can be asked whether to spend this: pass --yes")
+    if input("Rent them? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SystemExit(INTERRUPTED)
+
+
+def _needs(options: argparse.Namespace) -> Needs:
+    return Needs(
+        gpu=options.gpu,
+        gpus=options.gpus,
+        gpu_memory_gb=options.gpu_memory,
+        disk_gb=options.disk,
+        max_price=_required(options.max_price, "--max-price"),
+        min_reliability=options.min_reliability,
+    )
+
+
+def _required(value, flag: str):
+    if value is None:
+        raise ConfigError(f"{flag} is missing: `orchestrator rent --help` has an example")
+    return value
+
+
+def _stop_line(run_dir: Path) -> str:
+    return f"orchestrator rent --stop --run {shlex.quote(str(run_dir))}"
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _positive(text: str) -> float:
+    """Read a number above 0. argparse shows the message of the ValueError's class: invalid _positive value."""
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a count of 1 or more")
+    return int(text)
+
+
+def _parser(names: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="orchestrator rent",
+        allow_abbrev=False,
+        description="Rent machines that join a run as inference nodes, list them, and end their billing.",
+        epilog="orchestrator rent --provider vast --gpu H100 --count 8 --max-price 2.5 --run outputs/a1 --join STRING",
+    )
+    parser.add_argument(
+        "--run", type=Path, required=True, metavar="DIR", help="the run's directory; records what is rented"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--status", action="store_true", help="list this run's machines and what they cost")
+    action.add_argument("--stop", action="store_true", help="end the billing of all this run's machines, and verify it")
+    parser.add_argument("--dry-run", action="store_true", help="print every call and make none")
+    parser.add_argument("--provider", choices=names)
+    parser.add_argument("--count", type=_count, help="machines")
+    parser.add_argument("--max-price", type=_positive, metavar="USD", help="dollars an hour for one machine")
+    parser.add_argument("--join", metavar="STRING", help="what `orchestrator invite` printed")
+    parser.add_argument("--yes", action="store_true", help="rent without asking")
+    needs = parser.add_argument_group("what a machine must have")
+    needs.add_argument("--gpu", metavar="MODEL", help="such as H100 or 'RTX 4090'; default: any")
+    needs.add_argument("--gpus", type=_count, default=1, metavar="N", help="GPUs of a machine; default: 1")
+    needs.add_argument("--gpu-memory", type=_positive, default=0.0, metavar="GB", help="memory of one GPU")
+    needs.add_argument("--disk", type=_count, default=100, metavar="GB", help="default: 100")
+    needs.add_argument("--min-reliability", type=float, default=0.95, metavar="SHARE", help="Vast only; default: .95")
+    start = parser.add_argument_group("how a machine starts")
+    start.add_argument("--package", metavar="SPEC", help="what uv installs there; default: this release with vllm")
+    start.add_argument("--image", help="container image (Vast, RunPod) or Prime's image name")
+    start.add_argument(
+        "--ssh-key", metavar="KEY", help="Lambda: name of a registered key; Prime: path of the private key"
+    )
+    budget = parser.add_argument_group(
+        "budget: this command then stays in the foreground, and ends the machines with it"
+    )
+    budget.add_argument("--max-hours", type=_positive, metavar="H")
+    budget.add_argument("--max-dollars", type=_positive, metavar="USD")
+    return parser
