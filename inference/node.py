@@ -17,6 +17,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -58,6 +59,8 @@ from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import ints, pack_floats, pack_ints
 from inference.engines.base import Engine
 from inference.receiver import Receiver
+from inference.sources import RankedSources
+from inference.versions import ChunkSource
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,8 @@ class InferenceNode:
         self._engine = engine
         self._link = link
         self._receiver = receiver
+        self._sources = sources
+        self._relay_port = relay_port
         self._config = config
         self._instance = secrets.token_hex(8)
         self._heartbeat_s = config.heartbeat_s
@@ -223,8 +228,8 @@ class InferenceNode:
                     task.cancel()
             case Heard() | WeightChunk() | ChunkMissing():
                 pass  # The link has noted them.
-            case NewVersion(manifest=manifest):
-                self._learn(manifest)
+            case NewVersion():
+                self._learn(message)
             case NodeWelcome():
                 self._attach(message)
             case HelloAgain():
@@ -246,8 +251,7 @@ class InferenceNode:
         self._welcome, self._attached = welcome, True
         self._heartbeat_s = min(welcome.heartbeat_s, self._config.heartbeat_s)
         self._report()
-        if welcome.manifest:
-            self._learn(welcome.manifest)
+        self._learn(welcome)
 
     def _report(self) -> None:
         stats = self._engine.stats()
@@ -332,10 +336,14 @@ class InferenceNode:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _learn(self, manifest: bytes) -> None:
-        """Have the newest manifest installed."""
-        self._manifest = manifest
-        self._new_manifest.set()
+    def _learn(self, message: NodeWelcome | NewVersion) -> None:
+        """Note where weights can be had, and have the newest manifest installed."""
+        if self._sources is not None:
+            host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
+            self._sources.learn(message.sources, message.relays, host)
+        if message.manifest:
+            self._manifest = message.manifest
+            self._new_manifest.set()
 
     async def _follow_weights(self) -> None:
         retry_s = _FIRST_RETRY_S
@@ -361,7 +369,7 @@ class InferenceNode:
                 self._report()
 
 
-class GatewayLink:
+class GatewayLink(ChunkSource):
     """One CURVE DEALER socket, opened again for each attempt to reach the gateway, and the ChunkSource behind it.
 
     What arrives and is no message is counted, logged and dropped.

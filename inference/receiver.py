@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
 from composer_prime.run.weights import Manifest, open_signed
 from inference.engines.base import Engine, ReadBack
-from inference.snapshot import Snapshot, checksum, folder_snapshot, tensor_blocks
+from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot, tensor_blocks
 from inference.versions import ChunkSource, VersionFolder
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,20 @@ rounding of five standard deviations."""
 class Receiver:
     """Brings one engine to the versions that one run publishes. Used by one task at a time."""
 
-    def __init__(self, engine: Engine, source: ChunkSource, model_folder: Path, canary_tolerance: float) -> None:
-        """`canary_tolerance` in nats."""
+    def __init__(
+        self,
+        engine: Engine,
+        source: ChunkSource,
+        model_folder: Path,
+        canary_tolerance: float,
+        *,
+        relays: bool = False,
+    ) -> None:
+        """`canary_tolerance` in nats. `relays`: keep the chunks that other nodes may ask for."""
         self._engine = engine
         self._folder = model_folder
         self._tolerance = canary_tolerance
-        self._versions = VersionFolder(source, model_folder)
+        self._versions = VersionFolder(source, model_folder, relays=relays)
         self._proven: Manifest | None = None
         """Of the version in use; None before the first."""
         self._good: Snapshot | None = None
@@ -71,6 +79,11 @@ class Receiver:
     @property
     def bytes_pulled(self) -> int:
         return self._versions.bytes_pulled
+
+    @property
+    def chunks(self) -> ChunkFolder:
+        """What is on this node's disk."""
+        return self._versions.chunks
 
     def close(self) -> None:
         """Remove the weights from the disk."""

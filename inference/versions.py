@@ -37,8 +37,12 @@ class ChunkSource(Protocol):
         """
         ...
 
+    def refuse(self, sha256: str) -> bool:
+        """Note that the chunk which was read is wrong. Return whether to read it again, from elsewhere."""
+        return False
 
-class FolderSource:
+
+class FolderSource(ChunkSource):
     """The run's weight store, on this machine or a shared disk."""
 
     def __init__(self, store: WeightStore) -> None:
@@ -51,9 +55,11 @@ class FolderSource:
 class VersionFolder:
     """The versions on this node's disk. Used by one task at a time."""
 
-    def __init__(self, source: ChunkSource, model_folder: Path) -> None:
+    def __init__(self, source: ChunkSource, model_folder: Path, *, relays: bool = False) -> None:
+        """`relays`: keep what other nodes may ask for: all chunks that were pulled for the version in use."""
         self._source = source
         self._model_folder = model_folder
+        self._relays = relays
         self.chunks = ChunkFolder()
         self._overlays: dict[str, ChunkRef] = {}
         """The overlay of a version as one file of this disk, by the version's state."""
@@ -67,7 +73,8 @@ class VersionFolder:
         """Take `manifest` for the version in use; drop all else."""
         self._in_use = manifest
         self._keep([manifest])
-        self.chunks.keep_only(ref.sha256 for ref in self._files(manifest))
+        relayed = manifest.refs if self._relays else []
+        self.chunks.keep_only(ref.sha256 for ref in [*self._files(manifest), *relayed])
 
     def drop_damaged(self, manifest: Manifest) -> None:
         """Drop the files of a version that are no longer what was pulled or made."""
@@ -162,7 +169,11 @@ class VersionFolder:
                         "for a newer version"
                     )
                 self.bytes_pulled += len(piece)
-                await asyncio.to_thread(self.chunks.append, manifest, ref, have, piece)
+                try:
+                    await asyncio.to_thread(self.chunks.append, manifest, ref, have, piece)
+                except CorruptWeightsError:
+                    if not self._source.refuse(ref.sha256):
+                        raise
 
     # -- patches ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,338 @@
+"""Where weight chunks come from: HTTP hosts, buckets, other nodes, and last the gateway's own link.
+
+    RankedSources.read --fastest per open read--> HttpSource | BucketSource
+         none of them has the chunk, after a short wait --> GatewayLink
+
+No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
+fails is put aside for a while; one whose chunk was wrong for ten minutes. Manifests never come from here: the gateway
+sends them, so a source cannot offer an old version as a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+from yarl import URL
+
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError
+from composer_prime.run.bucket import Bucket
+from composer_prime.run.retry import backoff_s
+from composer_prime.run.weights import CHUNK_BYTES
+from inference.versions import PIECE_BYTES, ChunkSource
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES = 64 << 10
+"""A read that ends early counts as progress from this many bytes on."""
+_MAX_REDIRECTS = 3
+_MAX_HUNG_READS = 8
+_FIRST_ASIDE_S, _LONGEST_ASIDE_S = 5.0, 300.0
+_WRONG_ASIDE_S, _MIXED_ASIDE_S = 600.0, 60.0
+_POLL_S = 0.5
+_COPY_PATIENCE_S, _RELAY_PATIENCE_S = 10.0, 3.0
+"""How long a version may take to reach a copy of the store, or another node, before the gateway is asked for it."""
+_MAX_SOURCES = 64
+_MAX_GIVERS = 4096
+"""Chunks of which it is known who gave them."""
+_NEWEST_SHARE = 0.5
+"""Of the last read in a source's measured speed."""
+
+
+class HttpSource(ChunkSource):
+    """A host that serves the weight store's folder: `orchestrator weights`, a relay, nginx, a public bucket.
+
+    Without Range support a read transfers the whole chunk.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Raises ConfigError unless `url` is http://HOST or https://HOST, with a path or without."""
+        try:
+            self._url = URL(url.rstrip("/"))
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no address of weights: {error}") from None
+        if self._url.scheme not in ("http", "https") or not self._url.host or self._url.query_string:
+            raise ConfigError(f"{url!r} is no address of weights; expected http://HOST:PORT or https://HOST/PATH")
+        self.name = str(self._url.with_user(None))
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Raises DeadlineError when too little comes in time, OSError for anything else than bytes of the chunk."""
+        received, skip = bytearray(), 0
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline, contextlib.AsyncExitStack() as stack:
+                response = await self._open(stack, sha256, offset)
+                if response.status in (404, 410):
+                    return None
+                if response.status == 416:
+                    return b""
+                limit = PIECE_BYTES
+                if response.status == 200:
+                    skip, limit = offset, CHUNK_BYTES + 1
+                    deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s * limit / PIECE_BYTES)
+                while len(received) < limit and (part := await response.content.read(limit - len(received))):
+                    received += part
+        except TimeoutError:
+            if len(received) - skip < _LEAST_BYTES:
+                raise DeadlineError(
+                    f"waited {self._timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte "
+                    f"{offset} from {self.name}, {len(received)} bytes came"
+                ) from None
+        except (aiohttp.ClientError, ValueError) as error:
+            if len(received) - skip < _LEAST_BYTES:
+                raise OSError(f"{self.name}: {type(error).__name__}: {error}") from None
+        return bytes(memoryview(received)[skip:])
+
+    async def _open(self, stack: contextlib.AsyncExitStack, sha256: str, offset: int) -> aiohttp.ClientResponse:
+        """Return a checked response. Redirects lead to no other host."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
+        url = self._url / "chunks" / sha256
+        headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
+        for _ in range(_MAX_REDIRECTS + 1):
+            response = await stack.enter_async_context(self._session.get(url, headers=headers, allow_redirects=False))
+            if response.status not in (301, 302, 303, 307, 308):
+                self._check(response, offset)
+                return response
+            target = url.join(URL(response.headers.get("Location", "")))
+            if target.host is None or target.origin() != url.origin():
+                raise OSError(f"{self.name} redirects to {target.host}: give that address itself, if it is to be asked")
+            url = target
+        raise OSError(f"{self.name} redirects more than {_MAX_REDIRECTS} times")
+
+    def _check(self, response: aiohttp.ClientResponse, offset: int) -> None:
+        """Raise OSError for an answer that cannot be bytes of a chunk."""
+        if response.status not in (200, 206, 404, 410, 416):
+            raise OSError(f"{self.name} answers {response.status} {response.reason}")
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise OSError(f"{self.name} sends {response.headers['Content-Encoding']!r} content, asked for as it is")
+        if response.status == 206:
+            first = re.match(r"bytes ([0-9]+)-", response.headers.get("Content-Range", ""))
+            if first is None or int(first[1]) != offset:
+                raise OSError(
+                    f"{self.name} sends {response.headers.get('Content-Range')!r}, asked for bytes from {offset}"
+                )
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class BucketSource(ChunkSource):
+    """A bucket or folder that fsspec reaches."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Raises ConfigError as Bucket does."""
+        self._bucket = Bucket(url)
+        self.name = self._bucket.url
+        self._timeout_s = timeout_s
+        self._reads = 0
+        """Under way, those without an answer in time included."""
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Raises DeadlineError when the driver does not answer in time, or OSError."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes | None] = loop.create_future()
+
+        def settle(piece: bytes | None, error: Exception | None) -> None:
+            self._reads -= 1
+            if not answer.done():
+                answer.set_result(piece) if error is None else answer.set_exception(error)
+
+        def read() -> None:
+            piece, error = None, None
+            try:
+                piece = self._bucket.chunk(sha256, offset, PIECE_BYTES)
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the node has ended
+                loop.call_soon_threadsafe(settle, piece, error)
+
+        if self._reads < _MAX_HUNG_READS:
+            self._reads += 1
+            # A thread of its own: the driver may hang, and the shared threads hash and write.
+            threading.Thread(target=read, name="bucket", daemon=True).start()
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(answer, self._timeout_s)
+        raise DeadlineError(
+            f"waited {self._timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte {offset} "
+            f"from {self.name}"
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+Opened = HttpSource | BucketSource
+
+
+def open_source(url: str, timeout_s: float) -> Opened:
+    """Return the source at `url`. Raises ConfigError for a URL that is neither a host's nor a bucket's."""
+    return HttpSource(url, timeout_s) if url.startswith(("http://", "https://")) else BucketSource(url, timeout_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Rated:
+    source: Opened
+    is_relay: bool
+    bytes_per_s: float | None = None
+    """None before the first read that gave something."""
+    reading: int = 0
+    failures: int = 0
+    """In a row."""
+    aside_until: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def expected_bytes_per_s(self) -> float:
+        """Return what one more read would get; one that was never asked is tried with one read."""
+        if self.bytes_per_s is None:
+            return 0.0 if self.reading else float("inf")
+        return self.bytes_per_s / (1 + self.reading)
+
+
+@dataclass(slots=True)
+class RankedSources(ChunkSource):
+    """Reads from the fastest of several sources, and from `last` what none of them has."""
+
+    last: ChunkSource
+    """The gateway's link."""
+    timeout_s: float
+    """Of one read."""
+    own: list[str] = field(default_factory=list)
+    """URLs given on this machine: kept whatever the gateway names."""
+    relays_itself: bool = False
+    """Then it waits for no other relay."""
+    clock: Callable[[], float] = time.monotonic
+    _rated: dict[str, _Rated] = field(default_factory=dict)
+    _refused_urls: set[str] = field(default_factory=set)
+    _givers: dict[str, list[_Rated | None]] = field(default_factory=dict)
+    """Who gave the bytes of a chunk so far; None is `last`."""
+    _patient_until: float | None = None
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a URL of `own` that cannot be used."""
+        for url in self.own:
+            self._rated[url] = _Rated(open_source(url, self.timeout_s), is_relay=False)
+
+    def learn(self, sources: Iterable[str], relays: Iterable[str], gateway_host: str) -> None:
+        """Take what the gateway names at a new version: copies of the store, and nodes that relay."""
+        named = {url.replace("://*", f"://{gateway_host}", 1): False for url in sources} | dict.fromkeys(relays, True)
+        for url in [url for url in self._rated if url not in named and url not in self.own]:
+            if not self._rated[url].reading:
+                closing = asyncio.ensure_future(self._rated.pop(url).source.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        for url, is_relay in list(named.items())[:_MAX_SOURCES]:
+            if url in self._rated or url in self._refused_urls:
+                continue
+            try:
+                if is_relay and not url.startswith("http"):
+                    raise ConfigError(f"{url!r} is no relay; expected http://HOST:PORT")
+                self._rated[url] = _Rated(open_source(url, self.timeout_s), is_relay)
+            except ConfigError as error:
+                self._refused_urls.add(url)
+                logger.warning("weights are not pulled from there: %s", error)
+        self._patient_until = None
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Raises what `last` raises."""
+        lacking: list[_Rated] = []
+        while True:
+            rated = self._choose(sha256, offset, lacking)
+            if rated is not None:
+                piece = await self._ask(rated, sha256, offset)
+                if piece:
+                    return piece
+                lacking.append(rated)
+            elif self._waits(lacking):
+                await asyncio.sleep(_POLL_S)
+                lacking = []
+            else:
+                break
+        piece = await self.last.read(sha256, offset)
+        if piece is not None:
+            self._note_giver(sha256, offset, None)
+        return piece
+
+    def refuse(self, sha256: str) -> bool:
+        """Put aside who gave a chunk that was wrong. Where several did, it is open who lied: all, for less long."""
+        givers = self._givers.pop(sha256, [])
+        liars = [giver for giver in givers if giver is not None]
+        for giver in liars:
+            aside_s = _WRONG_ASIDE_S if len(givers) == 1 else _MIXED_ASIDE_S
+            giver.aside_until = self.clock() + aside_s
+            logger.warning(
+                "%s gave %s weight chunk %s: it is not asked for %g s", giver.source.name,
+                "a wrong" if len(givers) == 1 else "a part of a wrong", sha256, aside_s,
+            )  # fmt: skip
+        return bool(liars)
+
+    def bytes_by_source(self) -> dict[str, int]:
+        """Return the bytes that each source gave, by its address; those of `last` are not counted."""
+        return {rated.source.name: rated.num_bytes for rated in self._rated.values() if rated.num_bytes}
+
+    async def close(self) -> None:
+        for rated in self._rated.values():
+            await rated.source.close()
+
+    def _choose(self, sha256: str, offset: int, lacking: list[_Rated]) -> _Rated | None:
+        """Return whom to ask next: who gave the beginning of the chunk, so that a wrong one has one author."""
+        now = self.clock()
+        ready = [each for each in self._rated.values() if each.aside_until <= now and each not in lacking]
+        begun = [each for each in ready if offset and each in self._givers.get(sha256, [])]
+        return max(begun or ready, key=lambda each: each.expected_bytes_per_s, default=None)
+
+    async def _ask(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
+        """Return a piece; None or b"" when the source has none."""
+        start = self.clock()
+        rated.reading += 1
+        try:
+            piece = await rated.source.read(sha256, offset)
+            if piece == b"":
+                raise OSError(f"{rated.source.name}: weight chunk {sha256} ends there at byte {offset}, too early")
+        except (ComposerError, OSError) as error:
+            aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
+            rated.failures += 1
+            rated.aside_until = self.clock() + aside_s
+            logger.warning("weights come from elsewhere for %g s: %s", aside_s, error)
+            return None
+        finally:
+            rated.reading -= 1
+        if piece:
+            speed = len(piece) / max(self.clock() - start, 1e-6)
+            before = speed if rated.bytes_per_s is None else rated.bytes_per_s
+            rated.bytes_per_s = before + _NEWEST_SHARE * (speed - before)
+            rated.failures = 0
+            rated.num_bytes += len(piece)
+            self._note_giver(sha256, offset, rated)
+        return piece
+
+    def _note_giver(self, sha256: str, offset: int, giver: _Rated | None) -> None:
+        givers = self._givers.setdefault(sha256, []) if offset else []
+        if giver not in givers:
+            givers.append(giver)
+        self._givers[sha256] = givers
+        if len(self._givers) > _MAX_GIVERS:
+            del self._givers[next(iter(self._givers))]
+
+    def _waits(self, lacking: list[_Rated]) -> bool:
+        """Whether to give the sources without the chunk some more time: a new version may be on its way to them."""
+        now = self.clock()
+        alive = [rated for rated in lacking if rated.aside_until <= now]
+        if not alive or (self.relays_itself and all(rated.is_relay for rated in alive)):
+            return False
+        if self._patient_until is None:
+            relays_only = all(rated.is_relay for rated in alive)
+            self._patient_until = now + (_RELAY_PATIENCE_S if relays_only else _COPY_PATIENCE_S)
+        return now < self._patient_until
