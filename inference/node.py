@@ -17,6 +17,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -84,7 +85,11 @@ class InferenceNode:
         max_context: int | None = None,
         device: ComputeDevice | None = None,
     ) -> None:
-        """`max_context`: tokens of prompt and answer together that `engine` can hold; None leaves it unsaid."""
+        """`max_context`: tokens of prompt and answer together that `engine` can hold; None leaves it unsaid.
+
+        `sources`: where the receiver pulls, if it is to learn of more places from the gateway. `relay_port`: where this
+        node serves its chunks to others; 0 for nowhere.
+        """
         self._max_context = max_context
         self._device = device
         self._id = node_id
@@ -375,10 +380,13 @@ class GatewayLink(ChunkSource):
     What arrives and is no message is counted, logged and dropped.
     """
 
-    def __init__(self, address: Callable[[], str | None], keys: ClientKeys, chunk_timeout_s: float) -> None:
+    def __init__(
+        self, address: Callable[[], str | None], keys: ClientKeys, chunk_timeout_s: float, messages: Any = ToNode
+    ) -> None:
         """`address` is called for each connection, because an orchestrator that restarts may bind another port.
 
         It returns None before the orchestrator has bound one. Then nothing is sent or heard until the next `reopen`.
+        `messages`: the union of what may arrive.
         """
         self._address = address
         self._keys = keys
@@ -386,7 +394,7 @@ class GatewayLink(ChunkSource):
         self._chunks: dict[tuple[str, int], asyncio.Future[bytes | None]] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self._decoder = msgspec.msgpack.Decoder(ToNode)
+        self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
         self.endpoint: str | None = None
         self.garbage = 0
