@@ -23,12 +23,12 @@ from composer_prime.errors import CheckpointError, ConfigError
 
 PAID_ENTRIES = frozenset(
     ("pairs.jsonl", "pairs.votes.jsonl", "pairs.costs.jsonl", "pairs.gate.json", "pairs.svg", "costs.jsonl", "hints",
-     "reference")
+     "reference", "rentals.jsonl")
 )  # fmt: skip
 """Entries of a run directory that stay valid for any training and may have cost money.
 
 Preference pairs with votes, verdict and chart; the costs; hints by question; reference log-probabilities by the base
-model's hash.
+model's hash; and which machines were rented, which may still be billed.
 """
 
 _PARTIAL = ".partial"

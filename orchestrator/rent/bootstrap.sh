@@ -3,7 +3,7 @@
 #
 #   bash bootstrap.sh [--dry-run] [--cpu] [--package SPEC] [--name NAME] [STRING] [-- OPTION ...]
 #
-# STRING is what `orchestrator invite` printed; without it $COMPOSER_JOIN is taken. SPEC is what uv installs, OPTION
+# STRING is what `orchestrator invite` printed; without it $COMPOSER_INVITE is taken. SPEC is what uv installs, OPTION
 # goes to `inference join`. It may run again at any time: what is there already is kept. --dry-run prints each command
 # that would change something, and runs none.
 #
@@ -13,7 +13,7 @@ set -euo pipefail
 
 main() {
     DRY_RUN=0 CPU="${COMPOSER_CPU:-0}"
-    PACKAGE="${COMPOSER_PACKAGE:-composer-prime[vllm]}" NAME="${COMPOSER_NODE_NAME:-}" JOIN="${COMPOSER_JOIN:-}"
+    PACKAGE="${COMPOSER_PACKAGE:-composer-prime[vllm]}" NAME="${COMPOSER_NODE_NAME:-}" INVITE="${COMPOSER_INVITE:-}"
     PRICE="${COMPOSER_USD_PER_HOUR:-}"
     # torch's wheels of this release are built for CUDA 13.0; its first driver is 580.
     MIN_DRIVER=580 MIN_DISK_GB="${COMPOSER_MIN_DISK_GB:-30}"
@@ -28,11 +28,11 @@ main() {
             --name) NAME="${2:?--name needs a value}"; shift ;;
             --) shift; break ;;
             -*) fail "unknown option $1: see the first lines of this script" ;;
-            *) JOIN="$1" ;;
+            *) INVITE="$1" ;;
         esac
         shift
     done
-    [ -n "$JOIN" ] || fail "no invite string: give it as an argument or in COMPOSER_JOIN (\`orchestrator invite\` prints it)"
+    [ -n "$INVITE" ] || fail "no invite string: give it as an argument or in COMPOSER_INVITE (\`orchestrator invite\` prints it)"
     check_machine
     if [ "$CPU" != 1 ]; then check_driver; fi
     install_node
@@ -42,7 +42,7 @@ main() {
         say "would run: inference join STRING $*"
         return
     fi
-    exec inference join "$JOIN" "$@"
+    exec inference join "$INVITE" "$@"
 }
 
 say() { echo "bootstrap: $*" >&2; }

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +22,7 @@ from types import FrameType
 from composer_prime.console import INTERRUPTED, pluralize
 from composer_prime.errors import ConfigError, ProviderError
 from composer_prime.run.run_dir import RunDir, read_run_id
+from composer_prime.wire.enrollment import INVITE_VARIABLE
 from orchestrator.rent.cli_providers import Prime, Vast
 from orchestrator.rent.fleet import STOP_TIMEOUT_S, Budget, Fleet
 from orchestrator.rent.http_providers import Lambda, RunPod
@@ -29,6 +32,8 @@ from orchestrator.rent.rentals import RentalRecord
 PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(), RunPod(), Lambda(), Prime())}
 _EXAMPLE_LABEL = "composer-RUN-01234567"
 _INVITE = "INVITE_STRING"
+_INVITE_S = 24 * 3600.0
+"""A machine may take this long to join; a node that has joined needs the invite no more."""
 
 
 def main(words: list[str], providers: dict[str, Provider] | None = None) -> int:
@@ -55,7 +60,7 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
     from orchestrator.rent.calls import answer_to
 
     provider = fleet.provider
-    join = _required(options.join, "--join")
+    invite_of = _invite_source(options)
     offers = provider.read_offers(answer_to(provider.offers_call(needs)), needs)
     machines = choose(offers, needs, count)
     _tell(_table(machines[:count]))
@@ -63,6 +68,7 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
     _tell(f"{pluralize(count, 'machine')} of {provider.name}: ${rate:.2f} an hour, ${rate * 24:.2f} a day")
     if not options.yes:
         _ask()
+    invite = invite_of()
     budget = Budget(hours=options.max_hours, dollars=options.max_dollars)
     end_at = _end_at(budget, rate)
     watched = budget.hours is not None or budget.dollars is not None
@@ -70,7 +76,7 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
     try:
         _stop_on_signals(watched)
         started = fleet.start(
-            machines, count, run_id, lambda label, offer: _order(options, label, offer, join=join, end_at=end_at)
+            machines, count, run_id, lambda label, offer: _order(options, label, offer, invite=invite, end_at=end_at)
         )
         if started < count:
             status = 1
@@ -85,6 +91,22 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
     if not watched and started:
         _tell(f"nothing ends these machines by itself: {_stop_line(options.run)}")
     return status
+
+
+def _invite_source(options: argparse.Namespace) -> Callable[[], str]:
+    """Return what gives the invite string; it is made only once the machines are agreed to.
+
+    Raises ConfigError at once where machines elsewhere could not reach the run.
+    """
+    given = options.invite or os.environ.get(INVITE_VARIABLE)
+    if given:
+        return lambda: given
+    from orchestrator.invite import create_invite, node_addresses
+
+    run_dir = RunDir(options.run.absolute())
+    addresses = node_addresses(run_dir, options.address)
+    nodes = options.count * options.gpus
+    return lambda: create_invite(run_dir, nodes=nodes, expires_s=_INVITE_S, addresses=addresses).text()
 
 
 def _guard(provider: Provider, budget: Budget) -> str:
@@ -158,7 +180,7 @@ def _stop(fleets: list[Fleet], record: RentalRecord, *, dry_run: bool) -> int:
 def _dry_run(provider: Provider, options: argparse.Namespace, needs: Needs, count: int) -> None:
     offer = Offer(offer_id="OFFER_ID", gpu=needs.gpu or "GPU", gpus=needs.gpus, gpu_memory_gb=None, disk_gb=None,
                   usd_per_hour=needs.max_price)  # fmt: skip
-    order = _order(options, _EXAMPLE_LABEL, offer, join=_INVITE, end_at=None)
+    order = _order(options, _EXAMPLE_LABEL, offer, invite=_INVITE, end_at=None)
     address = provider.address_call("INSTANCE_ID")
     setup = provider.setup_call('{"status": "ACTIVE", "ssh": "USER@HOST -p 22"}', order)
     lines = [
@@ -176,10 +198,10 @@ def _dry_run(provider: Provider, options: argparse.Namespace, needs: Needs, coun
     _tell("\n".join(lines))
 
 
-def _order(options: argparse.Namespace, label: str, offer: Offer, *, join: str, end_at: datetime | None) -> Order:
+def _order(options: argparse.Namespace, label: str, offer: Offer, *, invite: str, end_at: datetime | None) -> Order:
     package = options.package or f"composer-prime[vllm]=={version('composer-prime')}"
     values = {
-        "COMPOSER_JOIN": join,
+        "COMPOSER_INVITE": invite,
         "COMPOSER_PACKAGE": package,
         "COMPOSER_NODE_NAME": label,
         "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour:g}",
@@ -266,7 +288,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         prog="orchestrator rent",
         allow_abbrev=False,
         description="Rent machines that join a run as inference nodes, list them, and end their billing.",
-        epilog="orchestrator rent --provider vast --gpu H100 --count 8 --max-price 2.5 --run outputs/a1 --join STRING",
+        epilog="orchestrator rent --provider vast --gpu H100 --count 8 --max-price 2.5 --run outputs/a1",
     )
     parser.add_argument(
         "--run", type=Path, required=True, metavar="DIR", help="the run's directory; records what is rented"
@@ -278,7 +300,9 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--provider", choices=names)
     parser.add_argument("--count", type=_count, help="machines")
     parser.add_argument("--max-price", type=_positive, metavar="USD", help="dollars an hour for one machine")
-    parser.add_argument("--join", metavar="STRING", help="what `orchestrator invite` printed")
+    parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
+                        help="where the machines reach the run; default: where it listens")  # fmt: skip
+    parser.add_argument("--invite", metavar="STRING", help="what `orchestrator invite` printed; default: a new one")
     parser.add_argument("--yes", action="store_true", help="rent without asking")
     needs = parser.add_argument_group("what a machine must have")
     needs.add_argument("--gpu", metavar="MODEL", help="such as H100 or 'RTX 4090'; default: any")
