@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -39,6 +39,7 @@ _USAGE = """usage:
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
 inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
 inference join tcp://HOST:PORT --model PATH ...      on a rented machine: needs a join token, nothing else
+inference audit --run-dir DIR | tcp://HOST:PORT ...  as `orchestrator audit` starts it: checks what nodes sample
 
 More: inference join --help, trainer --help (the keys of file.toml)"""
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class Assignment:
     """Where the gateway listens, None before it is known; called again for each connection."""
     run_dir: RunDir | None
     """The run's directory, where it is on this machine."""
+    audits: bool = False
+    """Whether it checks what other nodes sampled, and samples nothing."""
 
 
 def main() -> int:
@@ -111,7 +114,11 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     import torch
 
     from composer_prime.run.weights import WeightStore
+    from composer_prime.wire.audit import ToAuditor
+    from composer_prime.wire.node import ToNode
+    from inference.audit import Auditor
     from inference.engines.base import build_engine
+    from inference.engines.local.engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
     from inference.versions import FolderSource
@@ -120,7 +127,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     torch.set_num_threads(inference.threads)
     max_context = assignment.max_context or _model_context(folder)
     engine = build_engine(inference, folder, max_context)
-    link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s)
+    messages = ToAuditor if assignment.audits else ToNode
+    link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s, messages)
     node: InferenceNode | None = None
     receiver: Receiver | None = None
     stopped = False
@@ -147,10 +155,13 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             source = link if run_dir is None else FolderSource(WeightStore(run_dir.weights))
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
             receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
-            device = _device(inference, on_cuda=on_cuda)
-            node = InferenceNode(
-                assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device
-            )
+            if isinstance(engine, LocalEngine) and assignment.audits:
+                node = Auditor(assignment.node_name, engine, link, receiver, inference, max_context=max_context)
+            else:
+                device = _device(inference, on_cuda=on_cuda)
+                node = InferenceNode(
+                    assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device
+                )
             await node.run()
     finally:
         await engine.close()
@@ -184,6 +195,8 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
     """Return what the command line asks for, and whether it is a dry run. Raises ConfigError."""
     if words[:1] == ["join"]:
         return _from_join(words[1:])
+    if words[:1] == ["audit"]:
+        return _as_auditor(words[1:])
     if not words or words in (["--help"], ["-h"]):
         print(_USAGE)
         raise SystemExit(0 if words else EXIT_USAGE)
@@ -212,10 +225,23 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
     return assignment, dry_run
 
 
-def _bound_address(run_dir: RunDir) -> str | None:
-    """Return the orchestrator's address for nodes, None before it has bound its sockets."""
+def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
+    """Return the assignment of a node as that of an auditor: the local engine, the trainer's keys, its own listener."""
+    joins = bool(words) and words[0].startswith("tcp://")
+    assignment, dry_run = _from_join(words) if joins else _parse(words)
+    inference = assignment.inference.model_copy(update={"engine": "local"})
+    assignment, run_dir = replace(assignment, inference=inference, audits=True), assignment.run_dir
+    if run_dir is None:
+        return assignment, dry_run
+    keys, address = lambda: RunKeys(run_dir.keys).client("trainer"), lambda: _bound_address(run_dir, "audit")
+    name = assignment.node_name if "--node-name" in words else "auditor"
+    return replace(assignment, node_name=name, keys=keys, address=address), dry_run
+
+
+def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
+    """Return the orchestrator's address for nodes or auditors, None before it has bound its sockets."""
     try:
-        return json.loads(run_dir.endpoints.read_text())["node"]
+        return json.loads(run_dir.endpoints.read_text())[role]
     except (FileNotFoundError, KeyError, json.JSONDecodeError):
         return None
 
@@ -279,7 +305,7 @@ def _describe(assignment: Assignment) -> str:
     inference = assignment.inference
     return "\n".join(
         [
-            f"node      {assignment.node_name}: {inference.engine} engine on {inference.device}, "
+            f"{'auditor' if assignment.audits else 'node   '}   {assignment.node_name}: {inference.engine} engine on {inference.device}, "
             f"{pluralize(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
             f"weights   {assignment.run_dir.weights if assignment.run_dir else 'pulled over the link'}",

@@ -1,0 +1,207 @@
+"""An auditor: a node that samples nothing, and scores anew what other nodes say they sampled.
+
+    AuditRequest -> versions of its tokens -> receiver installs one after another -> engine.check_draws
+                 -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says
+                 -> AuditVerdict | AuditFailed
+
+It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed. It is
+trusted: it runs on the run's host, or elsewhere with the trainer's token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import ComposerError, LostWeightsError
+from composer_prime.run.weights import open_signed
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
+from composer_prime.wire.types import floats, ints
+from inference.engines.local.engine import LocalEngine
+from inference.node import GatewayLink, InferenceNode
+from inference.receiver import Receiver
+
+logger = logging.getLogger(__name__)
+
+_MEAN_GAP, _GREATEST_GAP = 2.5, 25.0
+"""Nats by which logprobs may be off on average, and at most, for each unit of the tolerance."""
+_MIXED_CACHE = 4.0
+"""Factor on the tolerance behind a swap: the node's cache still holds keys and values of the weights before."""
+_FEW_TOKENS = 8
+"""Of fewer tokens the mean error says little."""
+_MAX_VERSIONS = 64
+"""Manifests that are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenAudit:
+    """An answer, and what is known of its tokens so far."""
+
+    request: AuditRequest
+    misses: np.ndarray = field(init=False)
+    """float64 [T_new]."""
+    logprobs: np.ndarray = field(init=False)
+    """float32 [T_new], this auditor's own."""
+    missing: set[int] = field(init=False)
+    """Versions whose tokens are not scored yet."""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        count = len(ints(self.request.token_ids))
+        self.misses, self.logprobs = np.zeros(count), np.zeros(count, np.float32)
+        self.missing = {span.version for span in self.request.version_spans}
+
+    async def score(self, engine: LocalEngine, version: int) -> None:
+        """Score the tokens of `version`, which the engine holds. Raises what check_draws raises."""
+        start = time.monotonic()
+        prompt, completion = ints(self.request.prompt_ids), ints(self.request.token_ids)
+        tokens = np.concatenate([prompt, completion])
+        for span in self.request.version_spans:
+            if span.version == version:
+                first, last = len(prompt) + span.start, len(prompt) + span.end
+                scored = await engine.check_draws(tokens[:last], first, last, self.request.sampling)
+                self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
+        self.missing.discard(version)
+        self.seconds += time.monotonic() - start
+
+
+def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
+    """Return the verdict on a scored answer. `stop`: after how many tokens a stop rule ends it; None where none does.
+
+    A logprob of -inf of its own says that top-k or top-p removes the token: rounding may decide that at the edge, so
+    its draw alone counts.
+    """
+    request, claimed = audit.request, floats(audit.request.logprobs)
+    bounds = np.full(len(claimed), request.tolerance)
+    bounds[request.version_spans[0].end :] *= _MIXED_CACHE
+    gaps = np.abs(np.where(np.isfinite(audit.logprobs), claimed - audit.logprobs, 0.0))
+    wrong = (audit.misses > bounds) | (gaps > _GREATEST_GAP * bounds)
+    return AuditVerdict(
+        audit=request.audit,
+        tokens=len(claimed),
+        wrong=np.flatnonzero(wrong).tolist(),
+        fault=_end_fault(request, len(claimed), stop, bool(wrong[-1])) or _mean_fault(gaps / bounds, request.tolerance),
+        gap_mean=float(gaps.mean()),
+        gap_max=float(gaps.max()),
+        seconds=audit.seconds,
+    )
+
+
+def _end_fault(request: AuditRequest, tokens: int, stop: int | None, last_is_wrong: bool) -> str | None:
+    if stop is not None and stop < tokens:
+        return f"it goes on for {tokens - stop} tokens after a stop"
+    if request.finish_reason == "stop" and stop is None:
+        return f"it says that a stop ended it, but none of its {tokens} tokens is one"
+    if request.finish_reason == "stop" and last_is_wrong:
+        return "its stop is not what its seed draws"
+    return None
+
+
+def _mean_fault(gaps_in_bounds: np.ndarray, tolerance: float) -> str | None:
+    mean = float(gaps_in_bounds.mean())
+    if len(gaps_in_bounds) < _FEW_TOKENS or mean <= _MEAN_GAP:
+        return None
+    return f"its logprobs are off by {mean * tolerance:.2g} nats on average, at most {_MEAN_GAP * tolerance:.2g} may be"
+
+
+class Auditor(InferenceNode):
+    """Checks answers until it is drained, refused, or without an orchestrator for too long. Use once."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: LocalEngine,
+        link: GatewayLink,
+        receiver: Receiver,
+        config: InferenceConfig,
+        *,
+        max_context: int,
+    ) -> None:
+        super().__init__(name, engine, link, receiver, config, max_context=max_context)
+        self._local = engine
+        self._audits: list[OpenAudit] = []
+        self._arrived = asyncio.Event()
+        self._manifests: dict[int, bytes] = {}
+        """Signed, by version."""
+
+    def _handle(self, message) -> None:
+        if isinstance(message, AuditRequest):
+            self._audits.append(OpenAudit(message))
+            self._arrived.set()
+        else:
+            super()._handle(message)
+
+    def _drop_requests(self) -> None:
+        self._audits.clear()
+
+    def _learn(self, manifest: bytes, *_: object) -> None:
+        """Remember a version. It is installed when an answer was sampled from it."""
+        welcome = self._welcome
+        assert welcome is not None
+        key = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
+        try:
+            version = open_signed(manifest, key, run_id=welcome.run_id).version
+        except ComposerError as error:
+            logger.error("a version is not used: %s", error)
+            return
+        self._manifests[version] = manifest
+        while len(self._manifests) > _MAX_VERSIONS:
+            del self._manifests[min(self._manifests)]
+
+    async def _follow_weights(self) -> None:
+        """Check answers, all that wait for one version after another."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._audits:
+                await self._check_version(self._next_version())
+
+    def _next_version(self) -> int:
+        """Return the version in use while an answer needs it, else that of the answer that waits for longest."""
+        in_use = self._receiver.version
+        return in_use if any(in_use in audit.missing for audit in self._audits) else min(self._audits[0].missing)
+
+    async def _check_version(self, version: int) -> None:
+        audits = [audit for audit in self._audits if version in audit.missing]
+        try:
+            await self._install(version)
+        except LostWeightsError:
+            raise
+        except (ComposerError, OSError) as error:
+            for audit in audits:
+                self._fail(audit, f"version {version} cannot be had: {error}")
+            return
+        for audit in audits:
+            try:
+                await audit.score(self._local, version)
+                if not audit.missing:
+                    stop = await self._local.find_stop(ints(audit.request.token_ids), audit.request.sampling)
+                    self._end(audit, judge(audit, stop))
+            except (ComposerError, ValueError) as error:
+                self._fail(audit, str(error))
+
+    async def _install(self, version: int) -> None:
+        """Raises what Receiver.install raises, and ComposerError for a version that was never announced."""
+        manifest, welcome = self._manifests.get(version), self._welcome
+        if manifest is not None and welcome is not None:
+            await self._receiver.install(manifest, welcome.verify_key, welcome.run_id)
+        elif version != self._receiver.version:
+            known = ", ".join(map(str, sorted(self._manifests))) or "none"
+            raise ComposerError(f"it is not one of those that the run keeps ({known})")
+
+    def _fail(self, audit: OpenAudit, error: str) -> None:
+        self._end(audit, AuditFailed(audit=audit.request.audit, error=error))
+
+    def _end(self, audit: OpenAudit, answer: AuditVerdict | AuditFailed) -> None:
+        """Send an outcome, unless the connection was lost meanwhile: the orchestrator then asks again."""
+        if audit in self._audits:
+            self._audits.remove(audit)
+            self._link.send(answer)

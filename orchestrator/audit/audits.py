@@ -1,0 +1,397 @@
+"""Answers that wait for an audit, and the link to the auditors.
+
+    gateway: offer(answer) --chosen by the node's trust--> queue --AuditRequest--> auditor --AuditVerdict--> trust
+                  |                                                                                           |
+    rollout ends: cleared(rollout) waits for the audits of new nodes' answers        evidence -> quarantine --+
+                                                                    (its unaudited recent rollouts are tainted)
+
+Which answers are audited is drawn after they came, by the operating system's randomness: a node cannot know. A rollout
+waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from composer_prime.config.orchestrator import AuditConfig
+from composer_prime.monitor.events import event
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
+from composer_prime.wire.node import ChunkRequest, Drain, Goodbye, Heard, HelloAgain, NewVersion, NodeHello
+from composer_prime.wire.node import NodeWelcome, Rejected, Status
+from composer_prime.wire.sockets import SecureServer, bind_router
+from composer_prime.wire.types import pack_floats, pack_ints
+from orchestrator.audit.trust import NodeTrust, is_clean
+from orchestrator.event_loop import watched
+
+if TYPE_CHECKING:  # The gateway imports this module.
+    from orchestrator.gateway.generation import GenerationRecord
+    from orchestrator.gateway.link import ChunkServer
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED = 4096
+"""Answers that wait for an auditor; further ones count as not audited."""
+_MAX_RECENT = 1024
+"""Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
+_MAX_TAINTED = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OfferedAnswer:
+    """One answer of a node, from its arrival until its rollout ends, or its audit does."""
+
+    node_id: str
+    rollout_id: str
+    quarantines: int
+    """Of its node when the answer came."""
+    is_held: bool
+    """Whether its rollout waits for the audit."""
+    request: AuditRequest | None = None
+    """None when it is not audited."""
+    verdict: AuditVerdict | None = None
+    error: str | None = None
+    """Why it could not be audited."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    placed: float = 0.0
+    """When it went to its auditor, monotonic seconds."""
+
+    def end(self, verdict: AuditVerdict | None, error: str | None = None) -> None:
+        self.verdict, self.error = verdict, error
+        self.done.set()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ConnectedAuditor:
+    name: str
+    places: int
+    last_heard: float
+    held: dict[int, OfferedAnswer] = field(default_factory=dict)
+    """By audit number."""
+
+
+class Audits:
+    """Serves auditors from `start` to `close`."""
+
+    def __init__(
+        self,
+        config: AuditConfig,
+        *,
+        keys: RunKeys,
+        run_id: str,
+        store: WeightStore,
+        chunks: ChunkServer,
+        trust: Mapping[str, NodeTrust],
+        heartbeat_s: float,
+        lost_after_s: float,
+        on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
+        chance: Callable[[], float] = random.SystemRandom().random,
+    ) -> None:
+        """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know."""
+        self.endpoint = ""
+        """As bound."""
+        self.counters: Counter[str] = Counter()
+        self._config = config
+        self._keys = keys
+        self._run_id = run_id
+        self._store = store
+        self._chunks = chunks
+        self._trust = trust
+        self._heartbeat_s = heartbeat_s
+        self._lost_after_s = lost_after_s
+        self._on_quarantine = on_quarantine
+        self._chance = chance
+        self._seconds = 0.0
+        self._open: dict[str, list[OfferedAnswer]] = {}
+        """By rollout that has not ended."""
+        self._queue: deque[OfferedAnswer] = deque()
+        self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
+        """Rollouts with an answer that was not audited, by node."""
+        self._tainted: OrderedDict[str, None] = OrderedDict()
+        self._auditors: dict[bytes, ConnectedAuditor] = {}
+        self._server: SecureServer | None = None
+        self._decoder = msgspec.msgpack.Decoder(FromAuditor)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, on_error: Callable[[BaseException], None]) -> None:
+        """Raise PortInUseError when another process holds the address, ConfigError when a key is missing."""
+        self._server = bind_router(
+            self._config.address, self._keys.curve("server"), [self._keys.curve("trainer").public]
+        )
+        self.endpoint = self._server.endpoint
+        self._tasks = [watched(self._receive(), on_error), watched(self._tick(), on_error)]
+
+    async def close(self, *, finished: bool = False) -> None:
+        """Stop serving. With `finished`, auditors learn that the run is over and leave."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        server, self._server = self._server, None
+        if server is not None:
+            for identity in list(self._auditors) if finished else []:
+                self._send(identity, Drain(reason="the run is finished"), server)
+            await asyncio.to_thread(server.close)
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def offer(self, record: GenerationRecord, rollout_id: str) -> None:
+        """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
+        trust = self._trust[record.node_id]
+        answer = OfferedAnswer(
+            node_id=record.node_id,
+            rollout_id=rollout_id,
+            quarantines=trust.quarantines,
+            is_held=trust.is_new,
+        )
+        self._open.setdefault(rollout_id, []).append(answer)
+        self.counters["answers"] += 1
+        if not trust.is_new and self._chance() >= trust.share(self._config.floor):
+            return
+        self.counters["chosen"] += 1
+        if len(self._queue) >= _MAX_QUEUED:
+            self.counters["failed"] += 1
+            answer.end(None, f"{_MAX_QUEUED} answers wait for an auditor: start more (orchestrator audit)")
+            return
+        answer.request = AuditRequest(
+            audit=self.counters["chosen"],
+            prompt_ids=pack_ints(record.prompt_ids),
+            token_ids=pack_ints(record.completion_ids),
+            logprobs=pack_floats(record.logprobs),
+            version_spans=list(record.version_spans),
+            finish_reason=record.finish_reason,
+            sampling=record.sampling,
+            tolerance=self._config.tolerance,
+        )
+        self._queue.append(answer)
+        self._place()
+
+    async def cleared(self, rollout_id: str) -> str | None:
+        """Return why a rollout that has ended must not be used; None when nothing speaks against it.
+
+        Waits for the audits of new nodes' answers, at most orchestrator.audit.timeout_s.
+        """
+        answers = self._open.pop(rollout_id, [])
+        waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_held]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=self._config.timeout_s)
+            for wait in late:
+                wait.cancel()
+            if late:
+                return self._too_late([answer for answer in answers if answer.is_held and not answer.done.is_set()])
+        for answer in answers:
+            if (objection := self._objection(answer)) is not None:
+                return objection
+        for answer in answers:
+            if answer.verdict is None:
+                self._recent[answer.node_id].append(rollout_id)
+        return None
+
+    def forget(self, rollout_id: str) -> None:
+        """Forget a rollout whose answers nobody will use."""
+        self._open.pop(rollout_id, None)
+
+    def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
+        """Whether a node that is now quarantined sampled one of these rollouts, and it was not audited."""
+        return bool(self._tainted) and any(name in self._tainted for name in rollout_ids)
+
+    def _too_late(self, answers: list[OfferedAnswer]) -> str:
+        nodes = sorted({answer.node_id for answer in answers})
+        connected = f"{len(self._auditors)} auditors are connected" if self._auditors else "no auditor is connected"
+        return (
+            f"waited {self._config.timeout_s:g} s (orchestrator.audit.timeout_s) for the audit of {len(answers)} "
+            f"answers of new nodes ({', '.join(nodes[:5])}); {connected} (orchestrator audit), "
+            f"{len(self._queue)} answers are queued"
+        )
+
+    def _objection(self, answer: OfferedAnswer) -> str | None:
+        if answer.verdict is not None:
+            return None if is_clean(answer.verdict) else f"node {answer.node_id}: {_describe(answer.verdict)}"
+        if self._trust[answer.node_id].quarantines != answer.quarantines:
+            return f"node {answer.node_id} was quarantined, and this answer of it was not audited"
+        if answer.is_held and answer.error is not None:
+            return f"an answer of the new node {answer.node_id} could not be audited: {answer.error}"
+        return None
+
+    def _note(self, answer: OfferedAnswer, verdict: AuditVerdict) -> None:
+        answer.end(verdict)
+        self._seconds += verdict.seconds
+        self.counters["audited"] += 1
+        self.counters["tokens"] += verdict.tokens
+        self.counters["wrong"] += not is_clean(verdict)
+        trust = self._trust[answer.node_id]
+        if answer.quarantines == trust.quarantines and trust.note(verdict):
+            self._quarantine(answer.node_id, trust, verdict)
+
+    def _quarantine(self, node_id: str, trust: NodeTrust, verdict: AuditVerdict) -> None:
+        length_s = trust.quarantine(time.monotonic(), self._config.quarantine_s)
+        self.counters["quarantines"] += 1
+        rollouts = set(self._recent.pop(node_id, ()))
+        for name in rollouts:
+            self._tainted[name] = None
+        while len(self._tainted) > _MAX_TAINTED:
+            self._tainted.popitem(last=False)
+        reason = f"quarantined for {length_s:.0f} s: {_describe(verdict)}"
+        logger.warning(
+            "node %s is %s; %d rollouts of it that were not audited are dropped unless a batch has them",
+            node_id,
+            reason,
+            len(rollouts),
+            extra=event("node", text=f"node {node_id} is {reason}"),
+        )
+        self._on_quarantine(node_id, reason)
+
+    # -- auditors ------------------------------------------------------------------------------------------------
+
+    def publish(self, signed: bytes) -> None:
+        """Tell the auditors of a new version."""
+        for identity in self._auditors:
+            self._send(identity, NewVersion(manifest=signed))
+
+    def _place(self) -> None:
+        """Hand waiting answers to auditors with a free place, oldest first."""
+        while self._queue:
+            free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
+                    if len(one.held) < one.places]  # fmt: skip
+            if not free:
+                return
+            identity, answer = min(free)[1], self._queue.popleft()
+            assert answer.request is not None
+            answer.placed = time.monotonic()
+            self._auditors[identity].held[answer.request.audit] = answer
+            if not self._send(identity, answer.request):
+                self._lose(identity, "unreachable")
+
+    def _lose(self, identity: bytes, reason: str) -> None:
+        auditor = self._auditors.pop(identity)
+        logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
+        self._queue.extendleft(reversed(auditor.held.values()))
+
+    async def _receive(self) -> None:
+        server = self._server
+        assert server is not None
+        while True:
+            identity, *frames = await server.socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+                message = self._decoder.decode(frames[0])
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                logger.warning("dropped a message to the audit listener: %s (use one release everywhere)", error)
+                continue
+            self._handle(identity, message)
+
+    def _handle(self, identity: bytes, message: FromAuditor) -> None:
+        auditor = self._auditors.get(identity)
+        if auditor is not None:
+            auditor.last_heard = time.monotonic()
+        match message:
+            case NodeHello():
+                self._welcome(identity, message)
+            case ChunkRequest():
+                self._chunks.serve(identity, message, self._send_large)
+            case _ if auditor is None:
+                self._send(identity, HelloAgain())
+            case AuditVerdict(audit=audit):
+                if (answer := auditor.held.pop(audit, None)) is not None:
+                    self._note(answer, message)
+            case AuditFailed(audit=audit, error=error):
+                if (answer := auditor.held.pop(audit, None)) is not None:
+                    self.counters["failed"] += 1
+                    logger.warning("an answer of node %s could not be audited: %s", answer.node_id, error)
+                    answer.end(None, error)
+            case Status():
+                self._send(identity, Heard())
+            case Goodbye(reason=reason):
+                self._lose(identity, f"said goodbye: {reason[:200]}")
+        self._place()
+
+    def _welcome(self, identity: bytes, hello: NodeHello) -> None:
+        if hello.run_id not in (None, self._run_id):
+            reason = f"the auditor served run {hello.run_id!r}, this is run {self._run_id!r}: restart it"
+            self._send(identity, Rejected(reason=reason))
+            return
+        if identity in self._auditors:
+            self._lose(identity, "said hello again")
+        self._auditors[identity] = ConnectedAuditor(
+            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=time.monotonic()
+        )
+        logger.info("auditor %s attached", hello.node_id)
+        kept = [self._store.manifest(version) for version in self._store.versions()]
+        welcome = NodeWelcome(
+            run_id=self._run_id,
+            manifest=kept[-1] if kept else b"",
+            verify_key=self._keys.verifier().public_bytes_raw(),
+            heartbeat_s=self._heartbeat_s,
+        )
+        self._send(identity, welcome)
+        for signed in kept[:-1]:
+            self._send(identity, NewVersion(manifest=signed))
+
+    def _send(self, identity: bytes, message: ToAuditor, server: SecureServer | None = None) -> bool:
+        return self._queue_message(identity, message, server) is not None
+
+    def _send_large(self, identity: bytes, message: Any) -> zmq.MessageTracker | None:
+        queued = self._queue_message(identity, message, None, copy=False, track=True)
+        return None if queued is None else queued.result()
+
+    def _queue_message(self, identity: bytes, message: Any, server: SecureServer | None, **options: bool) -> Any:
+        """Return the send's future, done; None when the connection is gone."""
+        server = server or self._server
+        if server is None:
+            return None
+        # A ROUTER without a high-water mark never blocks, so the returned future is done already.
+        sent: Any = server.socket.send_multipart(
+            [identity, self._encoder.encode(message)], flags=zmq.NOBLOCK, **options
+        )
+        return sent if sent.exception() is None else None
+
+    async def _tick(self) -> None:
+        """Look for silent auditors, and for audits that take too long."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            now = time.monotonic()
+            for identity, auditor in list(self._auditors.items()):
+                silent_s = now - auditor.last_heard
+                if silent_s > self._lost_after_s:
+                    self._lose(identity, f"silent for {silent_s:.1f} s")
+                    continue
+                overdue = [key for key, one in auditor.held.items() if now - one.placed > self._config.timeout_s]
+                for audit in overdue:
+                    self.counters["failed"] += 1
+                    error = f"auditor {auditor.name} gave no verdict within {self._config.timeout_s:g} s"
+                    auditor.held.pop(audit).end(None, f"{error} (orchestrator.audit.timeout_s)")
+            self._place()
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers for metrics.jsonl; counts and seconds are over the whole run."""
+        now = time.monotonic()
+        states = Counter(trust.state(now) for trust in self._trust.values())
+        names = ("answers", "chosen", "audited", "wrong", "failed", "quarantines", "tokens")
+        return {
+            **{f"audit/{name}": self.counters[name] for name in names},
+            "audit/seconds": self._seconds,
+            "audit/queued": len(self._queue),
+            "audit/auditors": len(self._auditors),
+            "audit/nodes_new": states["new"],
+            "audit/nodes_quarantined": states["quarantined"],
+        }
+
+
+def _describe(verdict: AuditVerdict) -> str:
+    parts = [f"{len(verdict.wrong)} of {verdict.tokens} tokens are not what its seed draws"] if verdict.wrong else []
+    parts += [verdict.fault] if verdict.fault is not None else []
+    return f"{'; '.join(parts) or 'no fault'} (logprobs off by {verdict.gap_mean:.2g} nats on average)"

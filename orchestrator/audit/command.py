@@ -1,0 +1,27 @@
+"""`orchestrator audit`: start an auditor, which holds the model and checks what inference nodes sample.
+
+The auditor is a console script of its own, as every role is: this package does not import the engines.
+"""
+
+from __future__ import annotations
+
+import os
+
+from composer_prime.console import EXIT_USAGE, console_script
+
+_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
+       orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
+
+Checks a share of the answers of a run that has orchestrator.audit.enabled. HOST:PORT is orchestrator.audit.address, the
+token keys/trainer.token of the run: whoever has it is trusted with the run's weights. The other options are those of
+`inference join`."""
+
+
+def main(words: list[str]) -> int:
+    """Become the auditor's process. Returns only for --help and without words."""
+    if not words or words[0] in ("--help", "-h"):
+        print(_USAGE)
+        return 0 if words else EXIT_USAGE
+    where = words if words[0].startswith("tcp://") else ["--run-dir", *words]
+    command = [*console_script("inference"), "audit", *where]
+    os.execvp(command[0], command)
