@@ -31,6 +31,7 @@ from composer_prime.wire.node import Drain, NewVersion
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
+from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import POLICY, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
@@ -66,7 +67,8 @@ class Gateway:
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
-        self._nodes = NodeSocket(keys, config.model.max_context)
+        self._enrollment = Enrollment(config, keys, run_id, model_dir)
+        self._nodes = NodeSocket(keys, config.model.max_context, self._enrollment.is_admitted)
         self._request_timeout_s = max((source.timeout_s for source in orchestrator.source), default=0.0)
         self.router = Router(
             lambda node, message: self._nodes.send(node.identity, message),
@@ -80,11 +82,12 @@ class Gateway:
         self._config = config
         self._run_id = run_id
         self._verifier = keys.verifier()
-        self._chunks = ChunkServer(weight_store)
+        self._chunks = ChunkServer(weight_store, self._enrollment.chunk)
         self._link = NodeLink(
             self._nodes,
             self.router,
             self._chunks,
+            self._enrollment,
             run_id=run_id,
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=inference.heartbeat_s,
@@ -110,6 +113,7 @@ class Gateway:
     async def start(self) -> None:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
         orchestrator = self._config.orchestrator
+        self._enrollment.open()
         self._nodes.bind(orchestrator.node_address)
         try:
             await self._http.start(_LOOPBACK, orchestrator.gateway_port)
@@ -198,6 +202,7 @@ class Gateway:
                 logger.warning("the event loop stood still; lost nodes are looked for in the next round")
                 continue
             router = self.router
+            self._link.end_revoked()
             router.nodes.lose_silent(inference.lost_after_s)
             router.reclaim_lost(_IDLE_FACTOR * inference.lost_after_s)
             router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))

@@ -4,7 +4,8 @@
                                       +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
     NodeSocket.send: never waits; False means that the connection is gone
 
-Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted. A
+Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. Whoever holds an invite may
+enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A
 message is one frame of bounded size, and few are held unread. Of a message with more frames, only the first is copied;
 ZMQ itself holds all of them until then. Bytes that do not decode to a message are counted, logged and
 dropped. A connection that sent more of them than its budget is evicted: nothing from it is looked at any more.
@@ -30,6 +31,7 @@ import zmq
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
+from composer_prime.wire.enrollment import PROTOCOL, Enroll
 from composer_prime.wire.node import (
     MAX_PLACES,
     ChunkMissing,
@@ -47,13 +49,13 @@ from composer_prime.wire.node import (
     ToNode,
     WeightChunk,
 )
-from composer_prime.wire.sockets import SecureServer, bind_router
+from composer_prime.wire.sockets import SecureServer, bind_router, sender_key
+from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
 PIECE_BYTES = 2 << 20
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
@@ -68,6 +70,8 @@ _BYTES_PER_TOKEN = 32
 _GARBAGE_BUDGET_BYTES = 1 << 20
 """Garbage after which a connection is evicted."""
 _READERS = 4
+_MAX_ENROLLING = 16
+"""Enrollments answered at a time; who is dropped asks again."""
 _MAX_UNSENT = 16
 """Pieces under way to one connection. Requests beyond are dropped; a node asks again after its own deadline."""
 _MAX_CONNECTIONS = 1024
@@ -84,6 +88,8 @@ class FromConnection:
     """A message of a node, as far as it is kept."""
 
     identity: bytes
+    key: bytes
+    """The public key that the connection has proven to hold."""
     first: bytes
     """The first frame; a valid message has no other."""
     num_frames: int
@@ -94,12 +100,16 @@ class FromConnection:
 class NodeSocket:
     """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
 
-    def __init__(self, keys: RunKeys, max_context: int) -> None:
-        """`max_context`: tokens of the longest answer, which bound the size of a message."""
+    def __init__(self, keys: RunKeys, max_context: int, is_admitted: Callable[[bytes], bool] | None = None) -> None:
+        """`max_context`: tokens of the longest answer, which bound the size of a message.
+
+        `is_admitted` decides by public key who may connect, in another thread; None admits the run's shared node key.
+        """
         self.endpoint = ""
         """As bound."""
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
+        self._is_admitted = is_admitted
         self._server: SecureServer | None = None
         self._direct: zmq.Socket[bytes] | None = None
         """The same socket, for reads that need not wait."""
@@ -110,7 +120,7 @@ class NodeSocket:
         self._server = bind_router(
             address,
             self._keys.curve("server"),
-            [self._keys.curve("node").public],
+            self._is_admitted or [self._keys.curve("node").public],
             max_message_bytes=self.max_message_bytes,
             max_unread=_MAX_UNREAD,
         )
@@ -132,13 +142,14 @@ class NodeSocket:
         assert server is not None and direct is not None, "bind() comes first"
         identity = await server.socket.recv()
         # All frames of a message arrive at once, so nothing below waits.
-        first, num_frames, num_bytes = b"", 0, 0
+        key, first, num_frames, num_bytes = b"", b"", 0, 0
         while direct.getsockopt(zmq.RCVMORE):
             frame = direct.recv(zmq.NOBLOCK, copy=False)
-            first = first if num_frames else frame.bytes
+            if not num_frames:
+                key, first = sender_key(frame), frame.bytes
             num_frames += 1
             num_bytes += len(frame)
-        return FromConnection(identity=identity, first=first, num_frames=num_frames, num_bytes=num_bytes)
+        return FromConnection(identity=identity, key=key, first=first, num_frames=num_frames, num_bytes=num_bytes)
 
     async def close(self) -> None:
         """Free the address; messages on their way get half a second."""
@@ -169,6 +180,7 @@ class NodeLink:
         socket: NodeSocket,
         router: Router,
         chunks: ChunkServer,
+        enrollment: Enrollment,
         *,
         run_id: str,
         verify_key: bytes,
@@ -184,6 +196,9 @@ class NodeLink:
         self._socket = socket
         self._router = router
         self._chunks = chunks
+        self._enrollment = enrollment
+        self._enrolling: dict[bytes, asyncio.Task[None]] = {}
+        """By connection; each has at most one."""
         self._run_id = run_id
         self._verify_key = verify_key
         self._heartbeat_s = heartbeat_s
@@ -201,8 +216,8 @@ class NodeLink:
             await asyncio.sleep(0)
 
     def _handle(self, received: FromConnection) -> None:
-        identity = received.identity
-        if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES:
+        identity, key = received.identity, received.key
+        if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
             self.garbage += 1
             return
         node = self._router.nodes.at(identity)
@@ -210,21 +225,25 @@ class NodeLink:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
             message = self._decoder.decode(received.first)
+            if not isinstance(message, Enroll) and not self._enrollment.is_node(key):
+                raise msgspec.DecodeError(f"a {type(message).__name__} of one who has an invite only")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._drop_garbage(identity, node, received.num_bytes, error)
             return
         try:
-            self._dispatch(identity, node, message)
+            self._dispatch(identity, key, node, message)
         except Exception as error:
             # Nothing that one node sends may end the run for all.
             logger.exception("a %s could not be handled", type(message).__name__)
             self._drop_garbage(identity, node, received.num_bytes, error)
 
-    def _dispatch(self, identity: bytes, node: AttachedNode | None, message: FromNode) -> None:
+    def _dispatch(self, identity: bytes, key: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
         match message:
             case NodeHello():
-                self._hello(identity, message)
+                self._hello(identity, key, message)
+            case Enroll():
+                self._enroll(identity, key, message)
             case ChunkRequest():
                 self._chunks.serve(identity, message, self._socket.send_large)
             case _ if node is None:
@@ -271,13 +290,39 @@ class NodeLink:
         if node is not None:
             self._router.nodes.leave(node, "evicted for garbage")
 
-    def _hello(self, identity: bytes, hello: NodeHello) -> None:
-        reason = self._refusal(hello) or self._name_is_taken(identity, hello)
+    def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
+        """Answer in a thread: a registry and files are read. What a connection asks meanwhile is dropped."""
+        if identity in self._enrolling or len(self._enrolling) >= _MAX_ENROLLING:
+            return
+
+        async def answer() -> None:
+            reply = await asyncio.to_thread(self._enrollment.answer, key, message, self.newest_manifest)
+            if isinstance(reply, Rejected):
+                logger.warning("rejected an enrollment: %s", reply.reason)
+            self._socket.send(identity, reply)
+
+        self._enrolling[identity] = task = asyncio.create_task(answer())
+        task.add_done_callback(lambda _: self._enrolling.pop(identity, None))
+
+    def end_revoked(self) -> None:
+        """Learn which nodes were revoked, and send those away that are attached."""
+        self._enrollment.refresh()
+        for node in self._router.nodes.attached():
+            if (reason := self._enrollment.revoked.get(node.key)) is not None:
+                self._socket.send(node.identity, Rejected(reason=f"this node was turned away for good: {reason}"))
+                self._router.nodes.leave(node, f"evicted: {reason}")
+
+    def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
+        reason = (
+            self._refusal(hello)
+            or self._enrollment.name_refusal(key, hello.node_id)
+            or self._name_is_taken(identity, key, hello)
+        )
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
             self._socket.send(identity, Rejected(reason=reason))
             return
-        self._router.nodes.attach(identity, hello)
+        self._router.nodes.attach(identity, hello, key)
         welcome = NodeWelcome(
             run_id=self._run_id,
             manifest=self.newest_manifest,
@@ -287,7 +332,7 @@ class NodeLink:
         self._socket.send(identity, welcome)
         self._router.place()
 
-    def _name_is_taken(self, identity: bytes, hello: NodeHello) -> str | None:
+    def _name_is_taken(self, identity: bytes, key: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.
 
         A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
@@ -299,6 +344,12 @@ class NodeLink:
             self._router.nodes.leave(holder, "its connection is closed")
             return None
         heard_s = time.monotonic() - holder.last_heard
+        if self._enrollment.is_own(key):
+            return (
+                f"two processes hold the key of node {hello.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "
+                "its state folder was copied, join here with an invite and another --state-dir; if that one vanished, "
+                "try again after inference.lost_after_s of silence"
+            )
         return (
             f"a node named {hello.node_id!r} is attached and spoke {heard_s:.1f} s ago: give this one its own name "
             "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"
@@ -326,12 +377,14 @@ class NodeLink:
 class ChunkServer:
     """Reads weight chunks in threads and sends them piece by piece."""
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, other: Callable[[str, int, int], bytes | None] = lambda *_: None) -> None:
+        """`other` reads chunks that the store lacks, as `store.chunk` does."""
         self.bytes_sent = 0
         """Bytes of pieces handed to the socket."""
         self.dropped = 0
         """Requests of connections that had too many pieces under way."""
         self._store = store
+        self._other = other
         self._readers = asyncio.Semaphore(_READERS)
         self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
         """Pieces under way to each connection; None while one is being read."""
@@ -377,7 +430,9 @@ class ChunkServer:
         if 0 <= request.offset < _MAX_OFFSET:
             try:
                 # Reading one byte more than is sent shows whether this piece is the chunk's last.
-                piece = self._store.chunk(request.sha256, request.offset, PIECE_BYTES + 1)
+                place = request.sha256, request.offset, PIECE_BYTES + 1
+                piece = self._store.chunk(*place)
+                piece = self._other(*place) if piece is None else piece
             except OSError as error:
                 logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
         if piece is None:

@@ -113,6 +113,8 @@ class AttachedNode:
     last_heard: float
     last_progress: float
     """When it last gave an answer, reported sampled tokens or installed weights."""
+    key: bytes = b""
+    """The public key of its connection; nodes without one of their own share the run's."""
     context: float = math.inf
     """Tokens of prompt and answer together; infinite when it did not say."""
     device: ComputeDevice | None = None
@@ -208,7 +210,7 @@ class Nodes:
             return None
         return None if hello.instance and hello.instance == namesake.instance else namesake
 
-    def attach(self, identity: bytes, hello: NodeHello) -> AttachedNode:
+    def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
         """Attach the node that sent `hello` on connection `identity`.
 
         A node that says Hello starts empty, so requests that it held before count as lost. Stalls and suspension
@@ -225,6 +227,7 @@ class Nodes:
             node_id=hello.node_id,
             identity=identity,
             instance=hello.instance,
+            key=key,
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
             places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,

@@ -1,0 +1,162 @@
+"""Who may connect to the node port, and what a node that joins by an invite is told.
+
+    handshake --key--> is_admitted: the run's shared node key, an invite's, or that of a node that enrolled
+    Enroll --> registry: count the use, record key, name and machine --> Enrolled: model files, newest version, settings
+    ChunkRequest of a model file --> chunk(): read where the model folder lies, nothing is copied
+
+The list of model files is hashed and signed at the first Enroll. Weights are in it only where versions are adapters:
+every other version is whole in the weight store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.errors import ComposerError, InviteError
+from composer_prime.model_source import present_model, weight_files
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import CHUNK_BYTES, ChunkRef
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, ModelFile, ModelFiles, other_release, release
+from composer_prime.wire.node import Rejected
+
+logger = logging.getLogger(__name__)
+
+_SMALL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?<!\.index)\.(json|jinja|txt|model)")
+_SETTINGS = {
+    "engine", "dtype", "max_concurrent", "local", "heartbeat_s", "lost_after_s", "connect_timeout_s", "chunk_timeout_s",
+    "drain_timeout_s", "canary_tolerance", "max_restarts",
+}  # fmt: skip
+"""Of [inference]; the others describe machines of the run's own."""
+_MAX_REMEMBERED = 4096
+
+
+class Enrollment:
+    """Used by the gateway's event loop, by its authenticator's thread, and by threads that answer."""
+
+    def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
+        """`model_dir`: the folder with config.json, tokenizer and chat template."""
+        self.revoked: dict[bytes, str] = {}
+        """Reasons by key, as of the last `refresh`."""
+        self._config = config
+        self._keys = keys
+        self._registry = keys.registry
+        self._run_id = run_id
+        self._model_dir = model_dir
+        self._shared_key = b""
+        self._nodes: set[bytes] = set()
+        """Keys that were looked up and are nodes'."""
+        self._lock = threading.Lock()
+        self._model = b""
+        self._places: dict[str, tuple[Path, int, int]] = {}
+        """File, offset and bytes of each chunk of a model file."""
+
+    # -- keys ----------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Raise ConfigError when the run's keys are missing."""
+        self._shared_key = self._keys.curve("node").public
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Learn of nodes that were revoked by other processes."""
+        self.revoked = self._registry.revoked()
+        self._nodes -= self.revoked.keys()
+
+    def is_admitted(self, key: bytes) -> bool:
+        """Return whether a connection with this key may send anything."""
+        return key == self._shared_key or self._registry.is_known(key) or self._registry.is_invite(key)
+
+    def is_node(self, key: bytes) -> bool:
+        """Return whether `key` may do more than enroll."""
+        if key == self._shared_key or key in self._nodes:
+            return True
+        if not self._registry.is_known(key):
+            return False
+        if len(self._nodes) >= _MAX_REMEMBERED:
+            self._nodes.clear()
+        self._nodes.add(key)
+        return True
+
+    def is_own(self, key: bytes) -> bool:
+        """Return whether `key` is that of one node, not the run's shared one."""
+        return key != self._shared_key
+
+    def name_refusal(self, key: bytes, node_id: str) -> str | None:
+        """Return why a connection with `key` may not speak for `node_id`; a name belongs to the key that enrolled."""
+        own = self._registry.find(key)
+        if own is not None:
+            if own.name == node_id:
+                return None
+            return f"the key of node {own.name!r} says that it is {node_id!r}: start it as `inference join` does"
+        if self._registry.find(node_id) is None:
+            return None
+        return f"the name {node_id!r} belongs to a node with a key of its own: give this one another (--name)"
+
+    # -- what a node is told -------------------------------------------------------------------------------------------
+
+    def answer(self, key: bytes, message: Enroll, manifest: bytes) -> Enrolled | Rejected:
+        """Enroll the sender, whose connection has proven `key`: an invite's, or its own. Reads and hashes files.
+
+        `manifest`: the newest, signed.
+        """
+        try:
+            if (message.protocol, message.release) != (PROTOCOL, release()):
+                return Rejected(reason=other_release(release(), PROTOCOL))
+            if message.run_id != self._run_id:
+                return Rejected(
+                    reason=f"the invite is of run {message.run_id!r}, here is run {self._run_id!r}: make one with "
+                    "`orchestrator invite RUN_DIR` for this run"
+                )
+            if key == self._shared_key:
+                return Rejected(reason="the run's shared node key enrolls nobody: join with an invite")
+            if key != message.key and self._registry.is_known(key):
+                return Rejected(reason="a node may enroll only itself: join with an invite")
+            node = self._registry.enroll(key, message.key, message.name, str(message.machine))
+            model = self._signed_model()
+        except (InviteError, ComposerError, OSError) as error:
+            return Rejected(reason=str(error))
+        logger.info("node %s enrolled: %s", node.name, message.machine)
+        inference = self._config.inference.model_dump_json(include=_SETTINGS)
+        return Enrolled(
+            node_id=node.name,
+            model=model,
+            manifest=manifest,
+            max_context=self._config.model.max_context,
+            inference=inference.encode(),
+        )
+
+    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
+        """Return up to `size` bytes of a chunk of a model file; None when it is none. Raises OSError."""
+        place = self._places.get(sha256)
+        if place is None:
+            return None
+        path, start, length = place
+        with path.open("rb") as file:
+            file.seek(start + offset)
+            return file.read(max(0, min(size, length - offset)))
+
+    def _signed_model(self) -> bytes:
+        with self._lock:
+            if not self._model:
+                paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]
+                if self._config.trainer.lora is not None and (base := present_model(self._config.model.path)):
+                    index = base / "model.safetensors.index.json"
+                    paths += [*weight_files(base), *([index] if index.is_file() else [])]
+                files = [ModelFile(path.name, self._chunks(path)) for path in paths if path.is_file()]
+                self._model = ModelFiles(run_id=self._run_id, files=files).sign(self._keys.signer())
+            return self._model
+
+    def _chunks(self, path: Path) -> list[ChunkRef]:
+        refs, offset = [], 0
+        with path.open("rb") as file:
+            while piece := file.read(CHUNK_BYTES):
+                ref = ChunkRef(hashlib.sha256(piece).hexdigest(), len(piece))
+                self._places[ref.sha256] = path, offset, ref.size
+                refs.append(ref)
+                offset += ref.size
+        return refs

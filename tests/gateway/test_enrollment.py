@@ -1,0 +1,208 @@
+"""Joining by an invite: what the gateway admits, tells and refuses, over real CURVE connections."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from gateway_config import MODEL
+from node_peer import PeerNode
+from zmq.utils import z85
+
+from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, ModelFiles, NodeMachine, release
+from composer_prime.wire.node import ChunkMissing, ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightChunk
+from composer_prime.wire.sockets import dealer
+
+MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 30, disk=1 << 30, cores=2)
+
+
+@pytest.fixture
+def invite(keys: RunKeys) -> Invite:
+    """An invite for two nodes."""
+    public, secret = zmq.curve_keypair()
+    expires = time.time() + 1000
+    keys.registry.invite(public, uses=2, expires=expires)
+    return Invite(
+        addresses=["127.0.0.1:1"],
+        server=z85.decode(keys.curve("server").public),
+        secret=z85.decode(secret),
+        verify_key=keys.verifier().public_bytes_raw(),
+        run_id="run-1",
+        release=release(),
+        protocol=PROTOCOL,
+        expires=int(expires),
+    )
+
+
+class Joiner:
+    """One connection that sends messages and reads answers."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = dealer(self._context, endpoint, keys)
+
+    async def ask(self, message) -> ToNode:
+        await self._socket.send(msgspec.msgpack.encode(message))
+        assert await self._socket.poll(100_000), f"no answer to {type(message).__name__}"
+        return msgspec.msgpack.decode(await self._socket.recv(), type=ToNode)
+
+    async def is_silent(self, message, timeout_s: float = 0.5) -> bool:
+        await self._socket.send(msgspec.msgpack.encode(message))
+        return not await self._socket.poll(timeout_s * 1000)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def joined():
+    """Opens connections, and closes them after the test."""
+    opened: list[Joiner] = []
+
+    def connect(gateway, keys: ClientKeys) -> Joiner:
+        opened.append(Joiner(gateway.node_endpoint, keys))
+        return opened[-1]
+
+    yield connect
+    for joiner in opened:
+        joiner.close()
+
+
+def own_keys(invite: Invite) -> ClientKeys:
+    return ClientKeys(invite.keys.server_public, CurvePair(*zmq.curve_keypair()))
+
+
+def enroll(own: ClientKeys, **changes) -> Enroll:
+    usual = Enroll(
+        run_id="run-1", release=release(), protocol=PROTOCOL, key=own.own.public, name="box", machine=MACHINE
+    )
+    return msgspec.structs.replace(usual, **changes)
+
+
+def hello(name: str, **changes) -> NodeHello:
+    usual = NodeHello(
+        node_id=name, engine="peer", run_id=None, version=0, max_concurrent=4, instance=name, max_context=64
+    )
+    return msgspec.structs.replace(usual, **changes)
+
+
+async def test_a_node_enrolls_pulls_the_model_files_and_attaches_under_its_own_key(open_gateway, keys, invite, joined):
+    """The string alone is enough: files, context and settings come over the link, each byte checked."""
+    own = own_keys(invite)
+    async with open_gateway() as gateway:
+        answer = await joined(gateway, invite.keys).ask(enroll(own))
+        assert isinstance(answer, Enrolled) and answer.node_id == "box" and answer.max_context == 512
+        assert keys.registry.find("box").key == own.own.public
+        files = ModelFiles.open_signed(answer.model, invite.verify_key, run_id="run-1").files
+        assert {"config.json", "tokenizer.json"} <= {file.name for file in files}
+        assert not [file.name for file in files if file.name.endswith(".safetensors")]
+        node = joined(gateway, own)
+        for file in files:
+            assert file.size == (MODEL / file.name).stat().st_size
+            pieces = [await node.ask(ChunkRequest(sha256=ref.sha256, offset=0)) for ref in file.chunks]
+            assert all(isinstance(piece, WeightChunk) and piece.last for piece in pieces)
+            assert b"".join(piece.data for piece in pieces) == (MODEL / file.name).read_bytes()
+        [ref] = next(file for file in files if file.name == "config.json").chunks
+        rest = await node.ask(ChunkRequest(sha256=ref.sha256, offset=ref.size - 3))
+        assert rest.data == (MODEL / "config.json").read_bytes()[-3:]
+        assert isinstance(await node.ask(ChunkRequest(sha256="0" * 64, offset=0)), ChunkMissing)
+        assert isinstance(await node.ask(hello("box")), NodeWelcome)
+        assert isinstance(await joined(gateway, own).ask(enroll(own)), Enrolled)  # to learn the newest version
+
+
+async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, joined, store):
+    """Its holder can neither sample, nor pull weights, nor attach."""
+    [ref] = store.put_chunks(b"weights")
+    async with open_gateway() as gateway:
+        stranger = joined(gateway, invite.keys)
+        assert await stranger.is_silent(ChunkRequest(sha256=ref.sha256, offset=0))
+        assert await stranger.is_silent(hello("box"))
+        assert gateway.state()["link"]["garbage"] == 2 and not gateway.state()["nodes"]
+
+
+async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invite, joined):
+    """Another run, another release, used up, revoked; the run's shared key enrolls nobody."""
+    first, second, third = (own_keys(invite) for _ in range(3))
+    async with open_gateway() as gateway:
+        link = joined(gateway, invite.keys)
+        for message, part in (
+            (enroll(first, run_id="run-2"), "the invite is of run 'run-2', here is run 'run-1'"),
+            (enroll(first, release="0.0.1"), f"the run has composer-prime {release()}"),
+            (enroll(first, protocol=7), "protocol"),
+        ):
+            answer = await link.ask(message)
+            assert isinstance(answer, Rejected) and part in answer.reason
+        assert isinstance(await link.ask(enroll(first)), Enrolled)
+        assert (await link.ask(enroll(second))).node_id == "box-2"
+        assert "for 2 nodes and 2 have used it" in (await link.ask(enroll(third))).reason
+        shared = joined(gateway, keys.client("node"))
+        assert "shared node key enrolls nobody" in (await shared.ask(enroll(third))).reason
+        assert "only itself" in (await joined(gateway, first).ask(enroll(third))).reason
+        keys.registry.revoke(first.own.public, "lied")
+        assert "turned away for good: lied" in (await link.ask(enroll(first))).reason
+
+
+async def test_a_revoked_node_is_sent_away_and_stays_out_while_others_serve_on(
+    open_gateway, keys, node_keys, invite, joined
+):
+    """Each node has its own identity, so one can be evicted; the shared key and its nodes are untouched."""
+    own = own_keys(invite)
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "other") as other:
+        await joined(gateway, invite.keys).ask(enroll(own))
+        evicted = PeerNode(gateway.node_endpoint, own, "box")
+        async with evicted:
+            assert isinstance(evicted.welcome, NodeWelcome)
+            RunKeys(keys.folder).registry.revoke(own.own.public, "too slow")
+            await evicted.until(lambda: isinstance(evicted.welcome, Rejected))
+            assert "turned away for good: too slow" in evicted.welcome.reason
+        again = joined(gateway, own)
+        assert await again.is_silent(hello("box"))
+        assert [node["node_id"] for node in gateway.state()["nodes"] if node["attached"]] == ["other"]
+        assert isinstance(other.welcome, NodeWelcome)
+
+
+async def test_two_processes_with_one_key_and_stolen_names_are_refused(open_gateway, node_keys, invite, joined):
+    """A copied state folder, a node that takes another's name, and one without a key of its own that does."""
+    own, second = own_keys(invite), own_keys(invite)
+    async with open_gateway(inference={"heartbeat_s": 0.1, "lost_after_s": 60.0}) as gateway:
+        link = joined(gateway, invite.keys)
+        await link.ask(enroll(own))
+        await link.ask(enroll(second))
+        assert isinstance(await joined(gateway, own).ask(hello("box")), NodeWelcome)
+        copied = await joined(gateway, own).ask(hello("box", instance="another process"))
+        assert "two processes hold the key of node 'box'" in copied.reason
+        assert "key of node 'box-2' says that it is 'box'" in (await joined(gateway, second).ask(hello("box"))).reason
+        assert "belongs to a node with a key of its own" in (await joined(gateway, node_keys).ask(hello("box"))).reason
+
+
+def test_a_list_of_model_files_is_checked_before_it_is_believed(keys):
+    """Another signer, another run, cut bytes, and names that leave the folder."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from composer_prime.errors import SignatureError, WireError
+    from composer_prime.run.weights import ChunkRef
+    from composer_prime.wire.enrollment import ModelFile
+
+    ref = ChunkRef(hashlib.sha256(b"x").hexdigest(), 1)
+    verify_key = keys.verifier().public_bytes_raw()
+    good = ModelFiles(run_id="run-1", files=[ModelFile("config.json", [ref])])
+    assert ModelFiles.open_signed(good.sign(keys.signer()), verify_key, run_id="run-1") == good
+    with pytest.raises(SignatureError, match="not signed by run"):
+        ModelFiles.open_signed(good.sign(Ed25519PrivateKey.generate()), verify_key, run_id="run-1")
+    with pytest.raises(SignatureError, match="belongs to run 'run-1', this is run 'run-2'"):
+        ModelFiles.open_signed(good.sign(keys.signer()), verify_key, run_id="run-2")
+    with pytest.raises(WireError, match="no signed list"):
+        ModelFiles.open_signed(good.sign(keys.signer())[:-5], verify_key, run_id="run-1")
+    for name in ("../config.json", "/etc/passwd", ".hidden", "", "a/b.json"):
+        bad = ModelFiles(run_id="run-1", files=[ModelFile(name, [ref])]).sign(keys.signer())
+        with pytest.raises(WireError, match="no plain name"):
+            ModelFiles.open_signed(bad, verify_key, run_id="run-1")
+    for chunk in (ChunkRef("../x", 1), ChunkRef(ref.sha256, 1 << 40)):
+        bad = ModelFiles(run_id="run-1", files=[ModelFile("config.json", [chunk])]).sign(keys.signer())
+        with pytest.raises(WireError, match="has a chunk of"):
+            ModelFiles.open_signed(bad, verify_key, run_id="run-1")
