@@ -84,6 +84,8 @@ class InferenceNode:
         *,
         max_context: int | None = None,
         device: ComputeDevice | None = None,
+        sources: RankedSources | None = None,
+        relay_port: int = 0,
     ) -> None:
         """`max_context`: tokens of prompt and answer together that `engine` can hold; None leaves it unsaid.
 
