@@ -123,7 +123,7 @@ class Pipeline:
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
         self.completion = RunCompletion(self.batches)
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
-        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir)
+        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir, run_dir=run_dir)
         self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}
         self.replay: OnlineReplay | None = None
         """None unless teachers replay traces during training."""
@@ -314,6 +314,7 @@ class Pipeline:
             changed=self.changed,
             serving_version=self._serving_version,
             on_error=self.fail,
+            on_trained=self.gateway.accounts.note_trained,
             holds=lambda step: evaluator.holds(step, self.batches.trained, self.batches.last_step),
             pairs=await asyncio.to_thread(build_mixer, config, self.model_dir, self.run_dir.root),
             log_tokens=config.monitor.tokens,
@@ -349,10 +350,7 @@ class Pipeline:
         self, stack: AsyncExitStack, runner: RolloutRunner, requests: RequestFactory, failures: FailureLog
     ) -> Dispatcher:
         config, orchestrator = self.config, self.config.orchestrator
-        wants_hints: Callable[[], bool] = lambda: True
         distil = config.channels.sdpo.weight > 0
-        if distil:
-            wants_hints = lambda: self.batches.sdpo_ahead(orchestrator.max_staleness)
         hints = await asyncio.to_thread(  # Its tokenizer takes a while to load.
             build_hints,
             config,
@@ -374,7 +372,7 @@ class Pipeline:
             next_step=lambda: self.batches.formed + 1,
             behavior=await asyncio.to_thread(build_behavior, orchestrator.behaviour, self.model_dir),
             hints=hints,
-            wants_hints=wants_hints,
+            wants_hints=lambda: not distil or self.batches.sdpo_ahead(orchestrator.max_staleness),
         )
         stack.push_async_callback(dispatcher.close)
         return dispatcher

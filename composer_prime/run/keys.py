@@ -5,6 +5,7 @@ All are files of mode 0600 in the run directory's keys/. None is ever part of a 
     server.curve, node.curve, worker.curve, trainer.curve   pairs; the server's secret stays on its machine
     node.token, worker.token, trainer.token    for a process elsewhere: the server's public key and its own pair
     signing.ed25519                            the trainer's; the orchestrator gives nodes its public half
+    operator.token                             for commands that steer a live run: `orchestrator nodes`, drain, ...
     nodes.sqlite                               invites and the nodes that joined by them (node_registry.py)
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,6 +128,13 @@ class RunKeys:
                 f"{path} is missing: start the run with `trainer @ file.toml`, or copy it from the orchestrator's run "
                 "directory"
             ) from None
+
+    def operator_token(self) -> str:
+        """Return the token of commands that steer the run. The first call makes it."""
+        path = self.folder / "operator.token"
+        if not path.exists():
+            _write_secret(path, secrets.token_urlsafe(24).encode() + b"\n")
+        return path.read_text().strip()
 
     def signer(self) -> Ed25519PrivateKey:
         """Return the key with which the trainer signs weight manifests."""

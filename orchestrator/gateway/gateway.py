@@ -26,11 +26,14 @@ from urllib.parse import urlsplit
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
 from orchestrator.event_loop import LoopLag, watched
+from orchestrator.gateway.accounts import NodeAccounts
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
+from orchestrator.gateway.control import NodeControl, control_routes
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import POLICY, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
@@ -55,11 +58,13 @@ class Gateway:
     """Serves in the orchestrator's event loop from `start` to `close`."""
 
     def __init__(
-        self, config: Config, keys: RunKeys, run_id: str, weight_store: WeightStore, *, model_dir: Path
+        self, config: Config, keys: RunKeys, run_id: str, weight_store: WeightStore, *, model_dir: Path,
+        run_dir: RunDir | None = None,
     ) -> None:
         """Connect the parts; nothing is bound yet. Needs a running event loop.
 
         `model_dir`: the folder with config.json, tokenizer and chat template. Raises ModelNotFoundError without them.
+        `run_dir`: where the nodes' figures are recorded; None records none.
         """
         orchestrator, inference = config.orchestrator, config.inference
         vocab_size = read_vocab_size(model_dir)
@@ -92,6 +97,15 @@ class Gateway:
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=inference.heartbeat_s,
         )
+        self.accounts = NodeAccounts(self.router, run_dir, worth_window_s=inference.worth_window_s)
+        self._control = NodeControl(
+            self.router,
+            self.accounts,
+            keys,
+            lambda node, message: self._nodes.send(node.identity, message),
+            drain_s=self._request_timeout_s,
+            max_usd_per_million=inference.max_usd_per_million,
+        )
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._http = HttpServer(
             Generator(
@@ -105,6 +119,7 @@ class Gateway:
             token=os.environ.get(TOKEN_VARIABLE),
             health=self._health,
             metrics=self.state,
+            control=control_routes(self._control, self.accounts, run_id=run_id, token=keys.operator_token()),
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,6 +144,7 @@ class Gateway:
             for node in self.router.nodes.attached():
                 self._nodes.send(node.identity, Drain(reason="the run is finished"))
         self.lag.stop()
+        self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
         await self._http.close()
         for task in self._tasks:
@@ -208,6 +224,8 @@ class Gateway:
             router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
             if (error := router.enforce_deadlines()) is not None:
                 self._fail(error)
+            self.accounts.tick()
+            self._control.tick()
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
                 reports = [status for node in router.serving() if (status := node.credible_status) is not None]

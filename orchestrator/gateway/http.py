@@ -3,6 +3,7 @@
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
+    /control/...                  for the run's operator (control.py)
 
 Bad input gets a 4xx status and OpenAI's error body. A client that closes its connection cancels its request.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import errno
 import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -81,14 +82,19 @@ class HttpServer:
         token: str | None,
         health: Callable[[], tuple[int, dict[str, Any]]],
         metrics: Callable[[], dict[str, Any]],
+        control: Sequence[web.RouteDef] = (),
     ) -> None:
-        """`token`: bearer token that every request must carry, None for no check. `health` returns status and body."""
+        """`token`: bearer token that every request must carry, None for no check. `health` returns status and body.
+
+        `control`: routes with a check of their own.
+        """
         self.url = ""
         self._generator = generator
         self._chat = chat
         self._token = token
         self._health = health
         self._metrics = metrics
+        self._control = control
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -101,6 +107,7 @@ class HttpServer:
                 web.get("/v1/models", self._answering(self._get_models)),
                 web.get("/health", self._get_health),
                 web.get("/metrics", self._answering(self._get_metrics)),
+                *self._control,
                 web.route("*", "/{path:.*}", self._answering(self._refuse_path)),
             ]
         )

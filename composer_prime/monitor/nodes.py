@@ -1,0 +1,182 @@
+"""The nodes of a run as a table: live ones as the gateway knows them, ended runs from what they recorded.
+
+    gateway --NodeRow--> `orchestrator nodes`
+    costs.jsonl (sums, "kind": "node") + metrics.jsonl (a line a change) --> `composer report`, the page
+
+A node's line in metrics.jsonl: {"node": name, "node/state", "node/version", "node/in_flight", "node/engine",
+"node/device", "node/usd_per_hour"}; the last three only when it attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from composer_prime.console import printable
+from composer_prime.monitor.metrics_file import Line
+from composer_prime.monitor.progress import numeric_field
+from composer_prime.run.costs import NodeTotals
+
+SERVING, LOADING, DRAINING, AWAY = "serving", "loading", "draining", "away"
+"""States of a node: takes requests; has no accepted weights yet; finishes its requests; not connected. There is also
+`held` (suspended after failures, or not trusted), `evicted` and `banned`."""
+_UNKNOWN = "-"
+
+
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One node. None is unknown."""
+
+    name: str
+    state: str
+    why: str = ""
+    """Why it gets no request; empty when it serves."""
+    device: str = ""
+    """As the node says."""
+    engine: str = ""
+    version: int | None = None
+    behind: int | None = None
+    """Policy versions that the newest is ahead of it."""
+    tokens_per_s: float | None = None
+    """Sampled, counted by the gateway."""
+    trained_tokens_per_s: float | None = None
+    trust: float | None = None
+    usd_per_hour: float | None = None
+    """As the node says."""
+    in_flight: int = 0
+    """Requests that it holds."""
+    totals: NodeTotals = msgspec.field(default_factory=NodeTotals)
+
+
+def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> list[NodeRow]:
+    """Return the rows of a run that is over, or that another process serves; rates are means over the whole run."""
+    last: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if isinstance(name := line.get("node"), str):
+            last.setdefault(name, {}).update(line)
+    rows = []
+    for name in dict.fromkeys([*last, *totals]):
+        line, sums = last.get(name, {}), totals.get(name, NodeTotals())
+        version = numeric_field(line, "node/version")
+        rows.append(
+            NodeRow(
+                name=name,
+                state=str(line.get("node/state", AWAY)),
+                device=str(line.get("node/device", "")),
+                engine=str(line.get("node/engine", "")),
+                version=None if version is None else int(version),
+                tokens_per_s=sums.tokens / sums.seconds if sums.seconds else None,
+                trained_tokens_per_s=sums.trained_tokens / sums.seconds if sums.seconds else None,
+                usd_per_hour=numeric_field(line, "node/usd_per_hour"),
+                totals=sums,
+            )
+        )
+    return rows
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    "node", "state", "device", "engine", "version", "tokens/s", "trained/s", "trust", "$/h", "$/M trained", "trained",
+    "weights", "held", "failed",
+)  # fmt: skip
+_LEFT = 4
+"""Columns of words; those after them are figures."""
+
+
+def table_lines(rows: list[NodeRow]) -> list[str]:
+    """Return the table, then why nodes do not serve and which have no known price."""
+    if not rows:
+        return ["no node has connected yet"]
+    cells = [list(_COLUMNS), *(_cells(row) for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(_COLUMNS))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if place < _LEFT else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    text += [f"{printable(row.name)}: {printable(row.why)}" for row in rows if row.why]
+    if unpriced := [printable(row.name) for row in rows if row.usd_per_hour is None and row.totals.usd is None]:
+        named = ", ".join(unpriced[:4]) + (f" and {len(unpriced) - 4} more" if len(unpriced) > 4 else "")
+        text.append(f"no price known of {named}: pass --price (dollars an hour) to `inference join`")
+    return text
+
+
+def _cells(row: NodeRow) -> list[str]:
+    version = _UNKNOWN if row.version is None else str(row.version)
+    totals = row.totals
+    return [
+        printable(row.name),
+        row.state,
+        printable(row.device) or _UNKNOWN,
+        printable(row.engine) or _UNKNOWN,
+        f"{version} (-{row.behind})" if row.behind else version,
+        _number(row.tokens_per_s, ".0f"),
+        _number(row.trained_tokens_per_s, ".0f"),
+        _number(row.trust, ".2f"),
+        _number(row.usd_per_hour, ".2f"),
+        _number(totals.usd_per_million, ".2f"),
+        f"{totals.trained_tokens:,}",
+        size_text(totals.weight_bytes),
+        str(row.in_flight),
+        str(totals.failures),
+    ]
+
+
+def _number(value: float | None, shape: str) -> str:
+    return _UNKNOWN if value is None else format(value, shape)
+
+
+def size_text(count: float) -> str:
+    """Return bytes with a unit of thousands: `1.2 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+# -- lanes ---------------------------------------------------------------------------------------------------------
+
+
+class NodeLane(msgspec.Struct, frozen=True, kw_only=True):
+    """A node over time, for the page. Times are Unix seconds."""
+
+    name: str
+    spans: list[tuple[str, float, float, int | None]]
+    """State, from, to, and the policy version in it."""
+    held: list[tuple[float, int]]
+    """Requests that it held, from a moment on."""
+
+
+def node_lanes(lines: Iterable[Line], *, end: float, most: int, most_points: int) -> list[NodeLane]:
+    """Return the lanes of the first `most` nodes up to `end`, with about `most_points` moments each at most."""
+    by_node: dict[str, list[Line]] = {}
+    for line in lines:
+        if isinstance(name := line.get("node"), str) and numeric_field(line, "time") is not None:
+            known = by_node.setdefault(name, []) if len(by_node) < most else by_node.get(name)
+            if known is not None:
+                known.append(line)
+    return [_lane(name, changes, end, most_points) for name, changes in by_node.items()]
+
+
+def _lane(name: str, changes: list[Line], end: float, most_points: int) -> NodeLane:
+    spans: list[tuple[str, float, float, int | None]] = []
+    held: list[tuple[float, int]] = []
+    for line in changes:
+        moment, version = line["time"], line.get("node/version")
+        version = version if isinstance(version, int) else None
+        state = str(line.get("node/state", AWAY))
+        if spans:
+            before, begun, _, its_version = spans[-1]
+            spans[-1] = (before, begun, moment, its_version)
+        if not spans or (spans[-1][0], spans[-1][3]) != (state, version):
+            spans.append((state, moment, moment, version))
+        held.append((moment, int(numeric_field(line, "node/in_flight") or 0)))
+    state, begun, _, version = spans[-1]
+    spans[-1] = (state, begun, max(end, begun), version)
+    stride = -(-len(held) // most_points) or 1
+    return NodeLane(name=name, spans=spans[-most_points:], held=held[::stride])

@@ -1,0 +1,316 @@
+"""What each node does and costs: the rows of `orchestrator nodes`, its lines on disk, and which nodes are not worth it.
+
+    gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
+    scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
+
+Sums go on over restarts: they are read from costs.jsonl. Device, price and bytes of weights are what the node says.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from composer_prime.errors import LedgerError
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.monitor.nodes import AWAY, DRAINING, LOADING, SERVING, NodeRow
+from composer_prime.run.costs import CostLedger, NodeTotals, spent
+from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.node import ComputeDevice
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.routing import Router
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_S = 5.0
+"""Between two moments of a node's history, and between two lines of a node of which only a count changed."""
+_LINE_S_A_NODE = 0.1
+"""With many nodes such lines come less often: ten a second of all nodes together."""
+_LEDGER_S = 60.0
+_RATE_S = 60.0
+"""Sampled tokens a second are of this long."""
+_LEAST_BATCHES = 3
+"""A node's worth is judged over so many batches at least: of a single one, only the first groups to end are."""
+_LEAST_PRESENCE = 0.8
+"""Share of the time judged that a node was attached."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Moment:
+    """The sums of a node at a time, monotonic seconds."""
+
+    time: float
+    totals: NodeTotals
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeAccount:
+    """The sums of one node over the whole run, and its recent past."""
+
+    totals: NodeTotals = field(default_factory=NodeTotals)
+    written: NodeTotals = field(default_factory=NodeTotals)
+    """What costs.jsonl has."""
+    history: deque[Moment] = field(default_factory=deque)
+    counted: dict[str, int] = field(default_factory=dict)
+    """The gateway's counters and the node's own, as of the last tick."""
+    seen: float | None = None
+    """When it was last counted as attached, monotonic seconds; None while away."""
+    line: dict[str, str | int | float | None] = field(default_factory=dict)
+    """Its last line in metrics.jsonl."""
+    line_at: float = 0.0
+
+    def add(self, node: AttachedNode, now: float) -> None:
+        """Take in what `node` did since the last call."""
+        status = node.status
+        counters = {
+            "tokens": node.tokens_out,
+            "failures": node.failures + node.bad_answers,
+            "weight_bytes": status.weight_bytes if status is not None else 0,
+        }
+        # The node's own counter begins again with its process.
+        added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
+        seconds = now - self.seen if self.seen is not None and node.attached else 0.0
+        usd = None if node.usd_per_hour is None else node.usd_per_hour * seconds / 3600
+        self.totals = self.totals.plus(usd, seconds=seconds, **added)
+        self.counted, self.seen = counters, now if node.attached else None
+
+    def _before(self, name: str, count: int) -> int:
+        before = self.counted.get(name, 0)
+        return before if count >= before else 0
+
+    def remember(self, now: float, start: float) -> None:
+        """Keep a moment of the history, and drop those before `start` but the last of them."""
+        if self.history and now - self.history[-1].time < _SAMPLE_S:
+            return
+        self.history.append(Moment(time=now, totals=self.totals))
+        while len(self.history) > 1 and self.history[1].time <= start:
+            self.history.popleft()
+
+    def at(self, start: float) -> Moment | None:
+        """Return the last moment of the history not after `start`; None when the history begins later."""
+        place = bisect_right(self.history, start, key=lambda moment: moment.time)
+        return self.history[place - 1] if place else None
+
+    def rate(self, counter: str, now: float, window_s: float) -> float | None:
+        """Return the mean of `tokens` or `trained_tokens` a second over `window_s`, or since the history began."""
+        begun = self.at(now - window_s) or (self.history[0] if self.history else None)
+        if begun is None or now - begun.time < 1:
+            return None
+        return (getattr(self.totals, counter) - getattr(begun.totals, counter)) / (now - begun.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWork:
+    """What a node did in the time that is judged."""
+
+    node_id: str
+    serves: bool
+    trained_tokens: int
+    usd: float | None
+    """What it cost in that time; None without a price."""
+    judged: bool
+    """Whether it was there for long enough."""
+
+
+def worthless(work: Sequence[NodeWork], max_usd_per_million: float, span_s: float) -> dict[str, str]:
+    """Return the nodes to drain and why: too dear, or without a trained token while others had some.
+
+    One node that serves always stays: the one with the most trained tokens of those that would go.
+    """
+    if not any(each.trained_tokens for each in work):
+        return {}
+    trained = sum(each.trained_tokens for each in work)
+    reasons: dict[str, str] = {}
+    for each in work:
+        if not each.judged:
+            continue
+        minutes = f"in the last {span_s / 60:.1f} min"
+        if not each.trained_tokens:
+            reasons[each.node_id] = f"none of its tokens was trained {minutes}, {trained:,} of the other nodes were"
+        elif each.usd is not None and (usd := each.usd / each.trained_tokens * 1e6) > max_usd_per_million:
+            reasons[each.node_id] = (
+                f"a million of its trained tokens cost ${usd:,.2f} {minutes}, inference.max_usd_per_million is "
+                f"${max_usd_per_million:,.2f}"
+            )
+    serving = [each for each in work if each.serves]
+    if serving and all(each.node_id in reasons for each in serving):
+        del reasons[max(serving, key=lambda each: each.trained_tokens).node_id]
+    return reasons
+
+
+class NodeAccounts:
+    """The accounts of all nodes of a run, by name. Used on the gateway's event loop."""
+
+    def __init__(self, router: Router, run_dir: RunDir | None, *, worth_window_s: float) -> None:
+        """`run_dir`: where lines go; None writes none. `worth_window_s`: inference.worth_window_s."""
+        self.step = 0
+        """The last step that was trained; lines carry it."""
+        self._router = router
+        self._worth_window_s = worth_window_s
+        self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
+        self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
+        self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
+        self._batches: deque[float] = deque(maxlen=_LEAST_BATCHES + 1)
+        """When the last steps were taken, monotonic seconds."""
+        self._ledger_at = time.monotonic()
+        self._unpriced_told = False
+
+    def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
+        """Count the tokens that a step trained of each node's answers."""
+        self.step = step
+        self._batches.append(time.monotonic())
+        for name, count in tokens.items():
+            account = self._accounts.setdefault(name, NodeAccount())
+            account.totals = account.totals.plus(None, trained_tokens=count)
+
+    def tick(self) -> None:
+        """Count what happened since the last call, and write what changed."""
+        now = time.monotonic()
+        nodes = list(self._router.nodes)
+        start = self._judged_since(now) or now - self._worth_window_s
+        for node in nodes:
+            account = self._accounts.setdefault(node.node_id, NodeAccount())
+            was_attached = account.seen is not None
+            account.add(node, now)
+            account.remember(now, start)
+            self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
+            if was_attached and not node.attached:
+                self._write_sums([node.node_id])
+        if now - self._ledger_at >= _LEDGER_S:
+            self._ledger_at = now
+            self._write_sums(self._accounts)
+
+    def close(self) -> None:
+        """Write what is not written yet; every node is away from now on."""
+        self.tick()
+        self._write_sums(self._accounts)
+        for account in self._accounts.values():
+            if account.line and account.line["node/state"] != AWAY and self._metrics is not None:
+                self._metrics.log(self.step, {**account.line, "node/state": AWAY, "node/in_flight": 0})
+
+    # -- lines -----------------------------------------------------------------------------------------------------
+
+    def _log(self, node: AttachedNode, account: NodeAccount, now: float, *, pause_s: float) -> None:
+        """Write the node's line when its state or version changed; when only its requests did, after `pause_s`."""
+        line: dict[str, str | int | float | None] = {
+            "node": node.node_id,
+            "node/state": self._state(node, now),
+            "node/version": node.version,
+            "node/in_flight": len(node.leases),
+        }
+        before = {name: account.line.get(name) for name in line}
+        only_held = {**before, "node/in_flight": line["node/in_flight"]} == line
+        if self._metrics is None or before == line or (only_held and now - account.line_at < pause_s):
+            return
+        account.line, account.line_at = line, now
+        if before["node/state"] in (None, AWAY):
+            device = device_text(node.device)
+            line = {
+                **line,
+                "node/engine": node.engine,
+                "node/device": device or None,
+                "node/usd_per_hour": node.usd_per_hour,
+            }
+        self._metrics.log(self.step, line)
+
+    def _write_sums(self, names: Iterable[str]) -> None:
+        for name in names:
+            account = self._accounts[name]
+            if self._ledger is None or account.totals == account.written:
+                continue
+            with suppress(OSError):  # A full disk costs only these lines; their amounts are in the next one.
+                self._ledger.write("node", node=name, **account.totals.since(account.written))
+                account.written = account.totals
+
+    # -- what they say ---------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[NodeRow]:
+        """Return the table's rows, as of now."""
+        now, router = time.monotonic(), self._router
+        self.tick()
+        return [self._row(node, self._accounts[node.node_id], now) for node in router.nodes]
+
+    def _row(self, node: AttachedNode, account: NodeAccount, now: float) -> NodeRow:
+        router = self._router
+        trust = getattr(node, "trust", None)
+        return NodeRow(
+            name=node.node_id,
+            state=self._state(node, now),
+            why=node.cannot_serve(now, router.oldest_version, router.newest_version) or "",
+            device=device_text(node.device),
+            engine=node.engine,
+            version=node.version,
+            behind=max(0, router.newest_version - node.version),
+            tokens_per_s=account.rate("tokens", now, _RATE_S),
+            trained_tokens_per_s=account.rate("trained_tokens", now, self._worth_window_s),
+            trust=trust if isinstance(trust, float) else None,
+            usd_per_hour=node.usd_per_hour,
+            in_flight=len(node.leases),
+            totals=account.totals,
+        )
+
+    def _state(self, node: AttachedNode, now: float) -> str:
+        oldest, newest = self._router.oldest_version, self._router.newest_version
+        if not node.attached:
+            return self._router.nodes.refused.get(node.node_id, AWAY).partition(" ")[0]
+        if node.draining:
+            return DRAINING
+        if not oldest <= node.version <= newest:
+            return LOADING
+        return SERVING if node.cannot_serve(now, oldest, newest) is None else "held"
+
+    # -- worth -----------------------------------------------------------------------------------------------------
+
+    def _judged_since(self, now: float) -> float | None:
+        """Return from when on nodes are judged: worth_window_s ago, or before the last batches; None before those."""
+        if len(self._batches) <= _LEAST_BATCHES:
+            return None
+        return min(now - self._worth_window_s, self._batches[0])
+
+    def not_worth_it(self, max_usd_per_million: float) -> dict[str, str]:
+        """Return the nodes that are too dear or useless, and why."""
+        now = time.monotonic()
+        if (start := self._judged_since(now)) is None:
+            return {}
+        serving = {node.node_id for node in self._router.serving()}
+        work = []
+        for node in self._router.nodes.attached():
+            account = self._accounts.get(node.node_id, NodeAccount())
+            begun = account.at(start)
+            earlier = NodeTotals() if begun is None else begun.totals
+            present = account.totals.seconds - earlier.seconds >= _LEAST_PRESENCE * (now - start)
+            totals = account.totals
+            work.append(
+                NodeWork(
+                    node_id=node.node_id,
+                    serves=node.node_id in serving,
+                    trained_tokens=totals.trained_tokens - earlier.trained_tokens,
+                    usd=None if totals.usd is None else totals.usd - (earlier.usd or 0.0),
+                    judged=begun is not None and present and not node.draining,
+                )
+            )
+        return worthless(work, max_usd_per_million, now - start)
+
+
+def device_text(device: ComputeDevice | None) -> str:
+    """Return a device in a few words: `2 x NVIDIA L4, 45 GiB`."""
+    if device is None:
+        return ""
+    memory = "" if device.memory_gib is None else f", {device.memory_gib:.0f} GiB"
+    return f"{device.count} x {device.name}{memory}" if device.count > 1 else f"{device.name}{memory}"
+
+
+def _earlier(run_dir: RunDir | None) -> dict[str, NodeTotals]:
+    """Return the sums that earlier starts of the orchestrator wrote; none where they cannot be added up."""
+    if run_dir is None:
+        return {}
+    try:
+        return spent(run_dir.root / "costs.jsonl").nodes
+    except LedgerError as error:
+        logger.warning("the sums of nodes begin at 0: %s", error)
+        return {}
