@@ -10,21 +10,21 @@ trusted: it runs on the run's host, or elsewhere with the trainer's token.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import ComposerError, LostWeightsError
+from composer_prime.errors import ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
+from composer_prime.wire.node import ComputeDevice
 from composer_prime.wire.types import floats, ints
+from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
@@ -118,14 +118,18 @@ class Auditor(InferenceNode):
     def __init__(
         self,
         name: str,
-        engine: LocalEngine,
+        engine: Engine,
         link: GatewayLink,
         receiver: Receiver,
         config: InferenceConfig,
         *,
-        max_context: int,
+        max_context: int | None = None,
+        device: ComputeDevice | None = None,
     ) -> None:
-        super().__init__(name, engine, link, receiver, config, max_context=max_context)
+        """Raises EngineError unless `engine` is a local one: no other says what it would draw."""
+        if not isinstance(engine, LocalEngine):
+            raise EngineError(f"an auditor runs the local engine, got {type(engine).__name__}: set inference.engine")
+        super().__init__(name, engine, link, receiver, config, max_context=max_context, device=device)
         self._local = engine
         self._audits: list[OpenAudit] = []
         self._arrived = asyncio.Event()

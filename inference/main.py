@@ -118,7 +118,6 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from composer_prime.wire.node import ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
-    from inference.engines.local.engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
     from inference.versions import FolderSource
@@ -155,13 +154,9 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             source = link if run_dir is None else FolderSource(WeightStore(run_dir.weights))
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
             receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
-            if isinstance(engine, LocalEngine) and assignment.audits:
-                node = Auditor(assignment.node_name, engine, link, receiver, inference, max_context=max_context)
-            else:
-                device = _device(inference, on_cuda=on_cuda)
-                node = InferenceNode(
-                    assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device
-                )
+            device = _device(inference, on_cuda=on_cuda)
+            make = Auditor if assignment.audits else InferenceNode
+            node = make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
             await node.run()
     finally:
         await engine.close()
@@ -302,10 +297,10 @@ def _join_config(options: argparse.Namespace) -> InferenceConfig:
 
 def _describe(assignment: Assignment) -> str:
     """Return what a dry run prints."""
-    inference = assignment.inference
+    inference, kind = assignment.inference, "auditor" if assignment.audits else "node"
     return "\n".join(
         [
-            f"{'auditor' if assignment.audits else 'node   '}   {assignment.node_name}: {inference.engine} engine on {inference.device}, "
+            f"{kind:<10}{assignment.node_name}: {inference.engine} engine on {inference.device}, "
             f"{pluralize(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
             f"weights   {assignment.run_dir.weights if assignment.run_dir else 'pulled over the link'}",

@@ -223,7 +223,7 @@ class AuditConfig(BaseConfig):
     """Checks of a share of the answers, by a trusted process that holds the model (docs/explanation/security.md)."""
 
     enabled: bool = False
-    """Whether answers are audited. Those of new nodes then wait for their audit; a node that cheats gets no requests."""
+    """Whether answers are audited. Those of new nodes wait for their audit; a node that cheats gets no requests."""
     auditors: int = Field(default=1, ge=0)
     """Auditors that the launcher starts on this machine; 0 waits for `orchestrator audit` from elsewhere."""
     address: str = "tcp://127.0.0.1:0"
@@ -231,8 +231,8 @@ class AuditConfig(BaseConfig):
     floor: float = Field(default=0.02, gt=0, le=1)
     """Least share of a known node's answers that is audited; all of a new one's are."""
     tolerance: float = Field(default=0.02, gt=0, lt=1)
-    """How far a draw may lie outside of its token's interval, as a probability; logprobs may differ by 2.5 times as many
-    nats on average and 25 times at most. Nodes in bfloat16 need 0.02; 0.002 is enough between float32."""
+    """How far a draw may lie outside of its token's interval, as a probability; logprobs may be off by 2.5 times as
+    many nats on average and 25 times at most. Nodes in bfloat16 need 0.02; 0.002 is enough between float32."""
     timeout_s: float = Field(default=300.0, gt=0)
     """How long a rollout waits for the audits of new nodes' answers before it counts as failed."""
     quarantine_s: float = Field(default=600.0, gt=0)

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,18 @@ from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
-from composer_prime.wire.node import ChunkRequest, Drain, Goodbye, Heard, HelloAgain, NewVersion, NodeHello
-from composer_prime.wire.node import NodeWelcome, Rejected, Status
+from composer_prime.wire.node import (
+    ChunkRequest,
+    Drain,
+    Goodbye,
+    Heard,
+    HelloAgain,
+    NewVersion,
+    NodeHello,
+    NodeWelcome,
+    Rejected,
+    Status,
+)
 from composer_prime.wire.sockets import SecureServer, bind_router
 from composer_prime.wire.types import pack_floats, pack_ints
 from orchestrator.audit.trust import NodeTrust, is_clean
@@ -52,10 +62,11 @@ _MAX_TAINTED = 1 << 16
 class OfferedAnswer:
     """One answer of a node, from its arrival until its rollout ends, or its audit does."""
 
-    node_id: str
+    parts: tuple[tuple[str, int], ...]
+    """Its nodes in order, each with the number of tokens that it sampled; mostly one."""
     rollout_id: str
-    quarantines: int
-    """Of its node when the answer came."""
+    quarantines: dict[str, int]
+    """Of each of its nodes when the answer came."""
     is_held: bool
     """Whether its rollout waits for the audit."""
     request: AuditRequest | None = None
@@ -66,6 +77,11 @@ class OfferedAnswer:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     placed: float = 0.0
     """When it went to its auditor, monotonic seconds."""
+
+    @property
+    def nodes(self) -> str:
+        """Its nodes, for messages."""
+        return ", ".join(dict.fromkeys(node_id for node_id, _ in self.parts))
 
     def end(self, verdict: AuditVerdict | None, error: str | None = None) -> None:
         self.verdict, self.error = verdict, error
@@ -148,16 +164,18 @@ class Audits:
 
     def offer(self, record: GenerationRecord, rollout_id: str) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
-        trust = self._trust[record.node_id]
+        parts = record.sampled_by or ((record.node_id, len(record.completion_ids)),)
+        nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         answer = OfferedAnswer(
-            node_id=record.node_id,
+            parts=parts,
             rollout_id=rollout_id,
-            quarantines=trust.quarantines,
-            is_held=trust.is_new,
+            quarantines={node_id: trust.quarantines for node_id, trust in nodes.items()},
+            is_held=any(trust.is_new for trust in nodes.values()),
         )
         self._open.setdefault(rollout_id, []).append(answer)
         self.counters["answers"] += 1
-        if not trust.is_new and self._chance() >= trust.share(self._config.floor):
+        share = max(trust.share(self._config.floor) for trust in nodes.values())
+        if share < 1.0 and self._chance() >= share:
             return
         self.counters["chosen"] += 1
         if len(self._queue) >= _MAX_QUEUED:
@@ -195,7 +213,8 @@ class Audits:
                 return objection
         for answer in answers:
             if answer.verdict is None:
-                self._recent[answer.node_id].append(rollout_id)
+                for node_id in answer.quarantines:
+                    self._recent[node_id].append(rollout_id)
         return None
 
     def forget(self, rollout_id: str) -> None:
@@ -207,7 +226,7 @@ class Audits:
         return bool(self._tainted) and any(name in self._tainted for name in rollout_ids)
 
     def _too_late(self, answers: list[OfferedAnswer]) -> str:
-        nodes = sorted({answer.node_id for answer in answers})
+        nodes = sorted({node_id for answer in answers for node_id in answer.quarantines})
         connected = f"{len(self._auditors)} auditors are connected" if self._auditors else "no auditor is connected"
         return (
             f"waited {self._config.timeout_s:g} s (orchestrator.audit.timeout_s) for the audit of {len(answers)} "
@@ -217,11 +236,12 @@ class Audits:
 
     def _objection(self, answer: OfferedAnswer) -> str | None:
         if answer.verdict is not None:
-            return None if is_clean(answer.verdict) else f"node {answer.node_id}: {_describe(answer.verdict)}"
-        if self._trust[answer.node_id].quarantines != answer.quarantines:
-            return f"node {answer.node_id} was quarantined, and this answer of it was not audited"
+            return None if is_clean(answer.verdict) else f"node {answer.nodes}: {_describe(answer.verdict)}"
+        for node_id, quarantines in answer.quarantines.items():
+            if self._trust[node_id].quarantines != quarantines:
+                return f"node {node_id} was quarantined, and this answer of it was not audited"
         if answer.is_held and answer.error is not None:
-            return f"an answer of the new node {answer.node_id} could not be audited: {answer.error}"
+            return f"an answer of a new node ({answer.nodes}) could not be audited: {answer.error}"
         return None
 
     def _note(self, answer: OfferedAnswer, verdict: AuditVerdict) -> None:
@@ -230,9 +250,10 @@ class Audits:
         self.counters["audited"] += 1
         self.counters["tokens"] += verdict.tokens
         self.counters["wrong"] += not is_clean(verdict)
-        trust = self._trust[answer.node_id]
-        if answer.quarantines == trust.quarantines and trust.note(verdict):
-            self._quarantine(answer.node_id, trust, verdict)
+        for node_id, part in _by_node(verdict, answer.parts):
+            trust = self._trust[node_id]
+            if answer.quarantines[node_id] == trust.quarantines and trust.note(part):
+                self._quarantine(node_id, trust, part)
 
     def _quarantine(self, node_id: str, trust: NodeTrust, verdict: AuditVerdict) -> None:
         length_s = trust.quarantine(time.monotonic(), self._config.quarantine_s)
@@ -309,7 +330,7 @@ class Audits:
             case AuditFailed(audit=audit, error=error):
                 if (answer := auditor.held.pop(audit, None)) is not None:
                     self.counters["failed"] += 1
-                    logger.warning("an answer of node %s could not be audited: %s", answer.node_id, error)
+                    logger.warning("an answer of node %s could not be audited: %s", answer.nodes, error)
                     answer.end(None, error)
             case Status():
                 self._send(identity, Heard())
@@ -389,6 +410,16 @@ class Audits:
             "audit/nodes_new": states["new"],
             "audit/nodes_quarantined": states["quarantined"],
         }
+
+
+def _by_node(verdict: AuditVerdict, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, AuditVerdict]]:
+    """Yield what a verdict says of each node's tokens. A fault of the whole answer is the last node's, who ended it."""
+    start = 0
+    for number, (node_id, count) in enumerate(parts, start=1):
+        wrong = [index - start for index in verdict.wrong if start <= index < start + count]
+        fault = verdict.fault if number == len(parts) else None
+        yield node_id, msgspec.structs.replace(verdict, tokens=count, wrong=wrong, fault=fault)
+        start += count
 
 
 def _describe(verdict: AuditVerdict) -> str:

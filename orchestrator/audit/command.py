@@ -19,9 +19,9 @@ token keys/trainer.token of the run: whoever has it is trusted with the run's we
 
 def main(words: list[str]) -> int:
     """Become the auditor's process. Returns only for --help and without words."""
-    if not words or words[0] in ("--help", "-h"):
-        print(_USAGE)
-        return 0 if words else EXIT_USAGE
-    where = words if words[0].startswith("tcp://") else ["--run-dir", *words]
-    command = [*console_script("inference"), "audit", *where]
-    os.execvp(command[0], command)
+    if words and words[0] not in ("--help", "-h"):
+        where = words if words[0].startswith("tcp://") else ["--run-dir", *words]
+        command = [*console_script("inference"), "audit", *where]
+        os.execvp(command[0], command)
+    print(_USAGE)
+    return 0 if words else EXIT_USAGE

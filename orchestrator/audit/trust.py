@@ -8,7 +8,7 @@ The share follows a Beta-Bernoulli model of "an audited answer is wrong" (Jøsan
 2002): four times the posterior mean, at least the floor. Evidence is two cumulative sums of log-likelihood ratios, each
 held at 0 from below (Page, Continuous Inspection Schemes, 1954): one over tokens, one over whole answers. An honest
 node's rounding makes a token wrong about never (`_P_HONEST` is an upper bound); a cheat's tokens are wrong in 2 % of
-cases or more. A sum forgets nothing that it has not yet seen outweighed, so a node cannot buy credit with clean answers.
+cases or more. No sum falls below 0, so a node cannot buy credit with clean answers.
 """
 
 from __future__ import annotations
