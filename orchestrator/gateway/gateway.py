@@ -58,7 +58,13 @@ class Gateway:
     """Serves in the orchestrator's event loop from `start` to `close`."""
 
     def __init__(
-        self, config: Config, keys: RunKeys, run_id: str, weight_store: WeightStore, *, model_dir: Path,
+        self,
+        config: Config,
+        keys: RunKeys,
+        run_id: str,
+        weight_store: WeightStore,
+        *,
+        model_dir: Path,
         run_dir: RunDir | None = None,
     ) -> None:
         """Connect the parts; nothing is bound yet. Needs a running event loop.
