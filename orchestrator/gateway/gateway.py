@@ -39,6 +39,7 @@ from orchestrator.gateway.generation import POLICY, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
 from orchestrator.gateway.routing import Router
+from orchestrator.gateway.stragglers import reclaim_lost, reclaim_stalled, start_twins
 
 logger = logging.getLogger(__name__)
 
@@ -226,16 +227,17 @@ class Gateway:
             router = self.router
             self._link.end_revoked()
             router.nodes.lose_silent(inference.lost_after_s)
-            router.reclaim_lost(_IDLE_FACTOR * inference.lost_after_s)
-            router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
-            if (error := router.enforce_deadlines()) is not None:
+            reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
+            reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
+            start_twins(router)
+            if (error := router.waits.enforce()) is not None:
                 self._fail(error)
             self.accounts.tick()
             self._control.tick()
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
                 reports = [status for node in router.serving() if (status := node.credible_status) is not None]
-                queued = router.waiting_for_the_fleet()
+                queued = router.waits.for_the_fleet()
                 elsewhere = router.queued - queued
                 self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 
@@ -244,7 +246,7 @@ class Gateway:
     def _health(self) -> tuple[int, dict[str, Any]]:
         if serving := len(self.router.serving()):
             return 200, {"status": "ok", "serving_nodes": serving, "version": self.version}
-        why = {"since_s": self.router.no_node_s(), "why": self.router.why_no_node()}
+        why = {"since_s": self.router.waits.no_node_s(), "why": self.router.waits.why_no_node()}
         return 503, {"status": "waiting for a node", **why}
 
     def state(self) -> dict[str, Any]:
@@ -254,7 +256,7 @@ class Gateway:
             "run_id": self._run_id,
             "version": self.version,
             "oldest_version": router.oldest_version,
-            "no_node_since_s": self.router.no_node_s(),
+            "no_node_since_s": self.router.waits.no_node_s(),
             "nodes": router.nodes.snapshot(router.oldest_version, router.newest_version),
             "requests": router.snapshot(),
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
@@ -287,6 +289,10 @@ class Gateway:
             "gateway/late_answers": counters.late_answers,
             "gateway/bad_answers": counters.bad_answers,
             "gateway/tokens": counters.tokens,
+            "gateway/tokens_resumed": counters.tokens_resumed,
+            "gateway/tokens_lost": counters.tokens_lost,
+            "gateway/twins": counters.twins,
+            "gateway/warm_share": self.router.placing.warm_share,
             "gateway/limit": self.adaptive.limit(),
             "gateway/records_bytes": self.records.num_bytes,
             **oldest,

@@ -26,7 +26,7 @@ from msgspec import Meta
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_ints
-from orchestrator.gateway.nodes import NodeAnswer
+from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.routing import Router
 
 POLICY = "policy"

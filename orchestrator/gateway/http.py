@@ -21,9 +21,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, PortInUseError, RequestError
+from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
-from orchestrator.gateway.nodes import NodeAnswer
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256

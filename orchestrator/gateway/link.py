@@ -44,6 +44,7 @@ from composer_prime.wire.node import (
     HelloAgain,
     NodeHello,
     NodeWelcome,
+    Progress,
     Rejected,
     Status,
     ToNode,
@@ -248,6 +249,8 @@ class NodeLink:
                 self._chunks.serve(identity, message, self._socket.send_large)
             case _ if node is None:
                 self._ask_for_hello(identity)
+            case Progress():
+                router.on_progress(node, message)
             case Generated():
                 router.on_generated(node, message)
             case GenerateFailed():

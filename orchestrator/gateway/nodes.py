@@ -16,39 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from composer_prime.errors import WireError
 from composer_prime.monitor.events import event
-from composer_prime.wire.node import ComputeDevice, Generated, NodeHello, Sampling, Status
-from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
+from composer_prime.wire.node import ComputeDevice, NodeHello, Sampling, Status
+from composer_prime.wire.types import INT
 from orchestrator.gateway.adaptive import KV_FULL
+from orchestrator.gateway.answers import NodeAnswer, PartialAnswer
+from orchestrator.gateway.speed import NodeSpeed
 
 logger = logging.getLogger(__name__)
 
 _COUNTERS = ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out")
-_UNPROVEN_PLACES = 32
+UNPROVEN_PLACES = 32
 """As how many places a node counts, at most, that has not answered anything yet."""
-_NO_EVIDENCE = -9999.0
-"""vLLM's value for a missing logprob."""
-_ROUNDING = 1e-3
-"""A logprob may exceed 0 by this much through bfloat16 arithmetic."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAnswer:
-    """A checked completion."""
-
-    token_ids: np.ndarray
-    """int32 [T_new]."""
-    logprobs: np.ndarray
-    """float32 [T_new], finite, at most about 0."""
-    version_spans: tuple[VersionSpan, ...]
-    """Cover [0, T_new)."""
-    finish_reason: str
-    """stop | length."""
-    node_id: str
-    prompt_cached: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,19 +56,50 @@ class GatewayRequest:
     refused_by: set[str] = field(default_factory=set)
     """Nodes that cannot serve it as it stands."""
     last_error: str = ""
+    kept: PartialAnswer = field(default_factory=PartialAnswer)
+    """What nodes that are gone sampled: its next node continues there."""
+    streamed: PartialAnswer = field(default_factory=PartialAnswer)
+    """What its present node has sampled so far, after `kept`."""
+    last_part: float = 0.0
+    """When its node was given it, or last streamed tokens of it, monotonic seconds."""
+    load: int = 0
+    """Requests that its node held when it got this one, which included."""
+    cold: int = 0
+    """Prompt tokens that its node had to compute, as far as this gateway knows."""
+    twin: GatewayRequest | None = None
+    """The same request on a second node, because this one's is slow: the first answer is taken."""
 
     @property
     def num_prompt(self) -> int:
-        return len(self.prompt_ids) // INT.itemsize
+        """Tokens that its next node begins with."""
+        return len(self.prompt_ids) // INT.itemsize + len(self.kept)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that its next node may sample at most."""
+        return self.sampling.max_tokens - len(self.kept)
 
     @property
     def num_wanted(self) -> int:
         """Tokens of the prompt and the longest answer together."""
-        return self.num_prompt + self.sampling.max_tokens
+        return self.num_prompt + self.num_left
+
+    @property
+    def least_version(self) -> int:
+        """Oldest policy version that may go on with it: an answer's versions never fall."""
+        return max(self.oldest_version, self.kept.newest_version)
 
     def tokens_on(self, node: AttachedNode) -> int:
-        """Return how many tokens it may sample on `node`: max_tokens, cut where the node's context ends."""
-        return int(min(self.sampling.max_tokens, node.context - self.num_prompt))
+        """Return how many tokens it may sample on `node`: what is left, cut where the node's context ends."""
+        return int(min(self.num_left, node.context - self.num_prompt))
+
+    def fits(self, node: AttachedNode) -> bool:
+        """Whether `node` may answer it in full length."""
+        return (
+            node.context >= self.num_wanted
+            and node.version >= self.least_version
+            and node.node_id not in self.refused_by
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +137,8 @@ class AttachedNode:
     """None before its first heartbeat."""
     cache_is_full: bool = False
     """By its last report, no further conversation fits into its KV cache."""
+    speed: NodeSpeed = field(default_factory=NodeSpeed)
+    """Measured here, from its answers."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
@@ -166,7 +179,7 @@ class AttachedNode:
         self.tokens_out += num_tokens
         self.failures_in_row = self.stalls_in_row = 0
         self.places = self.max_concurrent
-        self.credible_places = min(self.max_concurrent, _UNPROVEN_PLACES + self.answers)
+        self.credible_places = min(self.max_concurrent, UNPROVEN_PLACES + self.answers)
 
     def stalled_s(self, now: float) -> float:
         """Return for how long it has held requests without any progress."""
@@ -185,13 +198,17 @@ class AttachedNode:
 class Nodes:
     """All nodes, by id and by connection."""
 
-    def __init__(self, on_gone: Callable[[AttachedNode, str], None]) -> None:
-        """`on_gone(node, reason)` is called once for each departure, after the node was marked as away."""
+    def __init__(self, on_gone: Callable[[AttachedNode, str], None], on_change: Callable[[AttachedNode], None]) -> None:
+        """`on_gone(node, reason)` is called once for each departure, after the node was marked as away.
+
+        `on_change(node)` is called when a node has attached or reported.
+        """
         self.refused: dict[str, str] = {}
         """Why nodes of a name may not attach: the operator evicted them."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
+        self._on_change = on_change
 
     def __iter__(self) -> Iterator[AttachedNode]:
         return iter(self._by_id.values())
@@ -231,7 +248,7 @@ class Nodes:
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
             places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,
-            credible_places=min(hello.max_concurrent, _UNPROVEN_PLACES + (former.answers if former else 0)),
+            credible_places=min(hello.max_concurrent, UNPROVEN_PLACES + (former.answers if former else 0)),
             version=hello.version,
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
@@ -244,9 +261,11 @@ class Nodes:
                 setattr(node, counter, getattr(former, counter))
             node.attachments = former.attachments + 1
             if is_same_process:
+                node.speed = former.speed
                 node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
+        self._on_change(node)
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
             node.node_id,
@@ -272,6 +291,7 @@ class Nodes:
             node.idle_since = None
         elif node.idle_since is None:
             node.idle_since = now
+        self._on_change(node)
 
     def leave(self, node: AttachedNode, reason: str) -> None:
         """Mark `node` as away; its requests go back to the router."""
@@ -306,7 +326,7 @@ def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[Att
     Without room for the prompt and a token there is none.
     """
     willing = [
-        node for node in serving if node.version >= request.oldest_version and node.node_id not in request.refused_by
+        node for node in serving if node.version >= request.least_version and node.node_id not in request.refused_by
     ]
     largest = max((node.context for node in willing), default=0)
     if request.num_prompt >= largest:
@@ -333,54 +353,3 @@ def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:
         **{name: getattr(node, name) for name in _COUNTERS},
         "attachments": node.attachments,
     }
-
-
-def check_answer(
-    message: Generated, *, max_tokens: int, vocab_size: int, newest_version: int, node_id: str
-) -> NodeAnswer:
-    """Return the completion in `message`. Raises WireError naming what is wrong with it."""
-    if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
-        raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
-    token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
-    if len(token_ids) != len(logprobs):
-        raise WireError(f"{len(token_ids)} token ids came with {len(logprobs)} logprobs")
-    if len(token_ids) > max_tokens:
-        raise WireError(f"{len(token_ids)} tokens came, but max_tokens was {max_tokens}")
-    if message.finish_reason not in ("stop", "length"):
-        raise WireError(f"finish_reason is {message.finish_reason!r}, expected 'stop' or 'length'")
-    if not len(token_ids):
-        raise WireError(f"no token came, with finish_reason {message.finish_reason!r}: a stop has at least its token")
-    if message.finish_reason == "length" and len(token_ids) < max_tokens:
-        raise WireError(f"finish_reason is 'length' after {len(token_ids)} tokens, but max_tokens was {max_tokens}")
-    _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), newest_version)
-    return NodeAnswer(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        version_spans=tuple(message.version_spans),
-        finish_reason=message.finish_reason,
-        node_id=node_id,
-        prompt_cached=message.prompt_cached,
-    )
-
-
-def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise WireError(f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
-    least, most = float(logprobs.min()), float(logprobs.max())
-    # A NaN makes both comparisons false.
-    if not (least > _NO_EVIDENCE and most <= _ROUNDING):
-        raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({_NO_EVIDENCE}, 0]")
-
-
-def _check_spans(spans: list[VersionSpan], num_tokens: int, newest_version: int) -> None:
-    end, version = 0, 0
-    for span in spans:
-        if span.start != end or span.end <= span.start:
-            raise WireError(f"version span [{span.start}, {span.end}) does not continue at position {end}")
-        if not version <= span.version <= newest_version:
-            raise WireError(f"version {span.version} is not between {version} and the newest, {newest_version}")
-        end, version = span.end, span.version
-    if end != num_tokens:
-        raise WireError(f"version spans cover {end} of {num_tokens} tokens")

@@ -1,15 +1,12 @@
-"""Choose which node answers which request, and recover when one does not.
+"""Hold each request until a node has answered it, and recover when one does not.
 
     generate() -> queue (FIFO) -> node with a free place -> Generated ------> generate() returns
-                    ^                  |  gone | failed | bad answer
+                    ^                  |  gone | stalled | draining: another node continues after the streamed tokens
+                    |                  |  failed | bad answer: another node starts anew
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-    every tick: enforce_deadlines() -> requests past request_timeout_s         -> 503, the run goes on
-                                    -> requests that waited for a node in vain -> 503, and the run ends
-
-A session goes to the node that served it last while that node has a free place and room in its KV cache, because its
-prefixes are warm there. Any other request goes to the least loaded node, to one with a full cache last. Everything runs
-on one event loop. Only `generate` waits, at most until one of its deadlines.
+placing.py chooses the node, stragglers.py finds requests that make no headway, waits.py ends those that waited too
+long. Everything runs on one event loop. Only `generate` waits, at most until one of its deadlines.
 """
 
 from __future__ import annotations
@@ -26,9 +23,13 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
-from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, NodeAnswer, Nodes, able_nodes, check_answer
+from composer_prime.errors import EngineError, RequestError, WireError
+from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Progress, Sampling, ToNode
+from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, check_answer, check_progress, complete
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, able_nodes
+from orchestrator.gateway.placing import Placing
+from orchestrator.gateway.stragglers import SiblingRequests
+from orchestrator.gateway.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ _MAX_FAILURES = 3
 """Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
 _FAILURES_IN_ROW = 4
 """After this many failed answers in a row a node gets no request for a while."""
-_MAX_SESSIONS = 1 << 16
-"""Sessions whose node is remembered."""
+_CONTINUES_STOPS = "local"
+"""The engine that finds stop strings which begin in another node's tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +54,14 @@ class RequestCounters:
     bad_answers: int = 0
     tokens: int = 0
     """Sampled tokens of accepted answers."""
+    tokens_resumed: int = 0
+    """Tokens that nodes had streamed before they were gone, and after which others continued."""
+    tokens_lost: int = 0
+    """Streamed tokens that no answer has. What a node sampled and did not stream is not known."""
+    twins: int = 0
+    """Requests started a second time because the first node was slow."""
+    twins_won: int = 0
+    """Of those, answered by the second node."""
 
 
 class Router:
@@ -74,11 +83,11 @@ class Router:
         while no node can serve. `request_timeout_s`: how long one waits at all. `join_hint()` tells how to start
         a node.
         """
-        self.nodes = Nodes(self._on_gone)
+        self.placing = Placing()
+        self.siblings = SiblingRequests()
+        self.nodes = Nodes(self._on_gone, self.placing.update)
         self.counters = RequestCounters()
-        self.oldest_version = 0
-        """Nodes with older weights get no request: they are catching up."""
-        self.newest_version = 0
+        self._oldest_version = self._newest_version = 0
         self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
         """Requests without a node, by id, in the order in which they are placed."""
         self.open: dict[str, GatewayRequest] = {}
@@ -87,14 +96,33 @@ class Router:
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
         self._no_node_timeout_s = no_node_timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._no_node_since: float | None = time.monotonic()
-        self._join_hint = join_hint
-        self._node_of_session: OrderedDict[str, str] = OrderedDict()
+        self.waits = Waits(
+            self, no_node_timeout_s=no_node_timeout_s, request_timeout_s=request_timeout_s, join_hint=join_hint
+        )
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
         self._closed: RequestError | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """Nodes with older weights get no request: they are catching up."""
+        return self._oldest_version
+
+    @oldest_version.setter
+    def oldest_version(self, version: int) -> None:
+        self._oldest_version = version
+        self.placing.look_again()
+
+    @property
+    def newest_version(self) -> int:
+        """Nodes with newer weights get no request: they belong to a future that was rewound."""
+        return self._newest_version
+
+    @newest_version.setter
+    def newest_version(self, version: int) -> None:
+        self._newest_version = version
+        self.placing.look_again()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -120,6 +148,7 @@ class Router:
         if self._closed is not None:
             raise self._closed
         self.counters.requests += 1
+        self.siblings.note(session)
         self.open[request_id] = self.queue[request_id] = request
         try:
             self.place()
@@ -131,13 +160,21 @@ class Router:
             self._drop(request)
 
     def _drop(self, request: GatewayRequest) -> None:
-        """Forget a request that has ended for its caller, and cancel it on its node."""
+        """Forget a request that has ended for its caller, and cancel it where it is."""
         self.open.pop(request.request_id, None)
         self.queue.pop(request.request_id, None)
+        held = [one for one in (request, request.twin) if one is not None and one.node is not None]
+        for one in held:
+            self.counters.tokens_lost += len(one.streamed)
+            self.take_back(one)
+        if held:
+            self.place()
+
+    def take_back(self, request: GatewayRequest) -> None:
+        """Take the request from its node, which may stop working on it."""
         node = self._release(request)
         if node is not None:
             self._send(node, CancelGenerate(request_id=request.request_id, lease=request.lease))
-            self.place()
 
     def _release(self, request: GatewayRequest) -> AttachedNode | None:
         """Take the request's lease from its node, and return that node."""
@@ -145,6 +182,8 @@ class Router:
         request.node = None
         if node is not None:
             node.leases.pop(request.lease, None)
+            if node.attached:
+                self.placing.update(node)
         return node
 
     # -- placing -------------------------------------------------------------------------------------------------
@@ -161,7 +200,7 @@ class Router:
                 if isinstance(node, RequestError):
                     self.end(request, node)
                 else:
-                    self._assign(request, node)
+                    self.assign(request, node)
         finally:
             self._placing = False
 
@@ -175,70 +214,99 @@ class Router:
 
         Requests that need a node that is not free, or that is away for a while, keep their position.
         """
-        serving = self.serving()
-        free = [node for node in serving if len(node.leases) < node.places]
-        if not free:
-            return None
-        smallest_context = min(node.context for node in serving)
-        largest_known = self.nodes.largest_context(self._no_node_timeout_s)
+        now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         for request in self.queue.values():
-            if request.num_prompt >= largest_known:
-                return request, _too_long(request, int(largest_known))
-            if self._is_served_by_all(request, smallest_context):
-                return request, self._choose(request, free)
-            able = [node for node in able_nodes(request, serving) if len(node.leases) < node.places]
-            if able:
-                return request, self._choose(request, able)
+            if not self.placing.any_free():
+                return None
+            free = self.placing.free(request, now, oldest, newest)
+            if not free:
+                outcome = self._able_and_free(request)
+                if isinstance(outcome, RequestError):
+                    return request, outcome
+                free = outcome
+            if free:
+                return request, self.placing.choose(request, free)
         return None
 
-    def _is_served_by_all(self, request: GatewayRequest, smallest_context: float) -> bool:
-        """Whether any serving node may answer `request`; the smallest has room for `smallest_context` tokens."""
-        is_limited = request.refused_by or request.oldest_version > self.oldest_version
-        return not is_limited and request.num_wanted <= smallest_context
+    def _able_and_free(self, request: GatewayRequest) -> list[AttachedNode] | RequestError:
+        """Return the free nodes that may take `request` though none has room for all that it may become.
 
-    def _choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
-        warm = self._node_of_session.get(request.session)
-        for node in free:
-            if node.node_id == warm and warm != request.avoid:
-                if not node.cache_is_full or all(other.cache_is_full for other in free):
-                    return node
-                break
-        avoid = request.avoid
-        return min(
-            free,
-            key=lambda node: (
-                node.node_id == avoid,
-                node.cache_is_full,
-                len(node.leases) / node.credible_places,
-                node.node_id,
-            ),
-        )
+        A request that no serving node can continue starts anew. The error is for one that no known node has room for.
+        """
+        serving = self.serving()
+        if not any(len(node.leases) < node.places for node in serving):
+            return []
+        able = able_nodes(request, serving)
+        if request.kept and not able:
+            self._lose(request)
+            able = able_nodes(request, serving)
+        largest_known = self.nodes.largest_context(self._no_node_timeout_s)
+        if request.num_prompt >= largest_known:
+            return _too_long(request, int(largest_known))
+        return [node for node in able if len(node.leases) < node.places]
 
-    def _assign(self, request: GatewayRequest, node: AttachedNode) -> None:
+    def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
+        """Send `request` to `node`, which continues after the tokens that others have sampled."""
+        if request.kept and request.sampling.stop and node.engine != _CONTINUES_STOPS:
+            self._lose(request)
+        self.placing.note_placed(request, node)
         request.node = node
         request.lease = next(self._leases)
-        request.placed = time.monotonic()
+        request.placed = request.last_part = time.monotonic()
         node.leases[request.lease] = request
-        self._node_of_session[request.session] = node.node_id
-        self._node_of_session.move_to_end(request.session)
-        if len(self._node_of_session) > _MAX_SESSIONS:
-            self._node_of_session.popitem(last=False)
+        self.placing.update(node)
         message = Generate(
             request_id=request.request_id,
             lease=request.lease,
-            prompt_ids=request.prompt_ids,
-            sampling=msgspec.structs.replace(request.sampling, max_tokens=request.tokens_on(node)),
+            prompt_ids=request.prompt_ids + bytes(request.kept.token_ids),
+            sampling=msgspec.structs.replace(
+                request.sampling, max_tokens=request.tokens_on(node), resumed=len(request.kept)
+            ),
             session=request.session,
         )
         if not self._send(node, message):
             self.nodes.leave(node, "unreachable")
 
-    def _reissue(self, request: GatewayRequest, reason: str) -> None:
-        """Put `request` back at the front of the queue: it has waited before."""
+    def reissue(self, request: GatewayRequest, reason: str, *, keep: bool = True) -> None:
+        """Put `request`, taken from its node, back at the front of the queue: it has waited before.
+
+        With `keep` its next node continues after the tokens that were streamed. When it runs on a second node, that
+        one's work is all that goes on.
+        """
+        first = self.open.get(request.request_id)
+        if first is None or first is not request:
+            self.counters.tokens_lost += len(request.streamed)
+            if first is not None:
+                first.twin = None
+            return
+        if request.twin is not None:
+            self._adopt_twin(request)
+            return
+        if keep:
+            self.counters.tokens_resumed += len(request.streamed)
+            request.kept.extend(request.streamed)
+        else:
+            self.counters.tokens_lost += len(request.streamed)
+        request.streamed = PartialAnswer()
         self.counters.reissued += 1
         request.last_error = reason
         self.queue[request.request_id] = request
         self.queue.move_to_end(request.request_id, last=False)
+
+    def _adopt_twin(self, request: GatewayRequest) -> None:
+        """Let `request`, which has lost its node, go on as its twin does."""
+        twin, request.twin = request.twin, None
+        assert twin is not None and twin.node is not None, "a twin is on a node"
+        self.counters.tokens_lost += max(0, len(request.kept) + len(request.streamed) - len(twin.kept))
+        request.node, request.lease, request.placed = twin.node, twin.lease, twin.placed
+        request.kept, request.streamed, request.last_part = twin.kept, twin.streamed, twin.last_part
+        request.load, request.cold = twin.load, twin.cold
+        twin.node.leases[twin.lease] = request
+
+    def _lose(self, request: GatewayRequest) -> None:
+        """Let `request` start anew."""
+        self.counters.tokens_lost += len(request.kept)
+        request.kept = PartialAnswer()
 
     def close(self, reason: str) -> None:
         """End every request, and each later one, with a 503."""
@@ -248,7 +316,8 @@ class Router:
 
     def forget(self, session: str) -> None:
         """Forget the node of a session that is over."""
-        self._node_of_session.pop(session, None)
+        self.placing.forget(session)
+        self.siblings.end(session)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -260,6 +329,7 @@ class Router:
             node.failures += 1
             self._retry(request, node, "the node cancelled it")
             return
+        elapsed_s = time.monotonic() - request.placed
         try:
             answer = check_answer(
                 message,
@@ -267,19 +337,50 @@ class Router:
                 vocab_size=self._vocab_size,
                 newest_version=self.newest_version,
                 node_id=node.node_id,
+                streamed=request.streamed,
             )
         except WireError as error:
-            node.bad_answers += 1
-            self.counters.bad_answers += 1
-            logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
-            self._retry(request, node, f"bad answer: {error}")
+            self._refuse(request, node, error)
             return
         node.note_answer(len(answer.token_ids))
+        self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
+        self.placing.update(node)
+        answer = complete(request.kept, answer)
+        request.streamed = PartialAnswer()
         self.counters.answered += 1
         self.counters.tokens += len(answer.token_ids)
+        self.counters.twins_won += self.open.get(request.request_id) is not request
         if not request.done.done():
             request.done.set_result(answer)
         self.place()
+
+    def on_progress(self, node: AttachedNode, message: Progress) -> None:
+        """Take in a part of an answer. A part that comes late, after its request was taken back, means nothing."""
+        request = node.leases.get(message.lease)
+        if request is None or request.request_id != message.request_id:
+            return
+        try:
+            part = check_progress(
+                message,
+                request.streamed,
+                max_tokens=request.tokens_on(node),
+                vocab_size=self._vocab_size,
+                newest_version=self.newest_version,
+                node_id=node.node_id,
+            )
+        except WireError as error:
+            self.take_back(request)
+            self._refuse(request, node, error)
+            return
+        request.streamed.extend(part)
+        node.last_progress = request.last_part = time.monotonic()
+
+    def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError) -> None:
+        """Take nothing of what `node` sampled for `request`."""
+        node.bad_answers += 1
+        self.counters.bad_answers += 1
+        logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
+        self._retry(request, node, f"bad answer: {error}")
 
     def on_failed(self, node: AttachedNode, message: GenerateFailed) -> None:
         request = self._claim(node, message)
@@ -287,7 +388,7 @@ class Router:
             return
         if not message.tried:
             node.draining = True
-            self._reissue(request, f"{node.node_id} is leaving: {message.error}")
+            self.reissue(request, f"{node.node_id} is leaving: {message.error}")
             self.place()
             return
         node.failures += 1
@@ -296,7 +397,7 @@ class Router:
             return
         request.refused_by.add(node.node_id)
         if len(request.refused_by) < _MAX_FAILURES and self._has_other_node(request):
-            self._reissue(request, f"{node.node_id}: {message.error}")
+            self.reissue(request, f"{node.node_id}: {message.error}", keep=False)
         else:
             self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
         self.place()
@@ -334,7 +435,7 @@ class Router:
             )
             self.end(request, EngineError(message))
         else:
-            self._reissue(request, f"{node.node_id}: {error}")
+            self.reissue(request, f"{node.node_id}: {error}", keep=False)
         self.place()
 
     def end(self, request: GatewayRequest, error: Exception) -> None:
@@ -346,94 +447,13 @@ class Router:
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
     def _on_gone(self, node: AttachedNode, reason: str) -> None:
+        self.placing.drop(node)
         requests = list(node.leases.values())
         node.leases = {}
         for request in reversed(requests):
             request.node = None
-            self._reissue(request, f"node {node.node_id} is gone: {reason}")
+            self.reissue(request, f"node {node.node_id} is gone: {reason}")
         self.place()
-
-    def reclaim_lost(self, lost_after_s: float) -> None:
-        """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
-        now = time.monotonic()
-        for node in self.nodes.attached():
-            if node.idle_since is None:
-                continue
-            for request in list(node.leases.values()):
-                if now - max(node.idle_since, request.placed) >= lost_after_s:
-                    self._release(request)
-                    self._reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
-        self.place()
-
-    def reclaim_stalled(self, stall_s: float) -> None:
-        """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
-
-        Its heartbeats may go on while its engine hangs. It then misses new weights too, so it may not even serve. It
-        gets no request for `stall_s`, doubled for each further stall, and then a single one until it has answered.
-        """
-        now = time.monotonic()
-        for node in self.nodes.attached():
-            stalled_s = node.stalled_s(now)
-            if stalled_s < stall_s or all(other is node for other in self.serving()):
-                continue
-            reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
-            node.suspended_until = now + stall_s * 2 ** min(node.stalls_in_row, 10)
-            node.stalls_in_row += 1
-            node.places = 1
-            requests = list(node.leases.values())
-            logger.warning(
-                "%s, though its heartbeats go on: its %d requests go elsewhere; look at its log, and restart it if its "
-                "engine hangs", reason, len(requests),
-            )  # fmt: skip
-            for request in reversed(requests):
-                self._release(request)
-                self._send(node, CancelGenerate(request_id=request.request_id, lease=request.lease))
-                request.avoid = node.node_id
-                self._reissue(request, reason)
-        self.place()
-
-    # -- deadlines -----------------------------------------------------------------------------------------------
-
-    def no_node_s(self) -> float | None:
-        """Return for how many seconds no node has been able to serve; None while one is."""
-        return None if self._no_node_since is None else time.monotonic() - self._no_node_since
-
-    def enforce_deadlines(self) -> DeadlineError | None:
-        """End what waited too long. Return the error when requests waited for a node in vain."""
-        now = time.monotonic()
-        if self.serving():
-            self._no_node_since = None
-        elif self._no_node_since is None:
-            self._no_node_since = now
-        for request in list(self.open.values()):
-            if now - request.since >= self._request_timeout_s:
-                self.end(request, self._too_slow(request, now))
-        return self._end_without_node(now)
-
-    def _end_without_node(self, now: float) -> DeadlineError | None:
-        since = self._no_node_since
-        if since is None:
-            return None
-        overdue = [r for r in self.queue.values() if now - max(since, r.since) >= self._no_node_timeout_s]
-        if not overdue:
-            return None
-        clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
-        error = DeadlineError(
-            f"{self.queued} requests waited for an inference node; since {clock_time} ({now - since:.1f} s, "
-            f"orchestrator.no_node_timeout_s is {self._no_node_timeout_s}) there is none: {self.why_no_node()}"
-        )
-        for request in overdue:
-            self.end(request, error)
-        return error
-
-    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
-        waited = f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._request_timeout_s}"
-        if request.node is not None:
-            return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
-        previous = f" (before that, {request.last_error})" if request.last_error else ""
-        serving = self.serving()
-        able = f"{len(able_nodes(request, serving))} of {len(serving)} serving nodes"
-        return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -441,49 +461,20 @@ class Router:
     def queued(self) -> int:
         return len(self.queue)
 
-    def waiting_for_the_fleet(self) -> int:
-        """Return how many queued requests wait because the fleet is full: at least half of its places may serve them.
-
-        Others wait for a few nodes, with a large context or new weights, while most may be idle.
-        """
-        serving = self.serving()
-        if not serving:
-            return 0
-        smallest_context = min(node.context for node in serving)
-        half = sum(node.places for node in serving) / 2
-        return sum(
-            self._is_served_by_all(request, smallest_context)
-            or sum(node.places for node in able_nodes(request, serving)) >= half
-            for request in self.queue.values()
-        )
-
     @property
     def in_flight(self) -> int:
         return len(self.open) - len(self.queue)
 
-    def why_no_node(self) -> str:
-        """Return what each known node lacks, or how to start one."""
-        now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
-        reasons = [f"{node.node_id} {node.cannot_serve(now, oldest, newest)}" for node in self.nodes]
-        if reasons:
-            return "; ".join(reasons[:8])
-        return f"none has connected: {self._join_hint()}, or set inference.nodes to at least 1"
-
     def snapshot(self) -> dict[str, Any]:
         """Return counters, queue and the longest waits, for /metrics."""
-        now = time.monotonic()
-        queue_reason = "a free place" if self.serving() else f"a node: {self.why_no_node()}"
-        oldest = sorted(self.open.values(), key=lambda request: request.since)[:8]
-        waits = [
-            {
-                "request_id": request.request_id,
-                "session": request.session,
-                "since_s": round(now - request.since, 3),
-                "for": f"node {request.node.node_id}" if request.node else queue_reason,
-            }
-            for request in oldest
-        ]
-        return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **asdict(self.counters)}
+        return {
+            "queued": self.queued,
+            "in_flight": self.in_flight,
+            "longest_waits": self.waits.longest(),
+            "warm_share": self.placing.warm_share,
+            "sessions_moved": self.placing.moved,
+            **asdict(self.counters),
+        }
 
 
 def _too_long(request: GatewayRequest, context: int) -> RequestError:

@@ -13,6 +13,7 @@ from node_peer import PeerNode, failed, tokens_for
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.stragglers import reclaim_stalled
 
 
 def stall(node: AttachedNode) -> None:
@@ -49,7 +50,7 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     await fleet.ask(6)
     node = fleet.node("a")
     stall(node)
-    fleet.router.reclaim_stalled(75.0)
+    reclaim_stalled(fleet.router, 75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     assert "stalls in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")
     fleet.router.nodes.update_status(node, status(tokens_per_s=1.0))
@@ -68,7 +69,7 @@ async def test_a_restarted_process_is_not_blamed_for_its_predecessors_stall(inst
     fleet = Fleet(a={}, b={})
     await fleet.ask(6)
     stall(fleet.node("a"))
-    fleet.router.reclaim_stalled(75.0)
+    reclaim_stalled(fleet.router, 75.0)
     hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance=instance)
     node = fleet.router.nodes.attach(b"a2", hello)
     assert (node.cannot_serve(time.monotonic(), 0, 0) is None) == is_trusted
@@ -89,7 +90,7 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
         fleet.router.newest_version = fleet.router.oldest_version = 1
         fleet.router.nodes.update_status(fleet.node("b"), status(version=1))
     assert [other.node_id for other in fleet.router.serving()] == ["b"]
-    fleet.router.reclaim_stalled(75.0)
+    reclaim_stalled(fleet.router, 75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     await fleet.close()
 
@@ -102,7 +103,7 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
         node = fleet.node("a")
         stall(node)
         fleet.router.nodes.update_status(node, reports)
-        fleet.router.reclaim_stalled(75.0)
+        reclaim_stalled(fleet.router, 75.0)
         assert node.leases
         await fleet.close()
 
@@ -176,9 +177,9 @@ async def test_requests_for_one_large_node_do_not_slow_down_the_fleet():
     """They count as the fleet's queue only when at least half of its places may serve them."""
     fleet = Fleet(large={"max_context": 1000, "max_concurrent": 4}, small={"max_context": 100})
     await fleet.ask(20, prompt=10, max_tokens=990)
-    assert (fleet.router.queued, fleet.router.waiting_for_the_fleet()) == (16, 0)
+    assert (fleet.router.queued, fleet.router.waits.for_the_fleet()) == (16, 0)
     await fleet.ask(70, prompt=10)
-    assert (fleet.router.queued, fleet.router.waiting_for_the_fleet()) == (22, 6)
+    assert (fleet.router.queued, fleet.router.waits.for_the_fleet()) == (22, 6)
     await fleet.close()
 
 

@@ -1,0 +1,210 @@
+"""Which node a request should go to, without a look at every node.
+
+    free nodes, sorted by the seconds that an average request would take there   (bisect: a few microseconds each)
+        first few that can serve it, and the node where its conversation is warm
+            least expected seconds for this request's own prompt
+
+A node's position changes with its requests, its reports and its answers: the router calls `update`. Nodes that cannot
+serve for now (old weights, draining, suspended) leave the order when they are met, and return when that may have
+changed. So a placement costs the logarithm of the number of nodes, however many of them wait for weights.
+
+A conversation stays where its prompt is cached, until a turn there would take much longer than elsewhere with the whole
+prompt to compute.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
+from orchestrator.gateway.speed import FleetPace, Pace
+
+_MAX_SESSIONS = 1 << 16
+"""Sessions whose node is remembered."""
+_CANDIDATES = 4
+"""Free nodes whose expected time is compared for a request."""
+_STAY_FACTOR, _STAY_S = 1.5, 1.0
+"""A conversation leaves its node when a turn there takes this many times as long as elsewhere, and so many seconds
+more: loads fluctuate, and a cache that is left is lost."""
+_MEAN_OVER = 0.05
+"""Weight of the newest answer in the running means."""
+_UPDATE_EVERY = 32
+"""Answers, or as many as there are nodes, after which the order is made anew with the fleet's present pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPrefix:
+    """What a node has cached of a conversation."""
+
+    node_id: str
+    tokens: int
+    version: int
+    """Weights that computed it: a cache of older ones is not used."""
+
+
+class Placing:
+    """The order of the free nodes, and where conversations are warm."""
+
+    def __init__(self) -> None:
+        self.fleet = FleetPace()
+        self.mean_sampled, self.mean_cold = 256.0, 512.0
+        """Tokens of an answer, and prompt tokens that it needs computed; running means."""
+        self.warm_tokens = self.prompt_tokens = 0
+        """Over all placements: prompt tokens, and those of them that were cached where the request went."""
+        self.moved = 0
+        """Turns that went elsewhere though their conversation's node was free."""
+        self._nodes: dict[str, AttachedNode] = {}
+        self._order: list[tuple[bool, float, str]] = []
+        """(cache is full, expected seconds, node id) of the nodes with a free place."""
+        self._keys: dict[str, tuple[bool, float, str]] = {}
+        self._aside: set[str] = set()
+        """Nodes with a free place that could not serve when they were met."""
+        self._look_again = math.inf
+        self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
+        self._answers = 0
+
+    @property
+    def warm_share(self) -> float:
+        """Share of all prompt tokens that were cached where their requests went, as far as this gateway knows."""
+        return self.warm_tokens / max(1, self.prompt_tokens)
+
+    # -- the order -----------------------------------------------------------------------------------------------
+
+    def update(self, node: AttachedNode) -> None:
+        """Put `node` where it belongs now. Call it after any change of the node."""
+        self._remove(node.node_id)
+        self._nodes[node.node_id] = node
+        if len(node.leases) < node.places:
+            seconds = self.pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
+            key = self._keys[node.node_id] = (node.cache_is_full, seconds, node.node_id)
+            insort(self._order, key)
+
+    def drop(self, node: AttachedNode) -> None:
+        """Forget a node that is away."""
+        self._remove(node.node_id)
+        self._nodes.pop(node.node_id, None)
+
+    def look_again(self) -> None:
+        """Consider nodes again that could not serve: the versions that are wanted have changed."""
+        self._look_again = math.inf
+        for node_id in list(self._aside):
+            self.update(self._nodes[node_id])
+
+    def _remove(self, node_id: str) -> None:
+        self._aside.discard(node_id)
+        key = self._keys.pop(node_id, None)
+        if key is not None:
+            del self._order[bisect_left(self._order, key)]
+
+    def pace(self, node: AttachedNode) -> Pace:
+        """Return the pace to reckon with for `node`."""
+        return self.fleet.of(node.speed, min(node.credible_places, UNPROVEN_PLACES) / UNPROVEN_PLACES)
+
+    # -- the choice ----------------------------------------------------------------------------------------------
+
+    def free(self, request: GatewayRequest, now: float, oldest: int, newest: int) -> list[AttachedNode]:
+        """Return the best nodes with a free place and room for the whole answer, best first, and the warm one.
+
+        Only a node that `request` should avoid comes alone. `oldest` and `newest` bound the versions that may serve.
+        """
+        if now >= self._look_again:
+            self.look_again()
+        found: list[AttachedNode] = []
+        avoided: list[AttachedNode] = []
+        unable: list[AttachedNode] = []
+        for _, _, node_id in self._order:
+            node = self._nodes[node_id]
+            if node.cannot_serve(now, oldest, newest) is not None:
+                unable.append(node)
+            elif request.fits(node):
+                (avoided if node_id == request.avoid else found).append(node)
+                if len(found) == _CANDIDATES:
+                    break
+        for node in unable:
+            self._remove(node.node_id)
+            self._aside.add(node.node_id)
+            if node.suspended_until > now:
+                self._look_again = min(self._look_again, node.suspended_until)
+        warm = self._sessions.get(request.session)
+        if warm is not None and warm.node_id in self._keys and found:
+            node = self._nodes[warm.node_id]
+            can_serve = node.cannot_serve(now, oldest, newest) is None and node.node_id != request.avoid
+            if can_serve and request.fits(node) and node not in found:
+                found.append(node)
+        return found or avoided
+
+    def any_free(self) -> bool:
+        """Whether a node may have a free place. `free` finds out whether it can serve."""
+        return bool(self._order) or bool(self._aside)
+
+    def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
+        """Return the node of `free` on which `request` takes the least time, or its conversation's own."""
+        best = min(free, key=lambda node: self._rank(request, node))
+        warm_id = self._sessions[request.session].node_id if request.session in self._sessions else None
+        warm = next((node for node in free if node.node_id == warm_id), best)
+        if warm is best or warm.node_id == request.avoid or warm.cache_is_full > best.cache_is_full:
+            return best
+        if warm.speed.pace is None or best.speed.pace is None:
+            return warm
+        if self.seconds(request, warm) <= _STAY_FACTOR * self.seconds(request, best) + _STAY_S:
+            return warm
+        self.moved += 1
+        return best
+
+    def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, bool, float, str]:
+        return node.node_id == request.avoid, node.cache_is_full, self.seconds(request, node), node.node_id
+
+    def seconds(self, request: GatewayRequest, node: AttachedNode) -> float:
+        """Return how long `request` would take on `node`."""
+        sampled = max(1.0, min(self.mean_sampled, request.num_left))
+        return self.pace(node).seconds(self.cold(request, node), sampled, len(node.leases) + 1)
+
+    def seconds_left(self, request: GatewayRequest, node: AttachedNode) -> float:
+        """Return how long `request`, which `node` holds, still takes if it is as long as others."""
+        left = max(0.25 * self.mean_sampled, self.mean_sampled - len(request.streamed))
+        return self.pace(node).seconds(0, min(left, request.num_left), len(node.leases))
+
+    def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
+        """Return how many prompt tokens `node` has to compute for `request`."""
+        warm = self._sessions.get(request.session)
+        if warm is None or warm.node_id != node.node_id or warm.version != node.version:
+            return request.num_prompt
+        return max(1, request.num_prompt - warm.tokens)
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def note_placed(self, request: GatewayRequest, node: AttachedNode) -> None:
+        """Remember where the conversation is now. Call it before the request is counted there."""
+        request.cold, request.load = self.cold(request, node), len(node.leases) + 1
+        self.prompt_tokens += request.num_prompt
+        self.warm_tokens += request.num_prompt - request.cold
+        warm = self._sessions.get(request.session)
+        if warm is None or warm.node_id != node.node_id:
+            self._remember(request.session, WarmPrefix(node.node_id, 0, node.version))
+
+    def note_answer(self, request: GatewayRequest, node: AttachedNode, elapsed_s: float, sampled: int) -> None:
+        """Take in the answer of `node`, of `sampled` tokens, which no longer holds the request."""
+        load = (request.load + len(node.leases) + 1) / 2
+        node.speed.note(max(elapsed_s, 1e-6), cold=request.cold, sampled=sampled, load=load)
+        self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
+        self.mean_cold += _MEAN_OVER * (request.cold - self.mean_cold)
+        self._remember(request.session, WarmPrefix(node.node_id, request.num_prompt + sampled, node.version))
+        self._answers += 1
+        if self._answers >= max(_UPDATE_EVERY, len(self._nodes)):
+            self._answers = 0
+            self.fleet.update(other.speed for other in self._nodes.values())
+            for other in list(self._nodes.values()):
+                self.update(other)
+
+    def _remember(self, session: str, warm: WarmPrefix) -> None:
+        self._sessions[session] = warm
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def forget(self, session: str) -> None:
+        """Forget a conversation that is over."""
+        self._sessions.pop(session, None)

@@ -1,0 +1,162 @@
+"""Requests that make no headway on their node: the gateway's tick looks for them.
+
+    reclaim_lost      the node reports no request at all: this one, or its answer, was lost on the way
+    reclaim_stalled   the node gives neither answers nor tokens, though its heartbeats go on
+    start_twins       the last rollouts of a group wait for a slow node: a fast one with a free place tries too
+
+A request that is taken back continues elsewhere after the tokens that its node has streamed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.routing import Router
+
+logger = logging.getLogger(__name__)
+
+_MAX_GROUPS = 1 << 14
+_ENDING = 3
+"""A group ends when this many times as many of its rollouts are over as are open."""
+_TWIN_GAIN = 2.0
+"""How many times faster than the request's node another one must be."""
+_LEAST_GAIN_S = 1.0
+_OVERDUE = 3.0
+"""A request is overdue after this many times its expected time, unless its node streamed tokens lately."""
+_QUIET_S = 5.0
+
+
+@dataclass(slots=True)
+class _Group:
+    open: set[str] = field(default_factory=set)
+    over: int = 0
+
+
+class SiblingRequests:
+    """Which rollouts of each group have begun and ended, by the names of their sessions."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+
+    def note(self, session: str) -> None:
+        """A request of `session` has come."""
+        rollout, group = _names(session)
+        if group:
+            self._groups.setdefault(group, _Group()).open.add(rollout)
+            if len(self._groups) > _MAX_GROUPS:
+                self._groups.popitem(last=False)
+
+    def end(self, session: str) -> None:
+        """The rollout of `session` is over."""
+        rollout, name = _names(session)
+        group = self._groups.get(name)
+        if group is not None and rollout in group.open:
+            group.open.discard(rollout)
+            group.over += 1
+            if not group.open:
+                del self._groups[name]
+
+    def holds_up(self, session: str) -> bool:
+        """Whether the rest of the session's group is over, but for a few rollouts."""
+        group = self._groups.get(_names(session)[1])
+        return group is not None and group.over >= _ENDING * len(group.open)
+
+
+def _names(session: str) -> tuple[str, str]:
+    """Return rollout and group of a session `GROUP-SIBLING`, or `GROUP-SIBLING#AGENT`; no group for other names."""
+    rollout = session.partition("#")[0]
+    return rollout, rollout.rpartition("-")[0]
+
+
+def reclaim_lost(router: Router, lost_after_s: float) -> None:
+    """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
+    now = time.monotonic()
+    for node in router.nodes.attached():
+        if node.idle_since is None:
+            continue
+        for request in list(node.leases.values()):
+            if now - max(node.idle_since, request.placed) >= lost_after_s:
+                router.take_back(request)
+                router.reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
+    router.place()
+
+
+def reclaim_stalled(router: Router, stall_s: float) -> None:
+    """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
+
+    Its heartbeats may go on while its engine hangs. It then misses new weights too, so it may not even serve. It
+    gets no request for `stall_s`, doubled for each further stall, and then a single one until it has answered.
+    """
+    now = time.monotonic()
+    for node in router.nodes.attached():
+        stalled_s = node.stalled_s(now)
+        if stalled_s < stall_s or all(other is node for other in router.serving()):
+            continue
+        reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
+        node.suspended_until = now + stall_s * 2 ** min(node.stalls_in_row, 10)
+        node.stalls_in_row += 1
+        node.places = 1
+        requests = list(node.leases.values())
+        logger.warning(
+            "%s, though its heartbeats go on: its %d requests go elsewhere; look at its log, and restart it if its "
+            "engine hangs", reason, len(requests),
+        )  # fmt: skip
+        for request in reversed(requests):
+            router.take_back(request)
+            request.avoid = node.node_id
+            router.reissue(request, reason)
+    router.place()
+
+
+def start_twins(router: Router) -> None:
+    """Start requests that hold up their group a second time, where a free node would be done much sooner."""
+    if router.queue:
+        return
+    now = time.monotonic()
+    for request in list(router.open.values()):
+        if request.node is None or request.twin is not None or not router.siblings.holds_up(request.session):
+            continue
+        twin = _twin(request, request.node)
+        free = router.placing.free(twin, now, router.oldest_version, router.newest_version)
+        free = [node for node in free if node is not request.node and not node.cache_is_full]
+        if not free:
+            continue
+        node = min(free, key=lambda node: router.placing.seconds(twin, node))
+        if _is_slow(router, request, request.node, router.placing.seconds(twin, node), now):
+            request.twin = twin
+            router.counters.twins += 1
+            router.assign(twin, node)
+
+
+def _twin(request: GatewayRequest, node: AttachedNode) -> GatewayRequest:
+    """Return a request that continues after what `node` has streamed of `request` so far."""
+    kept = request.kept.copy()
+    kept.extend(request.streamed)
+    return GatewayRequest(
+        request_id=request.request_id,
+        session=request.session,
+        prompt_ids=request.prompt_ids,
+        sampling=request.sampling,
+        since=request.since,
+        done=request.done,
+        oldest_version=request.oldest_version,
+        avoid=node.node_id,
+        refused_by=set(request.refused_by),
+        kept=kept,
+    )
+
+
+def _is_slow(router: Router, request: GatewayRequest, node: AttachedNode, elsewhere_s: float, now: float) -> bool:
+    left_s = router.placing.seconds_left(request, node)
+    if left_s > _TWIN_GAIN * elsewhere_s + _LEAST_GAIN_S and node.speed.pace is not None:
+        return True
+    expected_s = router.placing.pace(node).seconds(request.cold, router.placing.mean_sampled, request.load)
+    is_overdue = now - request.placed > max(_OVERDUE * expected_s, _QUIET_S)
+    return is_overdue and now - request.last_part > _QUIET_S
