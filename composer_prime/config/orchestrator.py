@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.address import tcp_address
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.sandbox import RuntimeConfig
 
@@ -255,6 +256,41 @@ class CurriculumConfig(BaseConfig):
         return f"orchestrator.tasks.curriculum:{name}" if module + colon == "orchestrator.curriculum:" else import_path
 
 
+class WeightServiceConfig(BaseConfig):
+    """Where nodes elsewhere pull weights, so that they do not pass through the gateway."""
+
+    address: str | None = None
+    """HOST:PORT where the launcher has `orchestrator weights` serve them over HTTP; None serves none. Nodes ask this
+    port on the host by which they reach the gateway. Whoever reaches it can read the weights."""
+    push: str | None = None
+    """Bucket or folder of this run alone that each version is copied to: s3://, gs://, az://, file://. Nodes ask a
+    bucket as well."""
+    sources: list[str] = []
+    """Further copies of the weight store that nodes ask: http://, https:// or bucket URLs."""
+
+    @field_validator("address")
+    @classmethod
+    def _has_a_port(cls, address: str | None) -> str | None:
+        if address is not None and tcp_address(address, "orchestrator.weights.address", bind=True, scheme="").port == 0:
+            raise ValueError(f"orchestrator.weights.address is {address!r}: nodes need a fixed port, 1 to 65535")
+        return address
+
+    @field_validator("push", "sources")
+    @classmethod
+    def _are_urls(cls, urls: str | list[str] | None) -> str | list[str] | None:
+        for url in urls if isinstance(urls, list) else [urls or "file://"]:
+            if "://" not in url:
+                raise ValueError(f"{url!r} is no URL: expected https://HOST/PATH, s3://BUCKET/PATH or the like")
+        return urls
+
+    @property
+    def urls(self) -> list[str]:
+        """What nodes are told; the host `*` is the gateway's."""
+        served = [f"http://*:{self.address.rpartition(':')[2]}"] if self.address is not None else []
+        pushed = [self.push] if self.push is not None and not self.push.startswith("file:") else []
+        return [*served, *pushed, *self.sources]
+
+
 class OrchestratorConfig(BaseConfig):
     address: str | None = None
     """Address of an orchestrator that runs already (tcp://host:port of its step server); None starts one here."""
@@ -300,6 +336,8 @@ class OrchestratorConfig(BaseConfig):
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
+    weights: WeightServiceConfig = WeightServiceConfig()
+    """Where nodes elsewhere pull weights."""
     worker_address: str | None = None
     """Where hosts of environment workers connect (CURVE-encrypted, `orchestrator join`); None admits none. Their
     heartbeats are those of inference nodes (inference.heartbeat_s, inference.lost_after_s)."""

@@ -5,7 +5,7 @@
       ├── orchestrator ┐
       ├── trainer-0 .. ┘            an end with an error ends the run
       ├── node-0 ..                 started again after a pause, up to inference.max_restarts times
-      └── teachers                  likewise; after that the run goes on without them
+      └── weights, teachers         likewise; after that the run goes on without them
 
 `role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
 and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
@@ -46,7 +46,7 @@ from composer_prime.run.process import (
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.run_dir import RunDir
 
-Kind = Literal["orchestrator", "node", "rank", "teachers"]
+Kind = Literal["orchestrator", "node", "rank", "weights", "teachers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class RoleCommand:
     """One process to start."""
 
     name: str
-    """Name of its log: orchestrator, node-0, trainer-0, teachers."""
+    """Name of its log: orchestrator, node-0, trainer-0, weights, teachers."""
     kind: Kind
-    """Nodes and teachers are started again when they die; an error of any other kind ends the run."""
+    """Nodes, weights and teachers are started again when they die; an error of any other kind ends the run."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
@@ -80,6 +80,11 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
             env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
         argv = [*console_script("orchestrator"), *where]
         commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
+        weights = config.orchestrator.weights
+        options = [("--listen", weights.address), ("--push", weights.push)]
+        if words := [word for option, value in options if value is not None for word in (option, value)]:
+            argv = [*console_script("orchestrator"), "weights", str(run_dir.root), *words]
+            commands.append(RoleCommand(name="weights", kind="weights", argv=argv, env=_threads(1)))
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
@@ -129,8 +134,8 @@ FORGET_RESTARTS_S = 600.0
 """A node that lived this long starts with no restarts counted."""
 CAUSE_WAIT_S = 3.0
 """How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
-_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "orchestrator", "teachers")
-_RESTARTED = ("node", "teachers")
+_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "orchestrator", "weights", "teachers")
+_RESTARTED = ("node", "weights", "teachers")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,10 +272,11 @@ class Supervisor:
         return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
 
     def _plan_restart(self, child: RoleProcess) -> None:
-        """Raises RoleFailedError when the last node is lost, or one refuses its configuration."""
+        """Raises RoleFailedError when the last node is lost, or one refuses its configuration, or `weights` does."""
         if time.monotonic() - child.started > FORGET_RESTARTS_S:
             child.restarts = 0
-        if child.role.kind == "node" and child.code == EXIT_USAGE:
+        refused = child.role.kind == "node" or (child.role.kind == "weights" and not child.restarts)
+        if refused and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
         max_restarts = self.config.inference.max_restarts
         if child.restarts >= max_restarts:
