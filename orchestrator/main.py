@@ -34,12 +34,16 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 
 FAILED = 1
 _COMMANDS = {
+    "audit": "orchestrator.audit.command",
+    "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",
     "rent": "orchestrator.rent.command",
     "weights": "orchestrator.weights",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
+       orchestrator invite RUN_DIR (orchestrator invite --help)
        orchestrator join tcp://HOST:PORT (orchestrator join --help)
+       orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator weights RUN_DIR (orchestrator weights --help)
        orchestrator rent --run DIR ... (orchestrator rent --help)"""
 

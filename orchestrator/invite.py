@@ -1,0 +1,198 @@
+"""`orchestrator invite RUN_DIR`: one string with which machines elsewhere join as inference nodes.
+
+It works while the run goes on and before: the run's keys and configuration are there once it was started. The string
+is a secret until it has expired or is used up; what the run keeps of it is a public key (keys/nodes.sqlite).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from composer_prime.address import Address, tcp_address
+from composer_prime.config import load
+from composer_prime.errors import ConfigError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.node_registry import utc_text
+from composer_prime.run.run_dir import RunDir, read_run_id
+from composer_prime.wire.enrollment import PROTOCOL, Invite, release
+
+MAX_NODES = 4096
+MAX_EXPIRES_S = 365 * 86400
+IMAGE = "composer-prime"
+"""Name of the image that infra/ builds; its tag is the release."""
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+def main(words: list[str]) -> int:
+    options = _parser().parse_args(words)
+    run_dir = RunDir(options.run_dir.absolute())
+    addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback)
+    invite = create_invite(run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses)
+    text = invite.text()
+    if options.quiet:
+        print(text)
+        return 0
+    print(text)
+    print(f"\nshell   {shell_line(text)}")
+    print(f"uvx     {uvx_line(text)}")
+    print(f"docker  {docker_line(text)}")
+    print(
+        f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(addresses)}, until "
+        f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
+        file=sys.stderr,
+    )
+    for address in addresses:
+        if (note := _private(address)) is not None:
+            print(f"orchestrator invite: {note}", file=sys.stderr)
+    return 0
+
+
+def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str]) -> Invite:
+    """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
+
+    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn.
+    """
+    if not 1 <= nodes <= MAX_NODES:
+        raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
+    if not 1 <= expires_s <= MAX_EXPIRES_S:
+        raise ConfigError(f"--expires is {expires_s:g} s: an invite is good for 1s to {MAX_EXPIRES_S // 86400}d")
+    run_id, keys = read_run_id(run_dir), RunKeys(run_dir.keys)
+    server = keys.curve("server").public
+    public, secret = zmq.curve_keypair()
+    expires = int(time.time() + expires_s)
+    keys.registry.invite(public, uses=nodes, expires=expires)
+    return Invite(
+        addresses=addresses,
+        server=z85.decode(server),
+        secret=z85.decode(secret),
+        verify_key=keys.verifier().public_bytes_raw(),
+        run_id=run_id,
+        release=release(),
+        protocol=PROTOCOL,
+        expires=expires,
+    )
+
+
+def shell_line(text: str) -> str:
+    return f"inference join {text}"
+
+
+def uvx_line(text: str) -> str:
+    return f"uvx --from composer-prime=={release()} inference join {text}"
+
+
+def docker_line(text: str) -> str:
+    """The volume keeps the node's key and the weights over a restart of the container."""
+    return (
+        f"docker run --rm --gpus all --shm-size 8g -v composer-prime:/root/.local/state/composer-prime "
+        f"{IMAGE}:{release()} inference join {text}"
+    )
+
+
+def seconds(text: str) -> float:
+    """Return a duration such as 90s, 45m, 24h or 7d in seconds. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"--expires is {text!r}: give a number and a unit, such as 45m, 24h or 7d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
+    """Return HOST:PORT at which machines elsewhere reach the run's gateway: `given`, or where it listens.
+
+    Raises ConfigError for loopback unless that is allowed, and where no port is known.
+    """
+    if given:
+        addresses = [tcp_address(text.removeprefix("tcp://"), "--address", scheme="") for text in given]
+    else:
+        addresses = [_listening(run_dir)]
+    for address in addresses:
+        if _is_loopback(address.host) and not allow_loopback:
+            source = "--address is" if given else "the run listens for nodes at"
+            raise ConfigError(
+                f"{source} {address}, which no other machine reaches: start the run with "
+                "--orchestrator.node_address tcp://0.0.0.0:5500 (also with --resume), or pass --address HOST:PORT of a "
+                "port that is forwarded there; --allow-loopback is for nodes on this machine"
+            )
+    return [str(address) for address in addresses]
+
+
+def _listening(run_dir: RunDir) -> Address:
+    """Return where the gateway listens now, or will by the configuration; a wildcard becomes this machine's address."""
+    read_run_id(run_dir)
+    configured = tcp_address(
+        load.read_config(run_dir.config).orchestrator.node_address, "orchestrator.node_address", bind=True
+    )
+    bound = _bound(run_dir)
+    port = configured.port or (bound.port if bound is not None else 0)
+    if not port:
+        raise ConfigError(
+            "orchestrator.node_address is port 0, a free one that changes with each start, and the run is not up: "
+            "start it first, or with --orchestrator.node_address tcp://0.0.0.0:5500"
+        )
+    host = own_address() if configured.host in _WILDCARDS else configured.host
+    return Address(host, port)
+
+
+def _bound(run_dir: RunDir) -> Address | None:
+    try:
+        return tcp_address(json.loads(run_dir.endpoints.read_text())["node"], "endpoints.json", bind=True)
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def own_address() -> str:
+    """Return this machine's address on the way out of its network; 127.0.0.1 without one. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address: only the route is looked up
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _private(address: str) -> str | None:
+    """Return a warning for an address that the internet does not route."""
+    host = tcp_address(address, "the address", scheme="").host
+    try:
+        private = ipaddress.ip_address(host).is_private and not _is_loopback(host)
+    except ValueError:
+        return None
+    if not private:
+        return None
+    return f"{host} is reached from its own network only: pass --address PUBLIC_HOST:PORT for machines outside of it"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="orchestrator invite",
+        allow_abbrev=False,
+        description="Print one string with which machines elsewhere join a run as inference nodes, and the lines to "
+        "start them with. The run may be up or not.",
+    )
+    parser.add_argument("run_dir", type=Path, help="the run's folder, such as outputs/a1")
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes it admits (a node a GPU); default 1")
+    parser.add_argument("--expires", default="24h", help="how long: 45m, 24h, 7d; default 24h")
+    parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
+                        help="where nodes reach the run; default: where it listens. Several: tried in turn")  # fmt: skip
+    parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
+    parser.add_argument("--quiet", action="store_true", help="print the string only")
+    return parser

@@ -1,0 +1,126 @@
+"""`orchestrator invite`: one string, its lines, and what it refuses to print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from composer_prime.config import Config, load
+from composer_prime.errors import ConfigError, InviteError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, create_run_id
+from composer_prime.wire.enrollment import INVITE_PREFIX, Invite
+from orchestrator.invite import create_invite, main, node_addresses, seconds
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A run directory as `trainer @ file.toml` leaves it, listening on a fixed public address."""
+
+    def make(node_address: str = "tcp://192.0.2.7:5500", bound: str | None = None) -> RunDir:
+        run_dir = RunDir(tmp_path)
+        config = Config.model_validate(
+            {
+                "run": {"name": "r"},
+                "model": {"path": "tiny", "max_context": 512},
+                "orchestrator": {
+                    "source": [{"name": "s", "taskset": {"id": "t"}}],
+                    "sampling": {"max_tokens": 32},
+                    "node_address": node_address,
+                },
+            }
+        )
+        run_dir.config.write_text(load.dump(config))
+        create_run_id(run_dir, "r")
+        RunKeys.create(run_dir.keys)
+        if bound is not None:
+            run_dir.endpoints.write_text(json.dumps({"node": bound}))
+        return run_dir
+
+    return make
+
+
+def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(started, capsys):
+    run_dir = started()
+    assert main([str(run_dir.root), "--nodes", "3", "--expires", "2h"]) == 0
+    string, _, *lines = capsys.readouterr().out.splitlines()
+    assert string.startswith(INVITE_PREFIX) and len(lines) == 3
+    for line, word in zip(lines, ("shell   inference join", "uvx     uvx", "docker  docker run"), strict=True):
+        assert line.startswith(word) and line.endswith(string)
+    invite, keys = Invite.read(string), RunKeys(run_dir.keys)
+    assert invite.addresses == ["192.0.2.7:5500"]
+    assert invite.run_id == (run_dir.root / "run_id").read_text().strip()
+    assert invite.keys.server_public == keys.curve("server").public
+    assert invite.verify_key == keys.verifier().public_bytes_raw()
+    assert keys.registry.is_invite(invite.keys.own.public)
+    for number in range(3):
+        keys.registry.enroll(invite.keys.own.public, b"node%d" % number, "n", "")
+    with pytest.raises(InviteError, match="for 3 nodes"):
+        keys.registry.enroll(invite.keys.own.public, b"one more", "n", "")
+
+
+def test_the_secret_of_an_invite_is_in_its_string_only(started):
+    """Who reads the run's registry cannot join with it."""
+    run_dir = started()
+    invite = create_invite(run_dir, nodes=1, expires_s=60, addresses=["192.0.2.7:5500"])
+    stored = RunKeys(run_dir.keys).registry.path.read_bytes()
+    assert invite.keys.own.public in stored
+    assert invite.secret not in stored and invite.keys.own.secret not in stored
+
+
+def test_a_string_that_was_cut_or_altered_is_refused_as_such(started):
+    text = create_invite(started(), nodes=1, expires_s=60, addresses=["192.0.2.7:5500"]).text()
+    assert Invite.read(f"  {text[:40]}\n{text[40:]} ").text() == text  # a terminal's line breaks do no harm
+    for bad in (text[:-1], text[: len(text) // 2], INVITE_PREFIX, text[:-6] + "AAAAAA"):
+        with pytest.raises(InviteError, match=r"of \d+ characters was cut or altered .*copy the line whole"):
+            Invite.read(bad)
+    with pytest.raises(InviteError, match="is no invite"):
+        Invite.read(text[1:])
+
+
+def test_a_string_of_another_release_names_both(started):
+    import msgspec
+
+    invite = create_invite(started(), nodes=1, expires_s=60, addresses=["192.0.2.7:5500"])
+    with pytest.raises(InviteError, match=r"the run has composer-prime 9\.9\.9 .*this node .*--from composer-prime==9"):
+        Invite.read(msgspec.structs.replace(invite, release="9.9.9").text())
+
+
+def test_loopback_is_refused_with_the_remedy(started):
+    """No other machine reaches it: the string would be worth nothing there."""
+    for listens, given in (
+        ("tcp://127.0.0.1:5500", []),
+        ("tcp://[::1]:5500", []),
+        ("tcp://192.0.2.7:5500", ["localhost:5500"]),
+        ("tcp://192.0.2.7:5500", ["192.0.2.7:5500", "127.0.0.1:1"]),
+    ):
+        run_dir = started(listens)
+        with pytest.raises(ConfigError, match=r"no other machine reaches.*node_address tcp://0\.0\.0\.0:5500"):
+            node_addresses(run_dir, given)
+        assert node_addresses(run_dir, given, allow_loopback=True)
+
+
+def test_the_address_is_where_the_run_listens(started):
+    """A wildcard becomes this machine's own address; a free port is known while the run is up."""
+    assert node_addresses(started(), []) == ["192.0.2.7:5500"]
+    assert node_addresses(started(), ["tcp://gpu.example:7000", "[2001:db8::1]:7000"]) == [
+        "gpu.example:7000",
+        "[2001:db8::1]:7000",
+    ]
+    [address] = node_addresses(started("tcp://0.0.0.0:5500"), [], allow_loopback=True)
+    assert address.endswith(":5500") and not address.startswith("0.0.0.0")
+    with pytest.raises(ConfigError, match=r"port 0.*the run is not up"):
+        node_addresses(started("tcp://192.0.2.7:0"), [])
+    assert node_addresses(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000"), []) == ["192.0.2.7:41000"]
+
+
+def test_wrong_words_name_the_value(started, tmp_path):
+    with pytest.raises(ConfigError, match="--expires is '24': give a number and a unit"):
+        seconds("24")
+    assert [seconds(text) for text in ("90s", "45m", "24h", "7d", "1.5h")] == [90, 2700, 86400, 604800, 5400]
+    for nodes, expires_s, part in ((0, 60, "--nodes is 0"), (5000, 60, "1 to 4096"), (1, 0, "--expires is 0")):
+        with pytest.raises(ConfigError, match=part):
+            create_invite(started(), nodes=nodes, expires_s=expires_s, addresses=["192.0.2.7:5500"])
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        main([str(tmp_path / "none")])
