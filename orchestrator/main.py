@@ -5,6 +5,7 @@
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
+    orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (node_commands.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -34,6 +35,7 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 
 FAILED = 1
 _COMMANDS = {
+    **{name: f"orchestrator.node_commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "audit": "orchestrator.audit.command",
     "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",
@@ -45,7 +47,8 @@ _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sect
        orchestrator join tcp://HOST:PORT (orchestrator join --help)
        orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator weights RUN_DIR (orchestrator weights --help)
-       orchestrator rent --run DIR ... (orchestrator rent --help)"""
+       orchestrator rent --run DIR ... (orchestrator rent --help)
+       orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""
 
 
 def main() -> int:
@@ -74,7 +77,8 @@ def main() -> int:
 
 def _command(name: str, words: list[str]) -> int:
     """Run a command that is a process of its own: `main(words)` of its module returns the exit status."""
-    command = importlib.import_module(_COMMANDS[name]).main
+    module, _, function = _COMMANDS[name].partition(":")
+    command = getattr(importlib.import_module(module), function or "main")
     try:
         return command(words)
     except ConfigError:

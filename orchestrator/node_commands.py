@@ -1,0 +1,183 @@
+"""`orchestrator nodes [RUN_DIR]` shows a run's inference nodes; drain, evict, ban and unban change who serves it.
+
+They speak to the run's orchestrator over loopback with keys/operator.token, so they work on its machine, for its owner.
+`nodes` of a run that is over reads what the run recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from composer_prime.errors import ConfigError, DeadlineError, RequestError
+from composer_prime.monitor.metrics_file import read_history
+from composer_prime.monitor.nodes import NodeRow, recorded_rows, table_lines
+from composer_prime.monitor.rollouts import open_run
+from composer_prime.run.costs import spent
+from composer_prime.run.run_dir import RunDir, read_run_id
+
+_TIMEOUT_S = 20.0
+"""For an answer of the orchestrator, whose event loop may be busy."""
+_OUTPUTS = Path("outputs")
+
+
+class NotLiveError(ConfigError):
+    """No orchestrator of the run answers on this machine."""
+
+
+class RunConnection:
+    """A live run's orchestrator, on this machine."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        """Raises NotLiveError without an address or token of the orchestrator."""
+        self._run_dir = run_dir
+        self._run_id = read_run_id(run_dir)
+        try:
+            self._url = json.loads(run_dir.endpoints.read_text())["http"]
+            self._token = (run_dir.root / "keys" / "operator.token").read_text().strip()
+        except PermissionError as error:
+            raise ConfigError(f"{error.filename} cannot be read: only the user who started the run may") from None
+        except (OSError, ValueError, KeyError):
+            raise self._not_live("it has no endpoints.json or no keys/operator.token") from None
+
+    def nodes(self) -> list[NodeRow]:
+        """Return the table as of now. Raises as `call` does."""
+        return msgspec.convert(self.call("GET", "/control/nodes")["nodes"], list[NodeRow])
+
+    def act(self, action: str, node: str) -> str:
+        """Have the orchestrator drain, evict, ban or unban `node`, and return what happened. Raises as `call` does."""
+        return self.call("POST", f"/control/nodes/{action}", node=node)["text"]
+
+    def call(self, method: str, path: str, **query: str) -> dict[str, Any]:
+        """Return the orchestrator's answer.
+
+        Raises NotLiveError when the run is over, DeadlineError without an answer, RequestError for a refusal.
+        """
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            # trust_env: a proxy must not be asked for loopback.
+            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+                reply = client.request(method, self._url + path, params=query, headers=headers)
+            answer = reply.json()
+        except httpx.TimeoutException:
+            raise DeadlineError(
+                f"waited {_TIMEOUT_S:g} s for the orchestrator of {self._run_dir.root} at {self._url}"
+            ) from None
+        except (httpx.HTTPError, ValueError):
+            raise self._not_live(f"nothing of it answers at {self._url}") from None
+        if reply.status_code >= 400:
+            error = answer.get("error") if isinstance(answer, dict) else None
+            message = error.get("message") if isinstance(error, dict) else f"status {reply.status_code}"
+            if reply.status_code == 401:
+                raise self._not_live(f"another run answers at {self._url}")
+            raise RequestError(str(message), status=reply.status_code)
+        if answer.get("run_id") != self._run_id:
+            raise self._not_live(f"another run answers at {self._url}")
+        return answer
+
+    def _not_live(self, why: str) -> NotLiveError:
+        return NotLiveError(f"run {self._run_dir.root} is not live on this machine: {why}")
+
+
+def live_run(folder: str | None) -> RunConnection:
+    """Return the run in `folder`; with None, the only live one below outputs/. Raises ConfigError."""
+    if folder is not None:
+        return RunConnection(open_run(folder))
+    live: dict[Path, RunConnection] = {}
+    for path in sorted(_OUTPUTS.glob("**/endpoints.json")):
+        try:
+            connection = RunConnection(RunDir(path.parent))
+            connection.nodes()
+        except (ConfigError, RequestError, DeadlineError):
+            continue
+        live[path.parent] = connection
+    if len(live) != 1:
+        several = ", ".join(map(str, live))
+        what = f"{len(live)} runs are live ({several})" if live else f"no run below {_OUTPUTS} is live on this machine"
+        raise ConfigError(f"{what}: name the run directory (nodes RUN_DIR, or --run RUN_DIR)")
+    return next(iter(live.values()))
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+
+def nodes(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="orchestrator nodes", allow_abbrev=False, description=__doc__)
+    parser.add_argument("run_dir", nargs="?", help="run directory; by default the only live run below outputs/")
+    parser.add_argument("--watch", action="store_true", help="draw the table again and again, until Ctrl-C")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two drawings")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, once")
+    options = parser.parse_args(words)
+    if options.watch and options.json:
+        raise ConfigError("--watch and --json are both given: --json prints once")
+    if not 0.1 <= options.every <= 3600:
+        raise ConfigError(f"--every is {options.every:g}: give 0.1 to 3600 seconds")
+    if options.watch:
+        return _watch(live_run(options.run_dir), options.every)
+    try:
+        rows, note = live_run(options.run_dir).nodes(), ""
+    except NotLiveError as error:
+        if options.run_dir is None:
+            raise
+        rows, note = recorded(open_run(options.run_dir)), f"{error}; this is what it recorded"
+    if options.json:
+        print(json.dumps([_json(row) for row in rows], indent=1))
+    else:
+        print("\n".join([*([note] if note else []), *table_lines(rows)]))
+    return 0
+
+
+def recorded(run_dir: RunDir) -> list[NodeRow]:
+    """Return the rows of a run that is over. Raises LedgerError for a costs.jsonl that cannot be added up."""
+    return recorded_rows(read_history(run_dir.metrics), spent(run_dir.root / "costs.jsonl").nodes)
+
+
+def _json(row: NodeRow) -> dict[str, Any]:
+    return {**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million}
+
+
+def _watch(connection: RunConnection, every_s: float) -> int:
+    """Draw the table until Ctrl-C or the run's end."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False, vertical_overflow="visible") as live:
+        while True:
+            try:
+                text = "\n".join([time.strftime("%H:%M:%S"), *table_lines(connection.nodes())])
+            except NotLiveError as error:
+                print(error)
+                return 0
+            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+            time.sleep(every_s)
+
+
+def drain(words: list[str]) -> int:
+    return _act("drain", words, "give a node no new request, and let it leave once it has answered what it holds")
+
+
+def evict(words: list[str]) -> int:
+    return _act("evict", words, "send a node away at once, and refuse it until the orchestrator starts again")
+
+
+def ban(words: list[str]) -> int:
+    return _act("ban", words, "evict a node, and refuse it after restarts too")
+
+
+def unban(words: list[str]) -> int:
+    return _act("unban", words, "let a node connect again that was evicted or banned")
+
+
+def _act(action: str, words: list[str], description: str) -> int:
+    parser = argparse.ArgumentParser(prog=f"orchestrator {action}", allow_abbrev=False, description=description)
+    parser.add_argument("node", help="name of the node, as in `orchestrator nodes`")
+    parser.add_argument("--run", help="run directory; by default the only live run below outputs/")
+    options = parser.parse_args(words)
+    print(live_run(options.run).act(action, options.node))
+    return 0
