@@ -103,6 +103,7 @@ class Gateway:
             run_id=run_id,
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=inference.heartbeat_s,
+            sources=orchestrator.weights.urls,
         )
         self.accounts = NodeAccounts(self.router, run_dir, worth_window_s=inference.worth_window_s)
         self._control = NodeControl(
@@ -114,14 +115,15 @@ class Gateway:
             max_usd_per_million=inference.max_usd_per_million,
         )
         self._chat = ChatFormat(model_dir, config.model.renderer)
+        self._generator = Generator(
+            self.router,
+            self.records,
+            model_names=(POLICY, config.model.path),
+            vocab_size=vocab_size,
+            max_context=config.model.max_context,
+        )
         self._http = HttpServer(
-            Generator(
-                self.router,
-                self.records,
-                model_names=(POLICY, config.model.path),
-                vocab_size=vocab_size,
-                max_context=config.model.max_context,
-            ),
+            self._generator,
             self._chat,
             token=os.environ.get(TOKEN_VARIABLE),
             health=self._health,
@@ -197,7 +199,7 @@ class Gateway:
         self.router.oldest_version = min(self.router.oldest_version, manifest.version)
         self._link.newest_manifest = signed
         for node in self.router.nodes.attached():
-            self._nodes.send(node.identity, NewVersion(manifest=signed))
+            self._nodes.send(node.identity, NewVersion(manifest=signed, **self._link.weight_places(node.identity)))
         return manifest.version
 
     def require_version(self, oldest: int) -> None:
@@ -295,6 +297,8 @@ class Gateway:
             "gateway/warm_share": self.router.placing.warm_share,
             "gateway/limit": self.adaptive.limit(),
             "gateway/records_bytes": self.records.num_bytes,
+            "gateway/prompt_bytes_received": self._generator.prompt_bytes_received,
+            "gateway/prefixes_missing": self._generator.prefixes_missing,
             **oldest,
             **self.lag.metrics(),
         }

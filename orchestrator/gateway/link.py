@@ -22,13 +22,14 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
+from composer_prime.address import Address
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.enrollment import PROTOCOL, Enroll
@@ -71,6 +72,8 @@ _BYTES_PER_TOKEN = 32
 _GARBAGE_BUDGET_BYTES = 1 << 20
 """Garbage after which a connection is evicted."""
 _READERS = 4
+_MAX_RELAYS = 32
+"""Relays that a node is told of, those that came last."""
 _MAX_ENROLLING = 16
 """Enrollments answered at a time; who is dropped asks again."""
 _MAX_UNSENT = 16
@@ -91,6 +94,8 @@ class FromConnection:
     identity: bytes
     key: bytes
     """The public key that the connection has proven to hold."""
+    peer: str
+    """The IP address that it comes from."""
     first: bytes
     """The first frame; a valid message has no other."""
     num_frames: int
@@ -143,14 +148,16 @@ class NodeSocket:
         assert server is not None and direct is not None, "bind() comes first"
         identity = await server.socket.recv()
         # All frames of a message arrive at once, so nothing below waits.
-        key, first, num_frames, num_bytes = b"", b"", 0, 0
+        key, peer, first, num_frames, num_bytes = b"", "", b"", 0, 0
         while direct.getsockopt(zmq.RCVMORE):
             frame = direct.recv(zmq.NOBLOCK, copy=False)
             if not num_frames:
-                key, first = sender_key(frame), frame.bytes
+                key, peer, first = sender_key(frame), str(frame.get("Peer-Address")), frame.bytes
             num_frames += 1
             num_bytes += len(frame)
-        return FromConnection(identity=identity, key=key, first=first, num_frames=num_frames, num_bytes=num_bytes)
+        return FromConnection(
+            identity=identity, key=key, peer=peer, first=first, num_frames=num_frames, num_bytes=num_bytes
+        )
 
     async def close(self) -> None:
         """Free the address; messages on their way get half a second."""
@@ -186,6 +193,7 @@ class NodeLink:
         run_id: str,
         verify_key: bytes,
         heartbeat_s: float,
+        sources: Sequence[str] = (),
     ) -> None:
         """`verify_key`: the public key with which nodes check manifests."""
         self.garbage = 0
@@ -203,6 +211,9 @@ class NodeLink:
         self._run_id = run_id
         self._verify_key = verify_key
         self._heartbeat_s = heartbeat_s
+        self._sources = list(sources)
+        self._relays: dict[bytes, str] = {}
+        """Where a connection's node serves its chunks to others."""
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
@@ -226,6 +237,9 @@ class NodeLink:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
             message = self._decoder.decode(received.first)
+            if isinstance(message, NodeHello) and message.relay_port:
+                # The address is the connection's own: a node cannot send the others anywhere else.
+                self._relays[identity] = f"http://{Address(received.peer, message.relay_port)}"
             if not isinstance(message, Enroll) and not self._enrollment.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} of one who has an invite only")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -331,9 +345,17 @@ class NodeLink:
             manifest=self.newest_manifest,
             verify_key=self._verify_key,
             heartbeat_s=self._heartbeat_s,
+            **self.weight_places(identity),
         )
         self._socket.send(identity, welcome)
         self._router.place()
+
+    def weight_places(self, identity: bytes) -> dict[str, list[str]]:
+        """Return where that node can pull chunks besides here, as fields of NodeWelcome and NewVersion."""
+        nodes = self._router.nodes
+        self._relays = {relay: url for relay, url in self._relays.items() if nodes.at(relay) is not None}
+        others = [url for relay, url in self._relays.items() if relay != identity]
+        return {"sources": self._sources, "relays": others[-_MAX_RELAYS:]}
 
     def _name_is_taken(self, identity: bytes, key: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.
