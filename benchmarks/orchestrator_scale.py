@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,11 @@ class Load:
 class HttpDriver:
     """Rollouts in client processes that post token ids, as environment workers do."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, *client_options: str) -> None:
+        """`client_options`: of scale_peers.py's clients, besides those that a load sets."""
         self.name = f"http clients in {processes} process(es)"
         self._processes = processes
+        self._client_options = client_options
 
     async def play(self, gateway: Gateway, load: Load) -> list[float]:
         for slot in range(load.concurrent):
@@ -85,6 +88,7 @@ class HttpDriver:
         arguments = [f"--{name}={value}" for name, value in numbers.items()]
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(PEERS), "clients", f"--url={gateway.http_url}", f"--name=c{index}", *arguments,
+            *self._client_options,
             stdout=subprocess.PIPE, env=_environment(),
         )  # fmt: skip
         output, _ = await process.communicate()
@@ -167,12 +171,13 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
-def _config(model_dir: Path, concurrent: int) -> Config:
+def scale_config(model_dir: Path, concurrent: int, max_context: int = 2048) -> Config:
+    """Return the configuration of a gateway for `concurrent` rollouts."""
     source = {"name": "scale", "taskset": {"id": "none"}, "timeout_s": 600.0}
     return Config.model_validate(
         {
             "run": {"name": "orchestrator-scale"},
-            "model": {"path": str(model_dir), "max_context": 2048},
+            "model": {"path": str(model_dir), "max_context": max_context},
             "orchestrator": {"source": [source], "max_concurrent": concurrent},
         }
     )
@@ -188,26 +193,34 @@ async def run(args: argparse.Namespace) -> list[Result]:
     )
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        (root / "config.json").write_text(json.dumps({"vocab_size": _VOCAB}))
-        keys = RunKeys.create(root / "keys")
-        config, store = _config(root, max(args.levels)), WeightStore(root / "w")
-        gateway = Gateway(config, keys, "scale", store, model_dir=root)
-        await gateway.start()
-        try:
-            with fixed_delay_node(gateway, keys, args.delay_s, args.num_tokens):
-                async with asyncio.timeout(30):
-                    while not gateway.router.serving():
-                        await asyncio.sleep(0.1)
-                for concurrent in args.levels:
-                    spread_s = 0.0 if args.burst else args.delay_s
-                    load = Load(concurrent=concurrent, rollouts_per_slot=args.rollouts_per_slot, turns=args.turns,
-                                spread_s=spread_s)  # fmt: skip
-                    results.append(await measure(gateway, driver, load, args.delay_s))
-                    print(_row(results[-1]), flush=True)
-        finally:
-            await gateway.close()
+        async with served_gateway(Path(folder), max(args.levels), args.delay_s, args.num_tokens) as gateway:
+            for concurrent in args.levels:
+                spread_s = 0.0 if args.burst else args.delay_s
+                load = Load(concurrent=concurrent, rollouts_per_slot=args.rollouts_per_slot, turns=args.turns,
+                            spread_s=spread_s)  # fmt: skip
+                results.append(await measure(gateway, driver, load, args.delay_s))
+                print(_row(results[-1]), flush=True)
     return results
+
+
+@asynccontextmanager
+async def served_gateway(
+    root: Path, concurrent: int, delay_s: float, num_tokens: int, *, max_context: int = 2048
+) -> AsyncIterator[Gateway]:
+    """A gateway for `concurrent` rollouts whose one node answers after `delay_s` with `num_tokens`."""
+    (root / "config.json").write_text(json.dumps({"vocab_size": _VOCAB}))
+    keys = RunKeys.create(root / "keys")
+    config, store = scale_config(root, concurrent, max_context), WeightStore(root / "w")
+    gateway = Gateway(config, keys, "scale", store, model_dir=root)
+    await gateway.start()
+    try:
+        with fixed_delay_node(gateway, keys, delay_s, num_tokens):
+            async with asyncio.timeout(60):
+                while not gateway.router.serving():
+                    await asyncio.sleep(0.1)
+            yield gateway
+    finally:
+        await gateway.close()
 
 
 def _row(r: Result) -> str:

@@ -1,4 +1,4 @@
-"""The two ends of orchestrator_scale.py, as processes: a node with a fixed delay, and HTTP clients.
+"""The two ends of orchestrator_scale.py and gateway_scale.py, as processes: a node with a fixed delay, HTTP clients.
 
 COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
 python scale_peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
@@ -12,6 +12,9 @@ import heapq
 import json
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -32,7 +35,8 @@ from composer_prime.wire.node import (
     ToNode,
 )
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from composer_prime.wire.turns import JSON, PackedAnswer, TurnClient
+from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 
 HEARTBEAT_S = 1.0
 
@@ -77,7 +81,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
                 return
 
 
-async def run_clients(url: str, slots: int, rollouts: int, turns: int, spread_s: float, name: str) -> None:
+async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, name: str, talk: Conversation) -> None:
     """`slots` rollouts at a time, each slot plays `rollouts` of them; prints latencies of all requests as JSON."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     latencies: list[float] = []
@@ -86,25 +90,47 @@ async def run_clients(url: str, slots: int, rollouts: int, turns: int, spread_s:
         async def slot(index: int) -> None:
             await asyncio.sleep(spread_s * index / slots)
             for number in range(rollouts):
-                await play(session, url, f"{name}-{index}-{number}", turns, latencies)
+                await talk.play(session, url, f"{name}-{index}-{number}", latencies)
 
         await asyncio.gather(*(slot(index) for index in range(slots)))
     print(json.dumps({"latencies_s": latencies, "cpu_s": time.process_time()}), flush=True)
 
 
-async def play(session: aiohttp.ClientSession, url: str, rollout: str, turns: int, latencies: list[float]) -> None:
-    """One rollout: each turn's prompt is the conversation so far and a tool's reply."""
-    ids = list(range(5, 205))
-    for _ in range(turns):
-        body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 256, "temperature": 1.0}}
-        started = time.monotonic()
-        headers = {"X-Session-ID": rollout, "Content-Type": "application/json"}
-        async with session.post(f"{url}/inference/v1/generate", data=msgspec.json.encode(body), headers=headers) as r:
-            reply = msgspec.json.decode(await r.read())
-            if r.status != 200:
-                raise RuntimeError(f"{r.status}: {reply}")
-        latencies.append(time.monotonic() - started)
-        ids = ids + reply["choices"][0]["token_ids"] + list(range(30, 60))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What each rollout says: each turn's prompt is the conversation so far and a tool's reply."""
+
+    prompt: int
+    """Tokens of the first prompt."""
+    tool: int
+    """Tokens that each turn adds after the policy's answer."""
+    turns: int
+    packed: TurnClient | None
+    """None sends every prompt whole, as JSON."""
+
+    async def play(self, session: aiohttp.ClientSession, url: str, rollout: str, latencies: list[float]) -> None:
+        ids = [5 + i % 20_000 for i in range(self.prompt)]
+        for _ in range(self.turns):
+            body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 256, "temperature": 1.0}}
+            started = time.monotonic()
+            answer_ids = await self._ask(session, f"{url}/inference/v1/generate", rollout, body)
+            latencies.append(time.monotonic() - started)
+            ids = ids + answer_ids + list(range(30, 30 + self.tool))
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, rollout: str, body: dict[str, Any]) -> list[int]:
+        async def send(data: bytes, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
+            async with session.post(url, data=data, headers={"X-Session-ID": rollout, **headers}) as reply:
+                return reply.status, reply.content_type, await reply.read()
+
+        if self.packed is None:
+            status, _, content = await send(msgspec.json.encode(body), {"Content-Type": JSON})
+        else:
+            status, content = await self.packed.ask(rollout, body, send)
+        if status != 200:
+            raise RuntimeError(f"{status}: {content}")
+        if isinstance(content, PackedAnswer):
+            return ints(content.token_ids).tolist()
+        return msgspec.json.decode(content)["choices"][0]["token_ids"]
 
 
 def main() -> None:
@@ -118,13 +144,18 @@ def main() -> None:
     clients.add_argument("--url", required=True)
     for number in ("slots", "rollouts", "turns"):
         clients.add_argument(f"--{number}", type=int, required=True)
+    clients.add_argument("--prompt", type=int, default=200, help="tokens of a rollout's first prompt")
+    clients.add_argument("--tool", type=int, default=30, help="tokens that each turn adds after the answer")
+    clients.add_argument("--packed", action="store_true", help="speak the packed form, as environment workers do")
     clients.add_argument("--spread-s", type=float, required=True)
     clients.add_argument("--name", default="c")
     args = parser.parse_args()
     if args.role == "node":
         run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
     else:
-        asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.turns, args.spread_s, args.name))
+        packed = TurnClient() if args.packed else None
+        talk = Conversation(prompt=args.prompt, tool=args.tool, turns=args.turns, packed=packed)
+        asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.spread_s, args.name, talk))
 
 
 if __name__ == "__main__":

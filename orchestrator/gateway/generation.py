@@ -16,7 +16,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -25,7 +25,8 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.types import VersionSpan, pack_ints
+from composer_prime.wire.turns import PREFIX_MISSING, Prefix, TokenHash
+from composer_prime.wire.types import INT, VersionSpan, ints
 from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.routing import Router
 
@@ -127,6 +128,10 @@ class Generator:
         self._vocab_size = vocab_size
         self._router = router
         self._records = records
+        self.prompt_bytes_received = 0
+        """Of token ids in prompts, 4 bytes each, as they came: without the prefixes that were held here."""
+        self.prefixes_missing = 0
+        """Requests that were asked for the whole prompt."""
         self._order = itertools.count()
         self._under_way: Counter[str] = Counter()
         """Requests without an answer yet, by session."""
@@ -141,21 +146,44 @@ class Generator:
                 param="model",
             )
 
+    def whole_prompt(self, session: str | None, prefix: Prefix | None, new_ids: bytes) -> bytes:
+        """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`.
+
+        Raises RequestError: 409 when that prefix is not held here.
+        """
+        if len(new_ids) % INT.itemsize:
+            raise RequestError(f"new_ids has {len(new_ids)} bytes: send int32 ids, 4 bytes each", param="new_ids")
+        self.prompt_bytes_received += len(new_ids)
+        if prefix is None:
+            return new_ids
+        held = None if session is None else self._records.prefix(session, prefix)
+        if held is None:
+            self.prefixes_missing += 1
+            raise RequestError(
+                f"the gateway does not hold these {prefix.num_tokens} tokens of session {session!r}: send the whole "
+                "prompt in new_ids, without prefix",
+                status=409,
+                code=PREFIX_MISSING,
+                param="prefix",
+            )
+        return b"".join([held.data, new_ids])
+
     async def generate(
-        self, session: str | None, token_ids: list[int], fields: SamplingFields, *, max_tokens: int | None = None
+        self, session: str | None, prompt: bytes, fields: SamplingFields, *, max_tokens: int | None = None
     ) -> tuple[str, NodeAnswer]:
         """Return the request's id and its answer, recorded when `session` belongs to an open rollout.
 
-        Raises RequestError, and what Router.generate raises.
+        `prompt`: int32 [T]. Raises RequestError, and what Router.generate raises.
         """
         order = next(self._order)
         request_id = f"g{order}"
-        highest = max(token_ids, default=-1)
-        if not 0 <= highest < self._vocab_size:
-            problem = f"token id {highest} is outside the vocabulary" if token_ids else "the prompt is empty"
+        token_ids = ints(prompt)
+        lowest, highest = (int(token_ids.min()), int(token_ids.max())) if len(token_ids) else (-1, -1)
+        if not 0 <= lowest <= highest < self._vocab_size:
+            outside = lowest if lowest < 0 else highest
+            problem = f"token id {outside} is outside the vocabulary" if len(token_ids) else "the prompt is empty"
             raise RequestError(f"{problem}: send at least one id in 0..{self._vocab_size - 1}", param="token_ids")
         sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self.max_context, max_tokens=max_tokens)
-        prompt = pack_ints(token_ids)
         if session is None:
             return request_id, await self._router.generate(request_id, request_id, prompt, sampling)
         if sampling.seed is not None:  # Parallel requests of one session draw different noise.
@@ -227,6 +255,18 @@ class _Chain:
 
     tokens: np.ndarray
     """int32 [T], prompt and completion of the newest turn."""
+    hashed: TokenHash = field(default_factory=TokenHash)
+    """Of their first `hashed.num_tokens`; the others are hashed when a request names them."""
+
+    def starts_with(self, prefix: Prefix) -> bool:
+        size = prefix.num_tokens
+        if size > len(self.tokens):
+            return False
+        if size >= self.hashed.num_tokens:
+            hashed = self.hashed = self.hashed.extended(self.tokens[self.hashed.num_tokens : size].data)
+        else:
+            hashed = TokenHash().extended(self.tokens[:size].data)
+        return hashed.prefix() == prefix
 
 
 @dataclass(slots=True)
@@ -303,6 +343,17 @@ class RolloutRecords:
         """Return how many generations are recorded for this session."""
         rollout_id = self.rollout_of(session)
         return 0 if rollout_id is None else len(self._open[rollout_id].get(session, ()))
+
+    def prefix(self, session: str, prefix: Prefix) -> np.ndarray | None:
+        """Return the tokens [num_tokens] of `prefix` if the session's newest turn begins with them, else None.
+
+        They take no memory of their own: the record holds them for training.
+        """
+        rollout_id = self.rollout_of(session)
+        turns = None if rollout_id is None else self._open[rollout_id].get(session)
+        if not turns or not turns[-1].chain.starts_with(prefix):
+            return None
+        return turns[-1].chain.tokens[: prefix.num_tokens]
 
     def append(self, record: GenerationRecord, order: int) -> bool:
         """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""

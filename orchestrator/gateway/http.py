@@ -1,6 +1,7 @@
 """The gateway's HTTP server on loopback, for environments, judges and people.
 
-    POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
+    POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client); JSON, or
+                                  packed (composer_prime/wire/turns.py), with a session's new tokens only
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
     /control/...                  for the run's operator (control.py)
@@ -21,6 +22,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, PortInUseError, RequestError
+from composer_prime.wire.turns import PACKED, PackedAnswer, Prefix
+from composer_prime.wire.types import pack_floats, pack_ints
 from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
@@ -46,6 +49,16 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
+class PackedGenerateBody(msgspec.Struct, kw_only=True):
+    """POST /inference/v1/generate, packed: the prompt is `prefix`, which the gateway holds, and then `new_ids`."""
+
+    model: str
+    new_ids: bytes
+    """int32 [T_new]."""
+    sampling_params: SamplingFields
+    prefix: Prefix | None = None
+
+
 class ChatBody(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -60,14 +73,8 @@ class ChatBody(SamplingFields, kw_only=True):
     stream: bool | None = None
 
 
-class TokenLogprob(msgspec.Struct, gc=False):
-    """`token` is `token_id:<id>`: renderers' client checks it."""
-
-    token: str
-    logprob: float
-
-
 _GENERATE_DECODER = msgspec.json.Decoder(GenerateBody)
+_PACKED_DECODER = msgspec.msgpack.Decoder(PackedGenerateBody)
 _CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 
 
@@ -139,13 +146,23 @@ class HttpServer:
     # -- routes --------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = await _decoded(request, _GENERATE_DECODER)
-        self._generator.check_model(body.model)
-        if body.content_parts or body.features:
-            raise RequestError("content_parts and features are for images: this model reads text only")
-        _check_no_stream(request, body.stream)
-        request_id, answer = await self._generator.generate(_session(request), body.token_ids, body.sampling_params)
-        return _reply(_generate_reply(request_id, answer))
+        session, is_packed = _session(request), request.content_type == PACKED
+        if is_packed:
+            packed = await _decoded(request, _PACKED_DECODER)
+            model, sampling = packed.model, packed.sampling_params
+            prompt = self._generator.whole_prompt(session, packed.prefix, packed.new_ids)
+        else:
+            body = await _decoded(request, _GENERATE_DECODER)
+            if body.content_parts or body.features:
+                raise RequestError("content_parts and features are for images: this model reads text only")
+            _check_no_stream(request, body.stream)
+            model, sampling = body.model, body.sampling_params
+            prompt = self._generator.whole_prompt(session, None, pack_ints(body.token_ids))
+        self._generator.check_model(model)
+        answer = _packed_answer(*await self._generator.generate(session, prompt, sampling))
+        if is_packed or PACKED in request.headers.get("Accept", ""):
+            return web.Response(body=msgspec.msgpack.encode(answer), content_type=PACKED)
+        return _reply(answer.to_json())
 
     async def _chat_complete(self, request: web.Request) -> web.Response:
         body = await _decoded(request, _CHAT_DECODER)
@@ -156,7 +173,7 @@ class HttpServer:
         prompt, stop_ids = await self._chat.render(body.messages, tools)
         body.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
         request_id, answer = await self._generator.generate(
-            _session(request), prompt, body, max_tokens=body.max_completion_tokens
+            _session(request), pack_ints(prompt), body, max_tokens=body.max_completion_tokens
         )
         message, finish_reason = await self._chat.parse(answer.token_ids.tolist(), prompt, tools, answer.finish_reason)
         return _reply(_chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason))
@@ -210,7 +227,9 @@ class HttpServer:
             )
 
 
-async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+async def _decoded(
+    request: web.Request, decoder: msgspec.json.Decoder[BodyT] | msgspec.msgpack.Decoder[BodyT]
+) -> BodyT:
     """Return the request's body. Raises RequestError naming the field and what was expected there."""
     try:
         raw = await request.read()
@@ -268,20 +287,14 @@ def _error(message: str, *, status: int, code: str, param: str | None = None) ->
     return _reply({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
-def _generate_reply(request_id: str, answer: NodeAnswer) -> dict[str, Any]:
-    """Return the body of vLLM's /inference/v1/generate, with the version spans added."""
-    ids = answer.token_ids.tolist()
-    content = [TokenLogprob(f"token_id:{i}", value) for i, value in zip(ids, answer.logprobs.tolist(), strict=True)]
-    choice = {
-        "index": 0,
-        "token_ids": ids,
-        "finish_reason": answer.finish_reason,
-        "logprobs": {"content": content},
-        "weight_versions": [
-            {"version": str(span.version), "start": span.start, "end": span.end} for span in answer.version_spans
-        ],
-    }
-    return {"request_id": request_id, "choices": [choice], "version_spans": answer.version_spans}
+def _packed_answer(request_id: str, answer: NodeAnswer) -> PackedAnswer:
+    return PackedAnswer(
+        request_id=request_id,
+        token_ids=pack_ints(answer.token_ids),
+        logprobs=pack_floats(answer.logprobs),
+        finish_reason=answer.finish_reason,
+        version_spans=list(answer.version_spans),
+    )
 
 
 def _chat_reply(

@@ -31,10 +31,12 @@ from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import MAX_PLACES, Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.turns import JSON
 from orchestrator.gateway.gateway import TOKEN_VARIABLE, how_to_join
 from orchestrator.workers.players import RolloutPlayer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
+    FORM_HEADERS,
     MAX_HOST_MESSAGE_BYTES,
     CancelCall,
     ForSource,
@@ -281,12 +283,15 @@ class HostServer:
             task.add_done_callback(lambda _: host.calls.pop(call.call, None))
 
     async def _forward(self, host: WorkerHost, call: GatewayCall) -> None:
-        headers = {"Content-Type": "application/json", "X-Session-ID": call.session}
+        form = {name: call.headers[name] for name in FORM_HEADERS if name in call.headers}
+        headers = {"Content-Type": JSON, **form, "X-Session-ID": call.session}
         if token := os.environ.get(TOKEN_VARIABLE):
             headers["Authorization"] = f"Bearer {token}"
         try:
             async with self._session.post(self._gateway_url + call.path, data=call.body, headers=headers) as answer:
-                reply = GatewayReply(call=call.call, status=answer.status, body=await answer.read())
+                reply = GatewayReply(
+                    call=call.call, status=answer.status, body=await answer.read(), content_type=answer.content_type
+                )
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reply = _refused(call, 503, f"{type(error).__name__}: {error}")
         self.send(host.identity, reply)

@@ -51,6 +51,7 @@ from orchestrator.gateway.gateway import TOKEN_VARIABLE as GATEWAY_TOKEN
 from orchestrator.workers.hosts import releases
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
+    FORM_HEADERS,
     MAX_HOST_MESSAGE_BYTES,
     CancelCall,
     CancelRollout,
@@ -320,14 +321,16 @@ class JoinedHost:
         number, session = next(self._numbers), request.headers.get("X-Session-ID", "")
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(GatewayCall(call=number, path=request.path, session=session, body=await request.read()))
+            headers = {name: request.headers[name] for name in FORM_HEADERS if name in request.headers}
+            body = await request.read()
+            self._send(GatewayCall(call=number, path=request.path, session=session, body=body, headers=headers))
             reply = await future
         except asyncio.CancelledError:
             self._send(CancelCall(call=number))
             raise
         finally:
             del self._calls[number]
-        return web.Response(status=reply.status, body=reply.body, content_type="application/json")
+        return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type)
 
 
 def check_runtimes(source: str, types: Sequence[str]) -> None:

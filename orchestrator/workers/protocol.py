@@ -293,6 +293,10 @@ class FromSource(msgspec.Struct, frozen=True, kw_only=True, tag="from_source"):
     reply: RolloutReply
 
 
+FORM_HEADERS = ("Content-Type", "Accept")
+"""Headers of a worker's request that a host passes on: in which form its body is, and the answer may be."""
+
+
 class GatewayCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """An HTTP request of a worker to the gateway."""
 
@@ -302,12 +306,15 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     session: str
     """X-Session-ID: the rollout's id, or that and `#n`."""
     body: bytes
+    headers: dict[str, str] = {}
+    """Those of FORM_HEADERS."""
 
 
 class GatewayReply(msgspec.Struct, frozen=True, kw_only=True, tag="call_reply"):
     call: int
     status: int
     body: bytes
+    content_type: str = "application/json"
 
 
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_call"):

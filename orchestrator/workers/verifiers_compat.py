@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,12 +29,15 @@ import jinja2
 import msgspec
 from renderers import RendererConfig
 from renderers.client import MalformedGenerateResponseError
+from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 from verifiers.v1.errors import ProviderError, RolloutError
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 from verifiers.v1.types import Response
 from verifiers.v1.utils import loaders
+
+from composer_prime.wire.turns import JSON, PackedAnswer, TurnClient
 
 _IDLE_S = 15.0
 """The client closes idle connections before the gateway does, so no request meets a closing one."""
@@ -51,7 +55,8 @@ class GatewayHttp:
 
     def __init__(self, base_url: str, token: str) -> None:
         self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._turns = TurnClient()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -59,24 +64,49 @@ class GatewayHttp:
         )
 
     async def get(self, path: str, *, cast_to: Any = None) -> Any:
-        return json.loads(await self._read("GET", self.base_url + path, None, {}))
+        url = self.base_url + path
+        status, _, content = await self._send("GET", url, {}, None, {})
+        return json.loads(_checked(url, status, content))
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Any:
+        """Post `body` of /inference/v1/generate, packed where the gateway knows that form. Return its answer as JSON.
+
+        Images have no packed form, and the gateway refuses them in JSON.
+        """
         headers = (options or {}).get("headers") or {}
-        return SimpleNamespace(content=await self._read("POST", url, msgspec.json.encode(body), headers))
+        if body.get("content_parts") or body.get("features"):
+            status, _, content = await self._send(
+                "POST", url, headers, msgspec.json.encode(body), {"Content-Type": JSON}
+            )
+        else:
+            send = functools.partial(self._send, "POST", url, headers)
+            try:
+                status, content = await self._turns.ask(headers.get(SESSION_ID_HEADER), body, send)
+            except msgspec.DecodeError as error:
+                raise MalformedGenerateResponseError(f"the packed answer is none: {error}") from error
+        if isinstance(content, PackedAnswer):
+            content = msgspec.json.encode(content.to_json())
+        return SimpleNamespace(content=_checked(url, status, content))
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _read(self, method: str, url: str, data: bytes | None, headers: dict[str, str]) -> bytes:
+    async def _send(
+        self, method: str, url: str, headers: dict[str, str], data: bytes | None, more: Mapping[str, str]
+    ) -> tuple[int, str, bytes]:
+        """Return status, content type and body."""
         try:
-            async with self._session.request(method, url, data=data, headers=self._headers | headers) as reply:
-                content = await reply.read()
-                if reply.status >= 400:
-                    raise ProviderError(_message(content) or f"{url} answered {reply.status}", status_code=reply.status)
-                return content
+            async with self._session.request(method, url, data=data, headers=self._headers | headers | more) as reply:
+                return reply.status, reply.content_type, await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
+
+
+def _checked(url: str, status: int, content: bytes) -> bytes:
+    """Return the body of a good answer. Raises ProviderError."""
+    if status >= 400:
+        raise ProviderError(_message(content) or f"{url} answered {status}", status_code=status)
+    return content
 
 
 def _message(content: bytes) -> str:

@@ -1,0 +1,218 @@
+"""Measure what a turn costs the gateway: by the prompt's length, by the number of nodes, with many open rollouts.
+
+    clients (own process) --HTTP--> gateway (this process) --CURVE ZMQ--> node (own process, answers at once)
+
+    python benchmarks/gateway_scale.py
+    python benchmarks/gateway_scale.py --parts turns --repeats 5
+    python benchmarks/gateway_scale.py --parts open --open-rollouts 10000 --out open.json
+
+turns     CPU of the gateway's process a turn, its threads included, with prompts of 205, 4k and 32k tokens, and over a
+          conversation of 100 turns. Each in both forms of the request: whole prompts as JSON, and packed, where a
+          turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts.
+placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
+open      lag of the event loop with that many rollouts open, each with a request at the node or on its way.
+
+The exit status is 1 when the packed form costs more than JSON at any size, when its cost at 32k is above 1.5 times that
+at 205, when placing at 1000 nodes is above twice that at 1, or when the lag's 99th percentile reaches 50 ms. On a busy
+machine the loop is also late because others hold the CPU: `own` is what the gateway's work explains of the lag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator_scale import HttpDriver, Load, measure, served_gateway
+
+from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, ToNode
+from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.routing import Router
+
+FLAT_TARGET, PLACING_TARGET, LAG_TARGET_S = 1.5, 2.0, 0.05
+FORMS = ("json", "packed")
+_NUM_TOKENS = 16
+"""Tokens of each answer in the parts turns and placing."""
+_PLACED_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Conversations of one kind."""
+
+    name: str
+    prompt: int
+    """Tokens of the first prompt."""
+    tool: int
+    """Tokens that each turn adds after the answer."""
+    turns: int
+    concurrent: int
+    rollouts_per_slot: int
+
+
+CASES = (
+    Case(name="205", prompt=205, tool=16, turns=10, concurrent=8, rollouts_per_slot=5),
+    Case(name="4k", prompt=4096, tool=16, turns=10, concurrent=8, rollouts_per_slot=5),
+    Case(name="32k", prompt=32_768, tool=16, turns=10, concurrent=8, rollouts_per_slot=5),
+    Case(name="100 turns", prompt=205, tool=300, turns=100, concurrent=4, rollouts_per_slot=1),
+)
+
+
+async def measure_turns(repeats: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds of CPU a turn, by case and form."""
+    print(f"turns: CPU of the gateway's process a turn, median of {repeats} runs; answers of {_NUM_TOKENS} tokens")
+    print("case         JSON, whole   packed, new tokens   JSON / packed   prompt bytes on the way (packed)")
+    figures: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with served_gateway(Path(folder), 64, 0.0, _NUM_TOKENS, max_context=65_536) as gateway:
+            for case in CASES:
+                runs: dict[str, list[float]] = {form: [] for form in FORMS}
+                received = 0.0
+                for _ in range(repeats):
+                    for form in FORMS:
+                        before = gateway.metrics()["gateway/prompt_bytes_received"]
+                        result = await measure(gateway, _driver(case, form), _load(case), 0.0)
+                        runs[form].append(result.cpu_ms_per_request)
+                        received = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / result.requests
+                figures[case.name] = medians = {form: statistics.median(runs[form]) for form in FORMS}
+                ratio = medians["json"] / medians["packed"]
+                print(f"{case.name:10s} {medians['json']:9.2f} ms {medians['packed']:17.2f} ms {ratio:15.2f} "
+                      f"{received:18.0f} a turn", flush=True)  # fmt: skip
+    return figures
+
+
+def _driver(case: Case, form: str) -> HttpDriver:
+    return HttpDriver(1, f"--prompt={case.prompt}", f"--tool={case.tool}", *(["--packed"] if form == "packed" else []))
+
+
+def _load(case: Case) -> Load:
+    return Load(concurrent=case.concurrent, rollouts_per_slot=case.rollouts_per_slot, turns=case.turns, spread_s=0.0)
+
+
+async def measure_placing(levels: list[int], requests: int) -> dict[int, float]:
+    """Return microseconds of CPU a request, by number of nodes."""
+    print(f"placing: CPU from a request's arrival at the router to its answer, {_PLACED_AT_ONCE} requests at a time")
+    figures = {}
+    for num_nodes in levels:
+        figures[num_nodes] = await _place(num_nodes, requests)
+        print(f"{num_nodes:6d} nodes {figures[num_nodes]:8.0f} us", flush=True)
+    return figures
+
+
+async def _place(num_nodes: int, requests: int) -> float:
+    placed: list[tuple[AttachedNode, Generate]] = []
+
+    def send(node: AttachedNode, message: ToNode) -> bool:
+        if isinstance(message, Generate):
+            placed.append((node, message))
+        return True
+
+    router = Router(send, vocab_size=32_000, suspend_s=1.0, no_node_timeout_s=60.0, request_timeout_s=60.0,
+                    join_hint=lambda: "")  # fmt: skip
+    for index in range(num_nodes):
+        hello = NodeHello(node_id=f"n{index}", engine="none", run_id=None, version=0, max_concurrent=128,
+                          instance=f"n{index}")  # fmt: skip
+        router.nodes.attach(f"n{index}".encode(), hello)
+    prompt, sampling = pack_ints(range(205)), Sampling(max_tokens=256)
+    ids, logprobs = pack_ints(range(_NUM_TOKENS)), pack_floats([-0.5] * _NUM_TOKENS)
+    done, cpu = 0, 0.0
+    while done < requests:
+        started = time.process_time()
+        calls = [
+            asyncio.ensure_future(router.generate(f"g{number}", f"s{number % 512}", prompt, sampling))
+            for number in range(done, done + _PLACED_AT_ONCE)
+        ]
+        await asyncio.sleep(0)
+        for node, message in placed:
+            answer = Generated(request_id=message.request_id, lease=message.lease, token_ids=ids, logprobs=logprobs,
+                               version_spans=[VersionSpan(0, _NUM_TOKENS, 0)], finish_reason="stop")  # fmt: skip
+            router.on_generated(node, answer)
+        await asyncio.gather(*calls)
+        cpu += time.process_time() - started
+        placed.clear()
+        done += _PLACED_AT_ONCE
+    return 1e6 * cpu / done
+
+
+async def measure_open(num_open: int, delay_s: float) -> dict[str, float]:
+    """Return the lag in seconds and the CPU a turn in milliseconds with `num_open` rollouts open."""
+    print(f"open: {num_open} rollouts of 3 turns, the node answers after {delay_s:g} s, packed")
+    with tempfile.TemporaryDirectory() as folder:
+        async with served_gateway(Path(folder), num_open, delay_s, 64) as gateway:
+            load = Load(concurrent=num_open, rollouts_per_slot=1, turns=3, spread_s=delay_s)
+            result = await measure(gateway, HttpDriver(1, "--packed"), load, delay_s)
+    ms = 1000.0
+    rate, cpu_ms, share = result.requests_per_s, result.cpu_ms_per_request, result.cpu_share
+    print(f"{rate:.0f} turns/s, {cpu_ms:.2f} ms a turn, {share:.0%} of a core")
+    print(
+        f"lag p50 {result.lag_p50_s * ms:.1f} ms, p99 {result.lag_p99_s * ms:.1f} ms "
+        f"(own {result.own_lag_p99_s * ms:.1f} ms), "
+        f"most {result.lag_max_s * ms:.0f} ms (own {result.own_lag_max_s * ms:.0f} ms)"
+    )
+    return {"lag_p99_s": result.lag_p99_s, "own_lag_p99_s": result.own_lag_p99_s, "cpu_ms": result.cpu_ms_per_request}
+
+
+def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Return each question with its answer, in words, and whether the answer is good."""
+    answers = []
+    if turns := figures.get("turns"):
+        worst = min(turns, key=lambda name: turns[name]["json"] / turns[name]["packed"])
+        ratio = turns[worst]["json"] / turns[worst]["packed"]
+        answers.append((f"packed against JSON, worst case ({worst}): {ratio:.2f} x less CPU, at least 1", ratio >= 1))
+        flat = {form: turns["32k"][form] / turns["205"][form] for form in FORMS}
+        text = f"32k over 205: packed {flat['packed']:.2f}, at most {FLAT_TARGET} (JSON {flat['json']:.2f})"
+        answers.append((text, flat["packed"] <= FLAT_TARGET))
+    if placing := figures.get("placing"):
+        few, many = min(placing), max(placing)
+        ratio = placing[many] / placing[few]
+        answers.append((f"placing, {many} nodes over {few}: {ratio:.2f}, at most {PLACING_TARGET}",
+                        ratio <= PLACING_TARGET))  # fmt: skip
+    if lag := figures.get("open"):
+        text = f"lag p99 {1000 * lag['lag_p99_s']:.1f} ms, below {1000 * LAG_TARGET_S:.0f}"
+        answers.append((f"{text} (own work {1000 * lag['own_lag_p99_s']:.1f} ms)", lag["lag_p99_s"] < LAG_TARGET_S))
+    return answers
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
+    figures: dict[str, Any] = {}
+    if "turns" in args.parts:
+        figures["turns"] = await measure_turns(args.repeats)
+    if "placing" in args.parts:
+        figures["placing"] = await measure_placing(args.nodes, args.placed)
+    if "open" in args.parts:
+        figures["open"] = await measure_open(args.open_rollouts, args.delay_s)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parts = ("turns", "placing", "open")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each case and form")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 256, 1000])
+    parser.add_argument("--placed", type=int, default=3200, help="requests that are placed at each number of nodes")
+    parser.add_argument("--open-rollouts", type=int, default=10_000)
+    parser.add_argument("--delay-s", type=float, default=30.0, help="in the part open the node answers after this long")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    figures = asyncio.run(run(args))
+    answers = verdicts(figures)
+    for text, is_good in answers:
+        print(f"{'met   ' if is_good else 'MISSED'} {text}")
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=2) + "\n")
+    sys.exit(not all(is_good for _, is_good in answers))
+
+
+if __name__ == "__main__":
+    main()

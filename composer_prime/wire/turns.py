@@ -1,0 +1,185 @@
+"""The packed form of POST /inference/v1/generate: raw numbers, and of a prompt only what the gateway does not hold.
+
+    client --first request: JSON, Accept: PACKED--> gateway --PackedAnswer--> the client knows that packed is understood
+    client --prefix (length and digest), new ids--> gateway --PackedAnswer--> client
+                           the gateway does not hold that prefix --409--> the client sends the whole prompt
+
+The records of an open rollout hold each session's prompt and answer, and the client remembers the same tokens. The next
+prompt usually continues them. The digest decides: a prefix that differs on both ends is never used. A gateway that does
+not know the packed form answers JSON, and the client stays with JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_ints
+
+PACKED = "application/vnd.msgpack"
+"""Content type of packed requests and answers."""
+JSON = "application/json"
+PREFIX_MISSING = "prefix_missing"
+"""Error code of the 409 that asks for the whole prompt."""
+_DIGEST_BYTES = 16
+_MAX_REMEMBERED_TOKENS = 1 << 23
+"""Tokens that a client remembers, 8 bytes each. The conversation that was used least recently goes first."""
+
+Send = Callable[[bytes, Mapping[str, str]], Awaitable[tuple[int, str, bytes]]]
+"""Posts a body with these headers. Returns status, content type and body of the answer."""
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a prompt that the gateway holds."""
+
+    num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    digest: Annotated[bytes, Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
+    """Of its int32 ids."""
+
+
+class PackedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request sampled."""
+
+    request_id: str
+    token_ids: bytes
+    """int32 [T_new], the stop token included when one ended the turn."""
+    logprobs: bytes
+    """float32 [T_new]."""
+    finish_reason: str
+    """stop | length."""
+    version_spans: list[VersionSpan]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the body of vLLM's /inference/v1/generate, with the version spans added."""
+        ids = ints(self.token_ids).tolist()
+        logprobs = floats(self.logprobs).tolist()
+        # Renderers' client checks the form of `token`.
+        content = [{"token": f"token_id:{i}", "logprob": value} for i, value in zip(ids, logprobs, strict=True)]
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": self.finish_reason,
+            "logprobs": {"content": content},
+            "weight_versions": [
+                {"version": str(span.version), "start": span.start, "end": span.end} for span in self.version_spans
+            ],
+        }
+        return {"request_id": self.request_id, "choices": [choice], "version_spans": self.version_spans}
+
+
+_ANSWER_DECODER = msgspec.msgpack.Decoder(PackedAnswer)
+
+
+class TokenHash:
+    """The digest of a sequence of ids that grows at its end."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def extended(self, ids: bytes | memoryview) -> TokenHash:
+        """Return the hash of the sequence with `ids`, int32 [T], after it."""
+        longer = TokenHash()
+        longer._hash = self._hash.copy()
+        longer._hash.update(ids)
+        longer.num_tokens = self.num_tokens + memoryview(ids).nbytes // INT.itemsize
+        return longer
+
+    def prefix(self) -> Prefix:
+        return Prefix(num_tokens=self.num_tokens, digest=self._hash.digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Remembered:
+    """A conversation as the gateway should hold it."""
+
+    token_ids: list[int]
+    """Prompt and answer of its newest turn."""
+    whole: TokenHash
+    prompt: TokenHash
+    """Of the prompt alone: a renderer may write the answer differently into the next prompt."""
+
+
+class TurnClient:
+    """Asks for turns in the packed form once the gateway has shown that it knows it."""
+
+    def __init__(self, max_tokens: int = _MAX_REMEMBERED_TOKENS) -> None:
+        """`max_tokens`: tokens remembered, of all conversations."""
+        self._is_understood = False
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._conversations: OrderedDict[str, _Remembered] = OrderedDict()
+
+    async def ask(self, session: str | None, body: Mapping[str, Any], send: Send) -> tuple[int, PackedAnswer | bytes]:
+        """Return the answer to `body`, a request in its JSON form, or the body of a JSON answer or an error.
+
+        `session`: the X-Session-ID that `send` adds; None remembers nothing.
+        """
+        token_ids: list[int] = body["token_ids"]
+        if not self._is_understood:
+            headers = {"Content-Type": JSON, "Accept": f"{PACKED}, {JSON}"}
+            status, content_type, content = await send(msgspec.json.encode(body), headers)
+            if status != 200 or content_type != PACKED:
+                return status, content
+            self._is_understood = True
+            prompt = TokenHash().extended(pack_ints(token_ids))
+        else:
+            held = self._held(session, token_ids)
+            status, content, prompt = await _post(body, held, send)
+            if status == 409 and held.num_tokens and _is_prefix_missing(content):
+                status, content, prompt = await _post(body, TokenHash(), send)
+            if status != 200:
+                return status, content
+        answer = _ANSWER_DECODER.decode(content)
+        if session is not None:
+            self._remember(session, token_ids, prompt, answer)
+        return status, answer
+
+    def _held(self, session: str | None, token_ids: list[int]) -> TokenHash:
+        """Return the hash of the longest start of `token_ids` that the gateway should hold; empty without one."""
+        known = self._conversations.get(session) if session is not None else None
+        for held in () if known is None else (known.whole, known.prompt):
+            size = held.num_tokens
+            if token_ids[:size] == known.token_ids[:size]:
+                return held
+        return TokenHash()
+
+    def _remember(self, session: str, token_ids: list[int], prompt: TokenHash, answer: PackedAnswer) -> None:
+        self._forget(session)
+        conversation = [*token_ids, *ints(answer.token_ids).tolist()]
+        whole = prompt.extended(answer.token_ids)
+        self._conversations[session] = _Remembered(token_ids=conversation, whole=whole, prompt=prompt)
+        self._num_tokens += len(conversation)
+        while self._num_tokens > self._max_tokens:
+            self._forget(next(iter(self._conversations)))
+
+    def _forget(self, session: str) -> None:
+        conversation = self._conversations.pop(session, None)
+        if conversation is not None:
+            self._num_tokens -= len(conversation.token_ids)
+
+
+async def _post(body: Mapping[str, Any], held: TokenHash, send: Send) -> tuple[int, bytes, TokenHash]:
+    """Send what follows `held`. Return status and body of the answer, and the hash of the whole prompt."""
+    new_ids = pack_ints(body["token_ids"][held.num_tokens :])
+    turn = {
+        "model": body["model"],
+        "prefix": held.prefix() if held.num_tokens else None,
+        "new_ids": new_ids,
+        "sampling_params": body["sampling_params"],
+    }
+    status, _, content = await send(msgspec.msgpack.encode(turn), {"Content-Type": PACKED, "Accept": PACKED})
+    return status, content, held.extended(new_ids)
+
+
+def _is_prefix_missing(content: bytes) -> bool:
+    try:
+        return msgspec.json.decode(content)["error"]["code"] == PREFIX_MISSING
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
