@@ -53,6 +53,12 @@ class NodeTrust:
             return "quarantined"
         return "new" if self.is_new else "known"
 
+    def expectation(self, now: float) -> float | None:
+        """Return the expected share of right answers: 0 in quarantine, None before the first audit."""
+        if now < self.quarantined_until:
+            return 0.0
+        return (1 + self.clean) / (2 + self.clean + self.doubtful) if self.audited else None
+
     @property
     def is_new(self) -> bool:
         """Whether its answers wait for their audit."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ import msgspec
 from composer_prime.monitor.events import event
 from composer_prime.wire.node import ComputeDevice, NodeHello, Sampling, Status
 from composer_prime.wire.types import INT
+from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.adaptive import KV_FULL
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer
 from orchestrator.gateway.speed import NodeSpeed
@@ -137,6 +139,8 @@ class AttachedNode:
     """None before its first heartbeat."""
     cache_is_full: bool = False
     """By its last report, no further conversation fits into its KV cache."""
+    audited: NodeTrust = field(default_factory=NodeTrust)
+    """What audits of its answers tell; belongs to its name."""
     speed: NodeSpeed = field(default_factory=NodeSpeed)
     """Measured here, from its answers."""
     idle_since: float | None = None
@@ -165,6 +169,8 @@ class AttachedNode:
             return f"gone for {now - self.last_heard:.0f} s"
         if self.draining:
             return "draining"
+        if now < self.audited.quarantined_until:
+            return f"quarantined for {self.audited.quarantined_until - now:.0f} s: an audit found wrong answers"
         if not oldest <= self.version <= newest:
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {needed}"
@@ -172,6 +178,11 @@ class AttachedNode:
             cause = f"{self.stalls_in_row} stalls" if self.stalls_in_row else f"{self.failures_in_row} failures"
             return f"suspended for {self.suspended_until - now:.1f} s after {cause} in a row"
         return None
+
+    @property
+    def trust(self) -> float | None:
+        """Expected share of right answers, by its audits; 0 in quarantine, None before the first audit."""
+        return self.audited.expectation(time.monotonic())
 
     def note_answer(self, num_tokens: int) -> None:
         """Count an accepted answer: the node is as good as it claims for one request more."""
@@ -205,6 +216,8 @@ class Nodes:
         """
         self.refused: dict[str, str] = {}
         """Why nodes of a name may not attach: the operator evicted them."""
+        self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
+        """What audits tell, by node id."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
@@ -246,6 +259,7 @@ class Nodes:
             instance=hello.instance,
             key=key,
             engine=hello.engine,
+            audited=self.trust[hello.node_id],
             max_concurrent=hello.max_concurrent,
             places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,
             credible_places=min(hello.max_concurrent, UNPROVEN_PLACES + (former.answers if former else 0)),
@@ -352,4 +366,5 @@ def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:
         **{name: getattr(status, name) if status else None for name in reported},
         **{name: getattr(node, name) for name in _COUNTERS},
         "attachments": node.attachments,
+        "trust": node.trust,
     }
