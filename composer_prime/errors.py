@@ -7,6 +7,7 @@
     │   ├── EmptyTaskSetError                  a source without tasks
     │   ├── PortInUseError (also OSError)      an address that another process holds
     │   ├── InviteError                        an invite that admits nobody: cut, expired, used, of another run
+    │   ├── NotLiveError                       a command for a live run, but its orchestrator does not answer
     │   ├── LedgerError                        a costs.jsonl that does not say what was spent
     │   └── UnwritableError (also OSError)     a file that cannot be opened for writing
     ├── WireError (ValueError)                 bytes or a message that do not belong here
@@ -68,6 +69,10 @@ class EmptyTaskSetError(ConfigError):
 
 class PortInUseError(ConfigError, OSError):
     """Another process holds the address that this role should bind."""
+
+
+class NotLiveError(ConfigError):
+    """A command needs a live run, and no orchestrator of that run answers on this machine."""
 
 
 class InviteError(ConfigError):

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from composer_prime.errors import ConfigError, DeadlineError, RequestError
+from composer_prime.errors import ConfigError, DeadlineError, NotLiveError, RequestError
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.nodes import NodeRow, recorded_rows, table_lines
 from composer_prime.monitor.rollouts import open_run
@@ -25,10 +25,6 @@ from composer_prime.run.run_dir import RunDir, read_run_id
 _TIMEOUT_S = 20.0
 """For an answer of the orchestrator, whose event loop may be busy."""
 _OUTPUTS = Path("outputs")
-
-
-class NotLiveError(ConfigError):
-    """No orchestrator of the run answers on this machine."""
 
 
 class RunConnection:
