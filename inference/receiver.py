@@ -54,12 +54,16 @@ class Receiver:
         canary_tolerance: float,
         *,
         relays: bool = False,
+        kept: Path | None = None,
     ) -> None:
-        """`canary_tolerance` in nats. `relays`: keep the chunks that other nodes may ask for."""
+        """`canary_tolerance` in nats. `relays`: keep the chunks that other nodes may ask for.
+
+        `kept`: where chunks outlast this process.
+        """
         self._engine = engine
         self._folder = model_folder
         self._tolerance = canary_tolerance
-        self._versions = VersionFolder(source, model_folder, relays=relays)
+        self._versions = VersionFolder(source, model_folder, relays=relays, kept=kept)
         self._proven: Manifest | None = None
         """Of the version in use; None before the first."""
         self._good: Snapshot | None = None
@@ -86,7 +90,7 @@ class Receiver:
         return self._versions.chunks
 
     def close(self) -> None:
-        """Remove the weights from the disk."""
+        """Remove the weights from the disk, unless they are kept."""
         self._versions.close()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:

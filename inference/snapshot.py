@@ -35,17 +35,41 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChunkFolder:
-    """The chunks that this node has pulled, whole or in part, in a private folder."""
+    """The chunks that this node has pulled, whole or in part, in a private folder.
 
-    def __init__(self) -> None:
-        self._scratch = Scratch("weights")
-        self.path = self._scratch.path
+    A part is in NAME.part until it is whole, so that what a killed process left is known for what it is.
+    """
+
+    def __init__(self, kept: Path | None = None) -> None:
+        """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
+        self._scratch = Scratch("weights") if kept is None else None
         self._pulled: dict[str, tuple[int, hashlib._Hash]] = {}
         """Bytes on the disk, and their hash so far."""
         self._lock = threading.Lock()
+        if self._scratch is not None:
+            self.path = self._scratch.path
+        else:
+            assert kept is not None
+            self.path = kept
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """Learn what an earlier process pulled here. Files that are not what their name says are removed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in list(self.path.iterdir()):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, hashlib.sha256)
+            size, is_whole = path.stat().st_size, digest.hexdigest() == path.stem
+            if is_whole:
+                path.replace(self.path / path.stem)  # Its process was killed just before that.
+            if is_whole or path.suffix == ".part":
+                self._pulled[path.stem] = size, digest
+            else:
+                path.unlink()
 
     def close(self) -> None:
-        self._scratch.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def size(self, sha256: str) -> int:
         """Return how many bytes of a chunk are here."""
@@ -74,8 +98,11 @@ class ChunkFolder:
             self._drop([ref.sha256])
             raise CorruptWeightsError(f"weights v{manifest.version}: chunk {ref.sha256} differs from its hash")
         try:
-            with (self.path / ref.sha256).open("ab" if size else "wb") as file:
+            part = self.path / f"{ref.sha256}.part"
+            with part.open("ab" if size else "wb") as file:
                 file.write(piece)
+            if received == ref.size:
+                part.replace(self.path / ref.sha256)
         except OSError as error:
             self._drop([ref.sha256])
             raise self._no_room(manifest, error) from error
@@ -161,7 +188,8 @@ class ChunkFolder:
         """Forget chunks and remove their files. The caller holds the lock: a pull may still append in a thread."""
         for sha256 in sha256s:
             self._pulled.pop(sha256, None)
-            (self.path / sha256).unlink(missing_ok=True)
+            for name in (sha256, f"{sha256}.part"):
+                (self.path / name).unlink(missing_ok=True)
 
     def snapshot(self, manifest: Manifest, base: Path) -> Snapshot:
         """Return the tensors of a manifest whose chunks are all here; `base` is the model folder.

@@ -55,12 +55,17 @@ class FolderSource(ChunkSource):
 class VersionFolder:
     """The versions on this node's disk. Used by one task at a time."""
 
-    def __init__(self, source: ChunkSource, model_folder: Path, *, relays: bool = False) -> None:
-        """`relays`: keep what other nodes may ask for: all chunks that were pulled for the version in use."""
+    def __init__(
+        self, source: ChunkSource, model_folder: Path, *, relays: bool = False, kept: Path | None = None
+    ) -> None:
+        """`relays`: keep what other nodes may ask for: all chunks that were pulled for the version in use.
+
+        `kept`: where chunks outlast this process, so that the next one pulls only what it lacks.
+        """
         self._source = source
         self._model_folder = model_folder
         self._relays = relays
-        self.chunks = ChunkFolder()
+        self.chunks = ChunkFolder(kept)
         self._overlays: dict[str, ChunkRef] = {}
         """The overlay of a version as one file of this disk, by the version's state."""
         self._in_use: Manifest | None = None
