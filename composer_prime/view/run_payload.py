@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line
+from composer_prime.monitor.nodes import node_lanes, recorded_rows
 from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
 from composer_prime.run.costs import spent
@@ -23,6 +26,8 @@ _MAX_POINTS = 1200
 """Steps of a figure that reach the page; of a longer run every n-th."""
 _MAX_MOMENTS = 800
 _MAX_EVENTS = 400
+_MAX_NODES = 64
+"""Nodes that get a lane."""
 _LANES = (
     "queue/rollouts_running", "queue/rollouts_waiting", "queue/groups_in_flight", "queue/groups_ready",
     "queue/batches_ahead", "gateway/nodes", "gateway/in_flight", "gateway/queued", "gateway/tokens_per_s",
@@ -53,6 +58,7 @@ def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Sco
         "events": events(run_dir, lines),
         "lanes": lanes(lines),
         "waits": waits(lines),
+        "nodes": nodes(run_dir, lines),
         "span": _span(lines),
         "costs": costs(run_dir),
         "joint_rounds": joint_rounds(lines),
@@ -157,6 +163,21 @@ def lanes(lines: Iterable[Line]) -> dict[str, Any]:
     }
 
 
+def nodes(run_dir: RunDir, lines: list[Line]) -> dict[str, Any]:
+    """Return the run's inference nodes: the table's rows, and their lanes over time."""
+    try:
+        totals = spent(run_dir.root / "costs.jsonl").nodes
+    except LedgerError:
+        totals = {}
+    span = _span(lines)
+    lanes = node_lanes(lines, end=span[1] if span else 0.0, most=_MAX_NODES, most_points=_MAX_MOMENTS)
+    rows = recorded_rows(lines, totals)
+    return {
+        "rows": [{**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million} for row in rows],
+        "lanes": [msgspec.to_builtins(lane) for lane in lanes],
+    }
+
+
 def waits(lines: Iterable[Line]) -> list[dict[str, Any]]:
     """Return who waited for what, from when to when. Consecutive lines about one subject are one wait."""
     open_waits: dict[str, dict[str, Any]] = {}
@@ -203,6 +224,7 @@ def costs(run_dir: RunDir) -> dict[str, Any]:
         "process_s": paid.process_s,
         "gpu_s": paid.gpu_s,
         "machine_usd": paid.machine_usd,
+        "node_usd": paid.node_usd,
         "seconds_by_role": by_role,
         "bytes_by_link": dict(paid.link_bytes),
     }

@@ -1,7 +1,7 @@
 // report.html: the same blocks as the live page, from data inside the file.
 import { h, plural, replace, section, table } from "./dom.js";
-import { chartGroups, timeCharts, queueLanes } from "./figures.js";
-import { verdictBlock, runFacts, eventLog, costsBlock, settingsBlock, environmentBlock } from "./run.js";
+import { chartGroups, timeCharts, queueLanes, nodeLanes } from "./figures.js";
+import { verdictBlock, runFacts, eventLog, costsBlock, nodesBlock, settingsBlock, environmentBlock } from "./run.js";
 import { evaluationBlock } from "./evaluation.js";
 import { rolloutCard } from "./transcript.js";
 import { roundsTable } from "./runs.js";
@@ -19,6 +19,8 @@ function reportBlocks(data) {
     cards.length ? section(`Rollouts of the ${data.chosen[0].entry.kind === "eval" ? "last evaluation" : "last batch"}`, h("div", { class: "columns" }, cards)) : null,
     timeCharts(run),
     queueLanes(run),
+    nodeLanes(run),
+    nodesBlock(run),
     section("Cost", costsBlock(run)),
     run.joint_rounds.length ? section("Rounds of the joint run", roundsTable(run)) : null,
     section("Settings that are not at their defaults", differences.length ? table([{ title: "Setting" }, { title: "Value" }, { title: "Default" }], differences, { id: "differences" }) : h("p", { class: "quiet" }, "None are known.")),

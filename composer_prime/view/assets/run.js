@@ -1,6 +1,6 @@
 // One run: the verdict first, then charts, events, money and settings.
 import { h, bytes, clock, dollars, figure, interval, plural, seconds, section, short, table } from "./dom.js";
-import { chartGroups, timeCharts, queueLanes, anyFigure } from "./figures.js";
+import { chartGroups, timeCharts, queueLanes, nodeLanes, anyFigure } from "./figures.js";
 import { link } from "./source.js";
 
 export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["pairs", "Pairs"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
@@ -23,6 +23,8 @@ export function overview(run, state, redraw) {
     chartGroups([run]),
     timeCharts(run),
     queueLanes(run),
+    nodeLanes(run),
+    nodesBlock(run),
     anyFigure([run], state.figure, (name) => { state.figure = name; redraw(); }),
     eventLog(run),
   ];
@@ -67,7 +69,22 @@ export function eventLog(run) {
 }
 
 export function paid(costs) {
-  return (costs.teacher_usd || 0) + (costs.hint_usd || 0) + (costs.machine_usd || 0);
+  return (costs.teacher_usd || 0) + (costs.hint_usd || 0) + (costs.machine_usd || 0) + (costs.node_usd || 0);
+}
+
+// What each inference node did and cost. Device and price are what the node says.
+export function nodesBlock(run) {
+  if (!run.nodes.rows.length) return null;
+  const rate = (value) => (value === null ? "–" : figure(value));
+  const money = (value) => (value === null ? "–" : dollars(value));
+  const rows = run.nodes.rows.map((node) => {
+    const { totals } = node;
+    const figures = [seconds(totals.seconds), rate(node.tokens_per_s), rate(node.trained_tokens_per_s), totals.trained_tokens.toLocaleString("en-US"), money(node.usd_per_hour), money(totals.usd), money(node.usd_per_million), bytes(totals.weight_bytes), totals.failures];
+    return h("tr", null, h("td", { class: "w" }, node.name), h("td", null, node.state), h("td", null, node.device || "–"), h("td", null, node.engine || "–"), figures.map((text) => h("td", { class: "n" }, text)));
+  });
+  const words = ["Node", "State", "Device", "Engine"].map((title) => ({ title }));
+  const numbers = ["Connected", "Tokens/s", "Trained/s", "Trained tokens", "$/h", "Paid", "$/M trained", "Weights pulled", "Failures"].map((title) => ({ title, kind: "n" }));
+  return section("Inference nodes", table([...words, ...numbers], rows, { id: "nodes" }));
 }
 
 export function costsBlock(run) {
@@ -80,6 +97,7 @@ export function costsBlock(run) {
     ...Object.entries(costs.seconds_by_role).map(([role, time]) => [`process ${role}`, seconds(time)]),
     costs.gpu_s > 0 && ["GPUs", seconds(costs.gpu_s)],
     costs.machine_usd > 0 && ["machine", dollars(costs.machine_usd)],
+    costs.node_usd > 0 && ["nodes", dollars(costs.node_usd)],
     ...Object.entries(costs.bytes_by_link).map(([name, count]) => [`link ${name}`, bytes(count)]),
   ].filter(Boolean);
   if (!rows.length) return h("p", { class: "quiet" }, "Costs are written when the launcher ends.");
