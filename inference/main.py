@@ -15,8 +15,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -32,6 +35,12 @@ from composer_prime.plan.machine import gpu_name, visible_gpus
 from composer_prime.run.keys import TOKEN_VARIABLE, ClientKeys, RunKeys, join_keys
 from composer_prime.run.process import PARENT_POLL, end_with_parent
 from composer_prime.run.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from inference.engines.base import Engine
+    from inference.node import GatewayLink
+    from inference.receiver import Receiver
+    from inference.sources import RankedSources
 from composer_prime.wire.node import ComputeDevice
 
 FAILED = 1
@@ -113,14 +122,11 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
     import torch
 
-    from composer_prime.run.weights import WeightStore
     from composer_prime.wire.audit import ToAuditor
     from composer_prime.wire.node import ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
     from inference.node import GatewayLink, InferenceNode
-    from inference.receiver import Receiver
-    from inference.versions import FolderSource
 
     inference = assignment.inference
     torch.set_num_threads(inference.threads)
@@ -129,7 +135,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     messages = ToAuditor if assignment.audits else ToNode
     link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s, messages)
     node: InferenceNode | None = None
-    receiver: Receiver | None = None
+    weights = AsyncExitStack()
     stopped = False
 
     def stop(number: signal.Signals) -> None:
@@ -150,19 +156,50 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             if not stopped:
                 raise
         if not stopped:
-            run_dir = assignment.run_dir
-            source = link if run_dir is None else FolderSource(WeightStore(run_dir.weights))
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
-            receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
+            tolerance = inference.canary_limit(on_cuda=on_cuda)
+            receiver, sources, relay_port = await _receive(assignment, engine, link, folder, tolerance, weights)
+            make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
             device = _device(inference, on_cuda=on_cuda)
-            make = Auditor if assignment.audits else InferenceNode
             node = make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
             await node.run()
     finally:
         await engine.close()
         await asyncio.to_thread(link.close)
-        if receiver is not None:
-            receiver.close()
+        await weights.aclose()
+
+
+async def _receive(
+    assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
+) -> tuple[Receiver, RankedSources | None, int]:
+    """Return what brings weights to `engine`, its sources elsewhere, and the port of the relay (0: there is none).
+
+    With the run's directory at hand its store is read; else the gateway's link is the last of several sources. `stack`
+    closes all. Raises ConfigError.
+    """
+    from composer_prime.run.weights import WeightStore
+    from composer_prime.wire.weight_server import WeightServer
+    from inference.receiver import Receiver
+    from inference.sources import RankedSources
+    from inference.versions import FolderSource
+
+    inference, run_dir = assignment.inference, assignment.run_dir
+    if run_dir is not None:
+        receiver = Receiver(engine, FolderSource(WeightStore(run_dir.weights)), folder, tolerance)
+        stack.callback(receiver.close)
+        return receiver, None, 0
+    relays = inference.relay is not None
+    sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from, relays)
+    receiver = Receiver(engine, sources, folder, tolerance, relays=relays)
+    stack.callback(receiver.close)
+    stack.push_async_callback(sources.close)
+    if inference.relay is None:
+        return receiver, sources, 0
+    server = WeightServer(receiver.chunks)
+    stack.push_async_callback(server.close)
+    await server.start(tcp_address(inference.relay, "inference.relay", bind=True, scheme=""))
+    logger.info("serving this node's weight chunks to others at %s", server.url)
+    return receiver, sources, server.port
 
 
 def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
@@ -277,6 +314,12 @@ def _join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-concurrent", type=int, help="requests taken at a time")
     parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
     parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD", help="dollars an hour of this node")
+    parser.add_argument(
+        "--weights-from", action="append", metavar="URL", help="pull weights there: http(s)://, s3://, ..."
+    )
+    parser.add_argument(
+        "--relay", metavar="HOST:PORT", help="serve the weights that this node holds to others, over HTTP"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     return parser
 
@@ -285,7 +328,7 @@ def _join_config(options: argparse.Namespace) -> InferenceConfig:
     values: dict = {}
     if options.settings is not None:
         values = merge_layers(read_with_bases(str(options.settings))).get("inference", {})
-    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour"):
+    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from", "relay"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)
     try:

@@ -79,6 +79,11 @@ class InferenceConfig(BaseConfig):
     """How long a node tries to reach the gateway, first or again, before it gives up."""
     chunk_timeout_s: float = Field(default=30.0, gt=0)
     """How long a node waits for one piece of a weight chunk (a few MB) before it asks again."""
+    weights_from: list[str] = []
+    """Of a node that joins: copies of the run's weight store that it asks beside those that the gateway names."""
+    relay: str | None = None
+    """Of a node that joins: HOST:PORT where it serves the weight chunks that it holds to other nodes; None serves none.
+    Whoever reaches it can read them."""
     drain_timeout_s: float = Field(default=5.0, ge=0)
     """How long a node that should end lets its running requests finish."""
     max_restarts: int = Field(default=5, ge=0)
