@@ -17,6 +17,7 @@ from composer_prime.console import gib, pluralize, printable
 from composer_prime.errors import ComposerError, ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
+from composer_prime.monitor.nodes import recorded_rows, table_lines
 from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
 from composer_prime.monitor.rollouts import Scores, eval_scores, only_evaluated, open_run
 from composer_prime.run.costs import spent
@@ -115,7 +116,8 @@ def report_run(run_dir: RunDir, bins: int) -> list[str]:
         text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
     if total := _values(lines, "memory/total_bytes"):
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
-    return text + _ledger(run_dir) + _costs(run_dir) + event_lines(run_dir) + _evaluations(run_dir)
+    text += _ledger(run_dir) + _costs(run_dir) + node_lines(run_dir, lines)
+    return text + event_lines(run_dir) + _evaluations(run_dir)
 
 
 def event_lines(run_dir: RunDir) -> list[str]:
@@ -400,6 +402,19 @@ def _costs(run_dir: RunDir) -> list[str]:
     if paid.failed or paid.unsettled:
         state += " (one whose reply was lost counts at what was held: overcharge_factor times its bound)"
     return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}{expected}"]
+
+
+def node_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
+    """Return the table of inference nodes; empty where none was recorded. Rates are means over the run."""
+    try:
+        rows = recorded_rows(lines, spent(run_dir.root / "costs.jsonl").nodes)
+    except LedgerError:  # named among the costs
+        rows = []
+    if not rows:
+        return []
+    paid = sum(row.totals.usd or 0.0 for row in rows)
+    price = f", ${paid:,.4f}" if paid else ""
+    return [f"  nodes        {pluralize(len(rows), 'inference node')}{price}", *(f"      {line}" for line in table_lines(rows))]
 
 
 def _evaluations(run_dir: RunDir) -> list[str]:
