@@ -414,7 +414,10 @@ def node_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
         return []
     paid = sum(row.totals.usd or 0.0 for row in rows)
     price = f", ${paid:,.4f}" if paid else ""
-    return [f"  nodes        {pluralize(len(rows), 'inference node')}{price}", *(f"      {line}" for line in table_lines(rows))]
+    return [
+        f"  nodes        {pluralize(len(rows), 'inference node')}{price}",
+        *(f"      {line}" for line in table_lines(rows)),
+    ]
 
 
 def _evaluations(run_dir: RunDir) -> list[str]:

@@ -116,7 +116,12 @@ def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) ->
 
 
 def numbers_of(line: Line) -> Numbers:
-    """Return the numeric fields of a metrics line. The trainer's keep their names; others get their role's prefix."""
+    """Return the numeric fields of a metrics line. The trainer's keep their names; others get their role's prefix.
+
+    Lines of a node have none: figures of many nodes under one name would be one curve.
+    """
+    if "node" in line:
+        return {}
     role = str(line.get("role", ""))
     prefix = "" if role.startswith("trainer") else f"{role}/"
     return {
