@@ -190,6 +190,7 @@ class Pipeline:
             stack.push_async_callback(self._close, hosts)
             self._spawn(hosts.serve())
             addresses["worker"] = reachable(hosts.endpoint)
+        addresses |= {"audit": reachable(audits.endpoint)} if (audits := self.gateway.audits) is not None else {}
         write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", self.run_id, addresses)
         self._spawn(self.gateway.watch())
@@ -298,7 +299,7 @@ class Pipeline:
         config, orchestrator = self.config, self.config.orchestrator
         url = f"{self.gateway.http_url}/v1"
         permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
-        runner = RolloutRunner(self.pools, self.gateway.records, permits)
+        runner = RolloutRunner(self.pools, self.gateway.records, permits, self.gateway.audits)
         requests = RequestFactory(config=orchestrator, gateway_url=url, seed=config.run.seed)
         failures = FailureLog(path=self.run_dir.failed_rollouts)
         dispatcher = await self._build_dispatcher(stack, runner, requests, failures)
@@ -315,6 +316,7 @@ class Pipeline:
             serving_version=self._serving_version,
             on_error=self.fail,
             on_trained=self.gateway.accounts.note_trained,
+            is_tainted=self.gateway.is_tainted,
             holds=lambda step: evaluator.holds(step, self.batches.trained, self.batches.last_step),
             pairs=await asyncio.to_thread(build_mixer, config, self.model_dir, self.run_dir.root),
             log_tokens=config.monitor.tokens,

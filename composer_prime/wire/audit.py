@@ -75,14 +75,4 @@ class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed")
 
 
 FromAuditor = NodeHello | AuditVerdict | AuditFailed | Status | ChunkRequest | Goodbye
-ToAuditor = (
-    NodeWelcome
-    | Rejected
-    | AuditRequest
-    | NewVersion
-    | Drain
-    | Heard
-    | HelloAgain
-    | WeightChunk
-    | ChunkMissing
-)
+ToAuditor = NodeWelcome | Rejected | AuditRequest | NewVersion | Drain | Heard | HelloAgain | WeightChunk | ChunkMissing

@@ -147,10 +147,14 @@ class Buffer:
 
     def sweep(self, oldest: int) -> list[FinishedGroup]:
         """Remove and return the groups without a token of version `oldest` or newer to train."""
-        stale = [group for group in self._ready.values() if not group.trains_since(oldest)]
-        for group in stale:
+        return self.remove(lambda group: not group.trains_since(oldest))
+
+    def remove(self, unwanted: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
+        """Remove and return the groups that are `unwanted`."""
+        removed = [group for group in self._ready.values() if unwanted(group)]
+        for group in removed:
             del self._ready[group.plan.group]
-        return stale
+        return removed
 
     def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
         """Return the numbers, ascending, of the groups with tokens since `oldest` and none newer than `newest`."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -69,6 +69,8 @@ class BatchScheduler:
     """Called once a step is taken, with the tokens that it trained of each node."""
     holds: Callable[[int], bool]
     """Returns whether the batch of this step has to wait for an evaluation."""
+    is_tainted: Callable[[Iterable[str]], bool] = lambda rollout_ids: False
+    """Returns whether a node that an audit caught sampled one of these rollouts."""
     pairs: PairMixer | None = None
     log_tokens: bool = False
     """monitor.tokens: whether the rollout log gets the tokens of samples."""
@@ -140,6 +142,9 @@ class BatchScheduler:
             was_filtered = group.outcome is GroupOutcome.DISTILLED
             self._drop(group.without_samples(GroupOutcome.FILTERED if was_filtered else GroupOutcome.STALE))
 
+    def _has_tainted(self, group: FinishedGroup) -> bool:
+        return self.is_tainted(rollout.rollout_id for rollout in group.rollouts)
+
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
@@ -148,6 +153,8 @@ class BatchScheduler:
         async with self._disk:
             with_distilled = self.batches.distils(step)
             oldest, newest = self.oldest_version, self._newest_version
+            for group in self.buffer.remove(self._has_tainted):
+                self._drop(group.without_samples(GroupOutcome.FAILED))
             taken = self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
             if taken is None:
                 return False

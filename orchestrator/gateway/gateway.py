@@ -19,6 +19,8 @@ import os
 import shlex
 import socket
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,17 +31,18 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
+from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.accounts import NodeAccounts
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.control import NodeControl, control_routes
 from orchestrator.gateway.enrollment import Enrollment
-from orchestrator.gateway.generation import POLICY, Generator, RolloutRecords
+from orchestrator.gateway.generation import POLICY, GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.stragglers import reclaim_lost, reclaim_stalled, start_twins
+from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +93,25 @@ class Gateway:
             request_timeout_s=self._request_timeout_s,
             join_hint=lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token"),
         )
-        self.records = RolloutRecords(on_taken=self.router.forget)
+        self.audits: Audits | None = None
+        """None unless answers are audited."""
         self._config = config
         self._run_id = run_id
         self._verifier = keys.verifier()
         self._chunks = ChunkServer(weight_store, self._enrollment.chunk)
+        if orchestrator.audit.enabled:
+            self.audits = Audits(
+                orchestrator.audit,
+                keys=keys,
+                run_id=run_id,
+                store=weight_store,
+                chunks=self._chunks,
+                trust=self.router.nodes.trust,
+                heartbeat_s=inference.heartbeat_s,
+                lost_after_s=inference.lost_after_s,
+                on_quarantine=partial(reclaim_quarantined, self.router),
+            )
+        self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = NodeLink(
             self._nodes,
             self.router,
@@ -121,6 +138,7 @@ class Gateway:
             model_names=(POLICY, config.model.path),
             vocab_size=vocab_size,
             max_context=config.model.max_context,
+            run_id=run_id,
         )
         self._http = HttpServer(
             self._generator,
@@ -140,6 +158,8 @@ class Gateway:
         self._enrollment.open()
         self._nodes.bind(orchestrator.node_address)
         try:
+            if self.audits is not None:
+                self.audits.start(self._fail)
             await self._http.start(_LOOPBACK, orchestrator.gateway_port)
         except BaseException:
             await self.close()
@@ -160,6 +180,8 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        if self.audits is not None:
+            await self.audits.close(finished=finished)
         await self._chunks.close()
         self._chat.close()
         await self._nodes.close()
@@ -198,6 +220,8 @@ class Gateway:
         self.version = self.router.newest_version = manifest.version
         self.router.oldest_version = min(self.router.oldest_version, manifest.version)
         self._link.newest_manifest = signed
+        if self.audits is not None:
+            self.audits.publish(signed)
         for node in self.router.nodes.attached():
             self._nodes.send(node.identity, NewVersion(manifest=signed, **self._link.weight_places(node.identity)))
         return manifest.version
@@ -210,6 +234,14 @@ class Gateway:
     def versions(self) -> dict[str, int]:
         """Return the policy version of every attached node."""
         return {node.node_id: node.version for node in self.router.nodes.attached()}
+
+    def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
+        """Whether a node that an audit caught sampled one of these rollouts, and nobody checked it."""
+        return self.audits is not None and self.audits.is_tainted(rollout_ids)
+
+    def _offer_for_audit(self, record: GenerationRecord, rollout_id: str) -> None:
+        if self.audits is not None:
+            self.audits.offer(record, rollout_id)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 
@@ -300,6 +332,7 @@ class Gateway:
             "gateway/prompt_bytes_received": self._generator.prompt_bytes_received,
             "gateway/prefixes_missing": self._generator.prefixes_missing,
             **oldest,
+            **(self.audits.metrics() if self.audits is not None else {}),
             **self.lag.metrics(),
         }
 

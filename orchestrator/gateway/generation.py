@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -121,8 +122,10 @@ class Generator:
         model_names: tuple[str, ...],
         vocab_size: int,
         max_context: int,
+        run_id: str = "",
     ) -> None:
         """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens."""
+        self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
         self.model_names = model_names
         self.max_context = max_context
         self._vocab_size = vocab_size
@@ -184,11 +187,13 @@ class Generator:
             problem = f"token id {outside} is outside the vocabulary" if len(token_ids) else "the prompt is empty"
             raise RequestError(f"{problem}: send at least one id in 0..{self._vocab_size - 1}", param="token_ids")
         sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self.max_context, max_tokens=max_tokens)
+        if sampling.seed is None:  # An audit must know what a node had to draw.
+            sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
         if session is None:
             return request_id, await self._router.generate(request_id, request_id, prompt, sampling)
-        if sampling.seed is not None:  # Parallel requests of one session draw different noise.
+        if fields.seed is not None:  # Parallel requests of one session draw different noise.
             turn = self._records.answered(session) + self._under_way[session]
-            sampling = msgspec.structs.replace(sampling, seed=turn_seed(sampling.seed, turn))
+            sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
         self._under_way[session] += 1
         try:
             oldest = self._records.oldest_version(session)
@@ -203,6 +208,7 @@ class Generator:
                 sampling=sampling,
                 node_id=answer.node_id,
                 time=time.time(),
+                sampled_by=answer.sampled_by,
             )
             self._records.append(record, order)
         finally:
@@ -219,7 +225,11 @@ def turn_seed(seed: int, turn: int) -> int:
     """
     if turn == 0:
         return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little") >> 11
+    return _hashed_seed(f"{seed}/{turn}")
+
+
+def _hashed_seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 11
 
 
 # -- records -------------------------------------------------------------------------------------------------------
@@ -247,6 +257,8 @@ class GenerationRecord:
     node_id: str
     time: float
     """When the answer came, Unix seconds."""
+    sampled_by: tuple[tuple[str, int], ...] = ()
+    """Nodes in order, each with the number of tokens that it sampled."""
 
 
 @dataclass(slots=True)
@@ -291,9 +303,17 @@ _EMPTY = np.empty(0, np.int32)
 class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
-    def __init__(self, on_taken: Callable[[str], None] = lambda session: None) -> None:
-        """`on_taken(session)` is called for each session when its rollout is taken."""
+    def __init__(
+        self,
+        on_taken: Callable[[str], None] = lambda session: None,
+        on_recorded: Callable[[GenerationRecord, str], None] = lambda record, rollout_id: None,
+    ) -> None:
+        """`on_taken(session)` is called for each session when its rollout is taken.
+
+        `on_recorded(record, rollout_id)` is called for each answer that is kept.
+        """
         self._on_taken = on_taken
+        self._on_recorded = on_recorded
         self._open: dict[str, dict[str, list[_Turn]]] = {}
         self._oldest_versions: dict[str, int] = {}
         self.num_bytes = 0
@@ -371,4 +391,5 @@ class RolloutRecords:
         rest = replace(record, prompt_ids=_EMPTY, completion_ids=_EMPTY)
         turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
         self.num_bytes += tokens.nbytes + record.logprobs.nbytes
+        self._on_recorded(record, rollout_id)
         return True

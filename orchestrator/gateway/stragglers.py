@@ -2,9 +2,11 @@
 
     reclaim_lost      the node reports no request at all: this one, or its answer, was lost on the way
     reclaim_stalled   the node gives neither answers nor tokens, though its heartbeats go on
+    reclaim_quarantined   an audit found that the node's answers are wrong
     start_twins       the last rollouts of a group wait for a slow node: a fast one with a free place tries too
 
-A request that is taken back continues elsewhere after the tokens that its node has streamed.
+A request that is taken back continues elsewhere after the tokens that its node has streamed, but for those of a node in
+quarantine.
 """
 
 from __future__ import annotations
@@ -160,3 +162,14 @@ def _is_slow(router: Router, request: GatewayRequest, node: AttachedNode, elsewh
     expected_s = router.placing.pace(node).seconds(request.cold, router.placing.mean_sampled, request.load)
     is_overdue = now - request.placed > max(_OVERDUE * expected_s, _QUIET_S)
     return is_overdue and now - request.last_part > _QUIET_S
+
+
+def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
+    """Reissue what a node holds whose answers are wrong, without what it has streamed."""
+    for node in router.nodes.attached():
+        if node.node_id == node_id:
+            for request in list(node.leases.values()):
+                router.take_back(request)
+                request.avoid = node_id
+                router.reissue(request, f"node {node_id} is {reason}", keep=False)
+    router.place()

@@ -26,6 +26,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.run.retry import backoff_s
 from composer_prime.wire.types import Sample
+from orchestrator.audit.audits import Audits
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.workers.pool import WorkerPool
@@ -162,6 +163,8 @@ class RolloutRunner:
     """Environment workers by source."""
     records: RolloutRecords
     permits: Permits
+    audits: Audits | None = None
+    """None where answers are not audited."""
     grace_s: float = 5.0
     """What a worker gets beyond a rollout's own limit to report that the limit was reached."""
 
@@ -178,6 +181,7 @@ class RolloutRunner:
         """Run `request` on a worker of `source`. A rollout past its deadline is a failed reply, not an exception.
 
         Only nodes with `oldest_version` or newer weights answer it. Calls `on_begin` once the rollout holds its permit.
+        A rollout whose audits fail is a failed one; it waits for them without its permit.
         Raises EnvironmentWorkerError when no worker is left.
         """
         async with self.permits.hold(lane, order):
@@ -185,8 +189,15 @@ class RolloutRunner:
             self.records.open(request.rollout_id, oldest_version)
             try:
                 reply = await self._within_deadline(source, request)
+            except BaseException:
+                if self.audits is not None:
+                    self.audits.forget(request.rollout_id)
+                raise
             finally:
                 records = self.records.take(request.rollout_id)
+        objection = await self.audits.cleared(request.rollout_id) if self.audits is not None else None
+        if objection is not None:
+            reply = _failed(request, "audit", objection)
         return RolloutResult(reply=reply, records=records)
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:

@@ -85,6 +85,11 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
         if words := [word for option, value in options if value is not None for word in (option, value)]:
             argv = [*console_script("orchestrator"), "weights", str(run_dir.root), *words]
             commands.append(RoleCommand(name="weights", kind="weights", argv=argv, env=_threads(1)))
+        audit = config.orchestrator.audit
+        for index in range(audit.auditors if audit.enabled else 0):
+            argv = [*console_script("inference"), "audit", *where, "--node-name", f"auditor-{index}"]
+            threads = _threads(config.inference.threads)
+            commands.append(RoleCommand(name=f"auditor-{index}", kind="node", argv=argv, env=threads))
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
