@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -146,33 +146,40 @@ def worthless(work: Sequence[NodeWork], max_usd_per_million: float, span_s: floa
 class NodeAccounts:
     """The accounts of all nodes of a run, by name. Used on the gateway's event loop."""
 
-    def __init__(self, router: Router, run_dir: RunDir | None, *, worth_window_s: float) -> None:
+    def __init__(
+        self,
+        router: Router,
+        run_dir: RunDir | None,
+        *,
+        worth_window_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`run_dir`: where lines go; None writes none. `worth_window_s`: inference.worth_window_s."""
         self.step = 0
         """The last step that was trained; lines carry it."""
         self._router = router
+        self._clock = clock
         self._worth_window_s = worth_window_s
         self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
         self._batches: deque[float] = deque(maxlen=_LEAST_BATCHES + 1)
         """When the last steps were taken, monotonic seconds."""
-        self._ledger_at = time.monotonic()
-        self._unpriced_told = False
+        self._ledger_at = self._clock()
 
     def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
         """Count the tokens that a step trained of each node's answers."""
         self.step = step
-        self._batches.append(time.monotonic())
+        self._batches.append(self._clock())
         for name, count in tokens.items():
             account = self._accounts.setdefault(name, NodeAccount())
             account.totals = account.totals.plus(None, trained_tokens=count)
 
     def tick(self) -> None:
         """Count what happened since the last call, and write what changed."""
-        now = time.monotonic()
+        now = self._clock()
         nodes = list(self._router.nodes)
-        start = self._judged_since(now) or now - self._worth_window_s
+        start = self._judged_since(now)
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
@@ -231,7 +238,7 @@ class NodeAccounts:
 
     def rows(self) -> list[NodeRow]:
         """Return the table's rows, as of now."""
-        now, router = time.monotonic(), self._router
+        now, router = self._clock(), self._router
         self.tick()
         return [self._row(node, self._accounts[node.node_id], now) for node in router.nodes]
 
@@ -266,16 +273,15 @@ class NodeAccounts:
 
     # -- worth -----------------------------------------------------------------------------------------------------
 
-    def _judged_since(self, now: float) -> float | None:
-        """Return from when on nodes are judged: worth_window_s ago, or before the last batches; None before those."""
-        if len(self._batches) <= _LEAST_BATCHES:
-            return None
-        return min(now - self._worth_window_s, self._batches[0])
+    def _judged_since(self, now: float) -> float:
+        """Return from when on nodes are judged: worth_window_s ago, or since before the last batches."""
+        return min([now - self._worth_window_s, *list(self._batches)[:1]])
 
     def not_worth_it(self, max_usd_per_million: float) -> dict[str, str]:
         """Return the nodes that are too dear or useless, and why."""
-        now = time.monotonic()
-        if (start := self._judged_since(now)) is None:
+        now = self._clock()
+        start = self._judged_since(now)
+        if len(self._batches) <= _LEAST_BATCHES:
             return {}
         serving = {node.node_id for node in self._router.serving()}
         work = []
