@@ -1,0 +1,174 @@
+"""What nodes did and cost: sums, lines on disk, and which nodes the rule drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fleet import Fleet, status
+
+from composer_prime.monitor.metrics_file import read_history
+from composer_prime.monitor.nodes import recorded_rows
+from composer_prime.run.costs import spent
+from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.node import ComputeDevice
+from orchestrator.gateway.accounts import NodeAccounts, NodeWork, worthless
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def accounts_of(fleet: Fleet, clock: Clock, folder: Path | None, window_s: float = 600.0) -> NodeAccounts:
+    run_dir = None if folder is None else RunDir(folder)
+    return NodeAccounts(fleet.router, run_dir, worth_window_s=window_s, clock=clock)
+
+
+def pass_time(accounts: NodeAccounts, clock: Clock, seconds: float) -> None:
+    """Tick every five seconds, as a gateway does more often."""
+    for _ in range(round(seconds / 5)):
+        clock.now += 5
+        accounts.tick()
+
+
+async def work_for(fleet: Fleet, name: str, count: int) -> None:
+    """Have node `name`, the only free one, answer `count` requests of six tokens."""
+    before = len(fleet.sent[name])
+    await fleet.ask(count)
+    for request in fleet.sent[name][before:]:
+        fleet.answer(name, request)
+
+
+def with_fleet(test: Callable[[Fleet], object], **hellos: dict) -> None:
+    async def run() -> None:
+        fleet = Fleet(**hellos)
+        await test(fleet)  # pyright: ignore[reportGeneralTypeIssues]
+        await fleet.close()
+
+    asyncio.run(run())
+
+
+# An hour at $2.40 with a million trained tokens is $2.40 a million; time away costs nothing, and neither does a node
+# without a price, whose dollars stay unknown.
+def test_dollars_are_of_the_time_attached():
+    async def test(fleet: Fleet) -> None:
+        clock = Clock()
+        accounts = accounts_of(fleet, clock, None)
+        accounts.tick()
+        pass_time(accounts, clock, 3600)
+        accounts.note_trained(1, {"a": 1_000_000})
+        fleet.router.nodes.leave(fleet.node("a"), "test")
+        pass_time(accounts, clock, 3600)
+        rows = {row.name: row for row in accounts.rows()}
+        assert rows["a"].totals.usd == pytest.approx(2.4) and rows["a"].totals.seconds == pytest.approx(3595, abs=10)
+        assert rows["a"].totals.usd_per_million == pytest.approx(2.4, rel=0.01) and rows["a"].state == "away"
+        assert rows["b"].totals.usd is None and rows["b"].totals.usd_per_million is None
+
+    with_fleet(test, a={"usd_per_hour": 2.4}, b={})
+
+
+# The lines on disk give the table of the live run again, and a second start of the orchestrator goes on with the sums.
+def test_records_give_the_table_again(tmp_path):
+    async def test(fleet: Fleet) -> None:
+        clock = Clock()
+        accounts = accounts_of(fleet, clock, tmp_path)
+        await work_for(fleet, "a", 3)
+        fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=5000))
+        accounts.tick()
+        pass_time(accounts, clock, 100)
+        accounts.note_trained(4, {"a": 12})
+        (live,) = accounts.rows()
+        accounts.close()
+        lines = read_history(RunDir(tmp_path).metrics)
+        (row,) = recorded_rows(lines, spent(tmp_path / "costs.jsonl").nodes)
+        assert row.totals == live.totals
+        assert (row.totals.tokens, row.totals.trained_tokens, row.totals.weight_bytes) == (18, 12, 5000)
+        assert (row.state, live.state, row.device, row.engine) == ("away", "serving", "2 x L4, 45 GiB", "test")
+        assert row.usd_per_hour == 2.0 and [line["step"] for line in lines] == [0, 4]
+        again = accounts_of(fleet, clock, tmp_path)
+        again.note_trained(5, {"a": 1})
+        again.close()
+        totals = spent(tmp_path / "costs.jsonl").nodes["a"]
+        assert totals.trained_tokens == 13 and totals.seconds == pytest.approx(100)
+
+    device = ComputeDevice(name="L4", count=2, memory_gib=45.0)
+    with_fleet(test, a={"device": device, "usd_per_hour": 2.0})
+
+
+# A change of state or version is a line at once; a count of requests alone waits five seconds.
+def test_a_line_for_each_change(tmp_path):
+    async def test(fleet: Fleet) -> None:
+        clock = Clock()
+        accounts = accounts_of(fleet, clock, tmp_path)
+        accounts.tick()
+        await fleet.ask(2)
+        clock.now += 1
+        accounts.tick()
+        fleet.router.newest_version = fleet.router.oldest_version = 1
+        clock.now += 1
+        accounts.tick()
+        fleet.router.nodes.update_status(fleet.node("a"), status(version=1, running=2))
+        clock.now += 1
+        accounts.tick()
+        lines = [json.loads(raw) for raw in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        found = [(line["node/state"], line["node/version"], line["node/in_flight"]) for line in lines]
+        assert found == [("serving", 0, 0), ("loading", 0, 2), ("serving", 1, 2)]
+
+    with_fleet(test, a={})
+
+
+def done(name: str, trained: int, usd: float | None = 1.0, serves: bool = True, judged: bool = True) -> NodeWork:
+    return NodeWork(node_id=name, serves=serves, trained_tokens=trained, usd=usd, judged=judged)
+
+
+# The rule: $1 for 100,000 tokens is $10 a million. Who is too dear or trained nothing while others did goes. Who was
+# not there long enough, or has no known price, is not called dear. One node that serves always stays.
+@pytest.mark.parametrize(
+    ("work", "drained"),
+    [
+        ([done("a", 100_000), done("b", 1_000_000)], {"a"}),
+        ([done("a", 1_000_000), done("b", 1_000_000)], set()),
+        ([done("a", 0), done("b", 1_000_000)], {"a"}),
+        ([done("a", 0, judged=False), done("b", 1_000_000)], set()),
+        ([done("a", 0), done("b", 0)], set()),
+        ([done("a", 1, usd=None), done("b", 1_000_000)], set()),
+        ([done("a", 0, usd=None), done("b", 1_000_000)], {"a"}),
+        ([done("a", 10), done("b", 20)], {"a"}),
+        ([done("a", 10), done("b", 1_000_000, serves=False)], set()),
+        ([], set()),
+    ],
+)
+def test_which_nodes_are_not_worth_it(work, drained):
+    assert worthless(work, 5.0, 600.0).keys() == drained
+
+
+# The reason names what was measured and the limit.
+def test_the_reason_has_both_values():
+    reasons = worthless([done("a", 100_000), done("b", 0), done("c", 1_000_000)], 5.0, 600.0)
+    assert "$10.00" in reasons["a"] and "inference.max_usd_per_million is $5.00" in reasons["a"]
+    assert "1,100,000 of the other nodes" in reasons["b"] and "10.0 min" in reasons["b"]
+
+
+# A single batch proves nothing: only the first groups to end are in it. After three more, a node that was there all the
+# time and trained nothing goes, and one that came lately stays.
+def test_worth_is_judged_over_several_batches():
+    async def test(fleet: Fleet) -> None:
+        clock = Clock()
+        accounts = accounts_of(fleet, clock, None, window_s=60.0)
+        accounts.tick()
+        pass_time(accounts, clock, 120)
+        accounts.note_trained(1, {"a": 1000})
+        assert accounts.not_worth_it(5.0) == {}
+        for step in (2, 3, 4):
+            pass_time(accounts, clock, 30)
+            accounts.note_trained(step, {"a": 1000})
+        assert accounts.not_worth_it(1e9).keys() == {"idle"}
+
+    with_fleet(test, a={"usd_per_hour": 1.0}, idle={})
