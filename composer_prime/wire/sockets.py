@@ -1,15 +1,20 @@
 """ZMQ sockets with CURVE: encrypted both ways, and only listed public keys may connect.
 
-Each context has an authenticator in a pyzmq thread; `close` stops it.
+Each context has an authenticator in a pyzmq thread; `close` stops it. NodeSocket is the gateway's end of the links to
+inference nodes, which are not trusted: it bounds what they can make this process hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 import zmq.auth
@@ -17,12 +22,20 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
-from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
+from composer_prime.wire.node import ToNode
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Largest message of a peer that is trusted to send one."""
+_MAX_UNREAD = 64
+"""Messages of one node that wait in the gateway's process."""
+_LEAST_MESSAGE_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 32
+"""A token of a node's answer: id, logprob, and at worst a version span of its own."""
+_MAX_PEERS = 4096
+"""Peers whose use of a MessageBudgets is remembered."""
 _ZAP_DOMAIN = b"composer-prime"
 _SILENCE_MS = 30_000
 """A connection on which no whole message arrives for this long is dropped and made anew.
@@ -118,6 +131,32 @@ def sender_key(frame: zmq.Frame) -> bytes:
     return str(frame.get("User-Id")).encode()
 
 
+class MessageBudgets:
+    """What each peer may send that nobody asked for: some messages at once, and a rate."""
+
+    def __init__(self, burst: float, per_s: float) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._used: dict[bytes, tuple[float, float]] = {}
+        """By peer: what was used, and when that was counted, monotonic seconds."""
+
+    def charge(self, peer: bytes, cost: float, *, extra: float = 0.0) -> bool:
+        """Take `cost`. Return False when that is more than the peer has left of its burst and `extra`."""
+        now = time.monotonic()
+        used, counted = self._used.pop(peer, (0.0, now))
+        used = max(0.0, used - self._per_s * (now - counted)) + cost
+        self._used[peer] = min(used, self._burst + extra + cost), now
+        if len(self._used) > _MAX_PEERS:  # The one that sent nothing for the longest time goes.
+            del self._used[next(iter(self._used))]
+        return used <= self._burst + extra
+
+    def refund(self, peer: bytes, cost: float) -> None:
+        """Return `cost`: the message turned out to be due."""
+        if peer in self._used:
+            used, counted = self._used[peer]
+            self._used[peer] = used - cost, counted
+
+
 def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
     reason = zmq.strerror(error.errno or 0)
     match error.errno:
@@ -160,3 +199,96 @@ def dealer(
     socket.curve_publickey, socket.curve_secretkey = keys.own.public, keys.own.secret
     socket.connect(address)
     return socket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromConnection:
+    """A message of a node, as far as it is kept."""
+
+    identity: bytes
+    key: bytes
+    """The public key that the connection has proven to hold."""
+    peer: str
+    """The IP address that it comes from."""
+    first: bytes
+    """The first frame; a valid message has no other."""
+    num_frames: int
+    num_bytes: int
+    """Of all frames."""
+
+
+class NodeSocket:
+    """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
+
+    def __init__(self, keys: RunKeys, max_context: int, is_admitted: Callable[[bytes], bool] | None = None) -> None:
+        """`max_context`: tokens of the longest answer, which bound the size of a message.
+
+        `is_admitted` decides by public key who may connect, in another thread; None admits the run's shared node key.
+        """
+        self.endpoint = ""
+        """As bound."""
+        self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
+        self._keys = keys
+        self._is_admitted = is_admitted
+        self._server: SecureServer | None = None
+        self._direct: zmq.Socket[bytes] | None = None
+        """The same socket, for reads that need not wait."""
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def bind(self, address: str) -> None:
+        """Raise PortInUseError when another process holds `address`, ConfigError when a key is missing."""
+        self._server = bind_router(
+            address,
+            self._keys.curve("server"),
+            self._is_admitted or [self._keys.curve("node").public],
+            max_message_bytes=self.max_message_bytes,
+            max_unread=_MAX_UNREAD,
+        )
+        self._direct = zmq.Socket.shadow(self._server.socket)
+        self.endpoint = self._server.endpoint
+
+    def send(self, identity: bytes, message: ToNode) -> bool:
+        """Queue `message` for a connection. Return False when the connection is gone."""
+        return self._queue(identity, self._encoder.encode(message)) is not None
+
+    def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
+        """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""
+        queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
+        return None if queued is None else queued.result()
+
+    async def receive(self) -> FromConnection:
+        """Return the next message, with the bytes of its first frame only."""
+        server, direct = self._server, self._direct
+        assert server is not None and direct is not None, "bind() comes first"
+        identity = await server.socket.recv()
+        # All frames of a message arrive at once, so nothing below waits.
+        key, peer, first, num_frames, num_bytes = b"", "", b"", 0, 0
+        while direct.getsockopt(zmq.RCVMORE):
+            frame = direct.recv(zmq.NOBLOCK, copy=False)
+            if not num_frames:
+                key, peer, first = sender_key(frame), str(frame.get("Peer-Address")), frame.bytes
+            num_frames += 1
+            num_bytes += len(frame)
+        return FromConnection(
+            identity=identity, key=key, peer=peer, first=first, num_frames=num_frames, num_bytes=num_bytes
+        )
+
+    async def close(self) -> None:
+        """Free the address; messages on their way get half a second."""
+        server, self._server, self._direct = self._server, None, None
+        if server is not None:
+            server.socket.close(linger=500)
+            await asyncio.to_thread(server.close)
+
+    def _queue(self, identity: bytes, raw: bytes, **options: bool) -> Any:
+        """Return the send's future, done; None when the connection is gone."""
+        if self._server is None:
+            return None
+        # A ROUTER without a high-water mark never blocks, so the returned future is done already.
+        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **options)
+        error = sent.exception()
+        if error is None:
+            return sent
+        if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
+            return None
+        raise error

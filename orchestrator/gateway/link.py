@@ -2,13 +2,16 @@
 
     NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
                                       +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
-    NodeSocket.send: never waits; False means that the connection is gone
+    NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. Whoever holds an invite may
 enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A
 message is one frame of bounded size, and few are held unread. Of a message with more frames, only the first is copied;
 ZMQ itself holds all of them until then. Bytes that do not decode to a message are counted, logged and
-dropped. A connection that sent more of them than its budget is evicted: nothing from it is looked at any more.
+dropped. A connection that sent more of them than its budget is evicted: nothing from it is looked at any more. So is
+one that sends too many messages that nobody asked for: heartbeats, hellos, answers to requests that it does not hold,
+requests for chunks that it gets no piece for. ZMQ cannot close one connection, so what an evicted one still sends is
+read slowly, and waits in its sender's queue.
 
 Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
 node that fetches gigabytes does not delay anyone's tokens. A piece counts against its connection until its last byte
@@ -18,19 +21,15 @@ has left the socket's queue. A node that asks faster than it reads costs this pr
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import zmq
 
 from composer_prime.address import Address
-from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.enrollment import PROTOCOL, Enroll
 from composer_prime.wire.node import (
@@ -51,7 +50,7 @@ from composer_prime.wire.node import (
     ToNode,
     WeightChunk,
 )
-from composer_prime.wire.sockets import SecureServer, bind_router, sender_key
+from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
@@ -64,13 +63,18 @@ _BURST = 64
 _MAX_UNKNOWN = 4096
 """Connections without a Hello that are remembered."""
 _MAX_OFFSET = 1 << 40
-_MAX_UNREAD = 64
-"""Messages of one connection that wait in this process."""
-_LEAST_MESSAGE_BYTES = 1 << 20
-_BYTES_PER_TOKEN = 32
-"""An answer's token: id, logprob, and at worst a version span of its own."""
 _GARBAGE_BUDGET_BYTES = 1 << 20
 """Garbage after which a connection is evicted."""
+_UNASKED_MESSAGES = 4096
+"""Messages that nobody asked for which a node may send at once. Each of its places allows two more: when its requests
+were taken back, their answers come late."""
+_UNASKED_PER_S = 50.0
+_HELLO_COST = 16
+"""As how many messages a Hello counts: it starts the node anew."""
+_UNASKED_BYTES = 1 << 16
+"""As many bytes count as one message more."""
+_IGNORED_PAUSE_S = 0.01
+"""Pause after a burst of messages most of which came from evicted connections."""
 _READERS = 4
 _MAX_RELAYS = 32
 """Relays that a node is told of, those that came last."""
@@ -85,99 +89,6 @@ Piece = tuple[str, int]
 """sha256 of the chunk and offset in it."""
 SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromConnection:
-    """A message of a node, as far as it is kept."""
-
-    identity: bytes
-    key: bytes
-    """The public key that the connection has proven to hold."""
-    peer: str
-    """The IP address that it comes from."""
-    first: bytes
-    """The first frame; a valid message has no other."""
-    num_frames: int
-    num_bytes: int
-    """Of all frames."""
-
-
-class NodeSocket:
-    """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
-
-    def __init__(self, keys: RunKeys, max_context: int, is_admitted: Callable[[bytes], bool] | None = None) -> None:
-        """`max_context`: tokens of the longest answer, which bound the size of a message.
-
-        `is_admitted` decides by public key who may connect, in another thread; None admits the run's shared node key.
-        """
-        self.endpoint = ""
-        """As bound."""
-        self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
-        self._keys = keys
-        self._is_admitted = is_admitted
-        self._server: SecureServer | None = None
-        self._direct: zmq.Socket[bytes] | None = None
-        """The same socket, for reads that need not wait."""
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def bind(self, address: str) -> None:
-        """Raise PortInUseError when another process holds `address`, ConfigError when a key is missing."""
-        self._server = bind_router(
-            address,
-            self._keys.curve("server"),
-            self._is_admitted or [self._keys.curve("node").public],
-            max_message_bytes=self.max_message_bytes,
-            max_unread=_MAX_UNREAD,
-        )
-        self._direct = zmq.Socket.shadow(self._server.socket)
-        self.endpoint = self._server.endpoint
-
-    def send(self, identity: bytes, message: ToNode) -> bool:
-        """Queue `message` for a connection. Return False when the connection is gone."""
-        return self._queue(identity, self._encoder.encode(message)) is not None
-
-    def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
-        """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""
-        queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
-        return None if queued is None else queued.result()
-
-    async def receive(self) -> FromConnection:
-        """Return the next message, with the bytes of its first frame only."""
-        server, direct = self._server, self._direct
-        assert server is not None and direct is not None, "bind() comes first"
-        identity = await server.socket.recv()
-        # All frames of a message arrive at once, so nothing below waits.
-        key, peer, first, num_frames, num_bytes = b"", "", b"", 0, 0
-        while direct.getsockopt(zmq.RCVMORE):
-            frame = direct.recv(zmq.NOBLOCK, copy=False)
-            if not num_frames:
-                key, peer, first = sender_key(frame), str(frame.get("Peer-Address")), frame.bytes
-            num_frames += 1
-            num_bytes += len(frame)
-        return FromConnection(
-            identity=identity, key=key, peer=peer, first=first, num_frames=num_frames, num_bytes=num_bytes
-        )
-
-    async def close(self) -> None:
-        """Free the address; messages on their way get half a second."""
-        server, self._server, self._direct = self._server, None, None
-        if server is not None:
-            server.socket.close(linger=500)
-            await asyncio.to_thread(server.close)
-
-    def _queue(self, identity: bytes, raw: bytes, **options: bool) -> Any:
-        """Return the send's future, done; None when the connection is gone."""
-        if self._server is None:
-            return None
-        # A ROUTER without a high-water mark never blocks, so the returned future is done already.
-        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **options)
-        error = sent.exception()
-        if error is None:
-            return sent
-        if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
-            return None
-        raise error
 
 
 class NodeLink:
@@ -199,7 +110,7 @@ class NodeLink:
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.evicted = 0
-        """Connections that sent more garbage than their budget."""
+        """Connections that sent more garbage, or more that nobody asked for, than their budget."""
         self.newest_manifest = b""
         """Signed; goes to every node that attaches."""
         self._socket = socket
@@ -219,19 +130,22 @@ class NodeLink:
         """When each unknown connection was last asked to say Hello."""
         self._garbage_bytes: dict[bytes, int] = {}
         """By connection; beyond the budget nothing from it is looked at."""
+        self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
 
     async def receive(self) -> None:
         """Handle messages until cancelled."""
         while True:
+            ignored = 0
             for _ in range(_BURST):
-                self._handle(await self._socket.receive())
-            await asyncio.sleep(0)
+                ignored += not self._handle(await self._socket.receive())
+            await asyncio.sleep(_IGNORED_PAUSE_S if ignored > _BURST // 2 else 0)
 
-    def _handle(self, received: FromConnection) -> None:
+    def _handle(self, received: FromConnection) -> bool:
+        """Return False for a message that was not looked at, because its connection is evicted."""
         identity, key = received.identity, received.key
         if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
             self.garbage += 1
-            return
+            return False
         node = self._router.nodes.at(identity)
         try:
             if received.num_frames != 1:
@@ -244,13 +158,40 @@ class NodeLink:
                 raise msgspec.DecodeError(f"a {type(message).__name__} of one who has an invite only")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._drop_garbage(identity, node, received.num_bytes, error)
-            return
+            return True
+        if not self._is_in_budget(received, node, message):
+            return True
         try:
             self._dispatch(identity, key, node, message)
         except Exception as error:
             # Nothing that one node sends may end the run for all.
             logger.exception("a %s could not be handled", type(message).__name__)
             self._drop_garbage(identity, node, received.num_bytes, error)
+        return True
+
+    def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
+        """Count a message that nobody asked for. Evict its sender, and return False, when its budget is spent.
+
+        A node with a key of its own keeps its account over a reconnect.
+        """
+        if isinstance(message, Generated | GenerateFailed | Progress) and node and message.lease in node.leases:
+            return True
+        cost = (_HELLO_COST if isinstance(message, NodeHello) else 1) + received.num_bytes // _UNASKED_BYTES
+        places = node.max_concurrent if node else 0
+        if self._budgets.charge(self._account(received.identity, received.key), cost, extra=2 * places):
+            return True
+        sender = f"node {node.node_id}" if node else "a connection"
+        reason = (
+            f"{sender} sent messages that nobody asked for, the last a {type(message).__name__}: more than "
+            f"{_UNASKED_MESSAGES + 2 * places} at once and {_UNASKED_PER_S:g} a second; install the same release on "
+            "both sides, and look for a loop in that node's log"
+        )
+        self._garbage_bytes[received.identity] = _GARBAGE_BUDGET_BYTES + 1
+        self._evict(received.identity, node, reason, "evicted for a flood of messages")
+        return False
+
+    def _account(self, identity: bytes, key: bytes) -> bytes:
+        return key if self._enrollment.is_own(key) and self._enrollment.is_node(key) else identity
 
     def _dispatch(self, identity: bytes, key: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
@@ -260,7 +201,7 @@ class NodeLink:
             case Enroll():
                 self._enroll(identity, key, message)
             case ChunkRequest():
-                self._chunks.serve(identity, message, self._socket.send_large)
+                self._chunks.serve(identity, message, lambda to, piece: self._send_piece(to, key, piece))
             case _ if node is None:
                 self._ask_for_hello(identity)
             case Progress():
@@ -275,6 +216,12 @@ class NodeLink:
                 router.place()
             case Goodbye():
                 router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
+
+    def _send_piece(self, identity: bytes, key: bytes, message: ToNode) -> zmq.MessageTracker | None:
+        """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
+        if isinstance(message, WeightChunk):
+            self._budgets.refund(self._account(identity, key), 1)
+        return self._socket.send_large(identity, message)
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello starts the node anew, and one is enough."""
@@ -296,16 +243,17 @@ class NodeLink:
         total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
         if total > _GARBAGE_BUDGET_BYTES:
             self._evict(identity, node, f"{sender} sent {total} bytes that are no messages, at most "
-                        f"{_GARBAGE_BUDGET_BYTES} are borne: install the same release on both sides")  # fmt: skip
+                        f"{_GARBAGE_BUDGET_BYTES} are borne: install the same release on both sides",
+                        "evicted for garbage")  # fmt: skip
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
 
-    def _evict(self, identity: bytes, node: AttachedNode | None, reason: str) -> None:
+    def _evict(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
         self.evicted += 1
         logger.warning("evicted: %s", reason)
         self._socket.send(identity, Rejected(reason=reason))
         if node is not None:
-            self._router.nodes.leave(node, "evicted for garbage")
+            self._router.nodes.leave(node, why)
 
     def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
         """Answer in a thread: a registry and files are read. What a connection asks meanwhile is dropped."""
@@ -316,6 +264,8 @@ class NodeLink:
             reply = await asyncio.to_thread(self._enrollment.answer, key, message, self.newest_manifest)
             if isinstance(reply, Rejected):
                 logger.warning("rejected an enrollment: %s", reply.reason)
+            else:
+                reply = msgspec.structs.replace(reply, sources=self._sources)
             self._socket.send(identity, reply)
 
         self._enrolling[identity] = task = asyncio.create_task(answer())

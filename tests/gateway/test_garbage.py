@@ -1,18 +1,29 @@
-"""Garbage costs its sender, not the gateway."""
+"""Garbage and floods of valid messages cost their sender, not the gateway."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
 import zmq
 import zmq.asyncio
 from http_calls import generate_body, post
 from node_peer import PeerNode
 
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node import NodeWelcome, Rejected
-from composer_prime.wire.sockets import bind_router, dealer
-from orchestrator.gateway.link import NodeSocket
+from composer_prime.wire.node import (
+    ChunkRequest,
+    FromNode,
+    Generated,
+    GenerateFailed,
+    NodeHello,
+    NodeWelcome,
+    Progress,
+    Rejected,
+    Status,
+)
+from composer_prime.wire.sockets import MessageBudgets, NodeSocket, bind_router, dealer
 
 
 async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_keys):
@@ -78,3 +89,65 @@ def test_unread_messages_wait_at_their_sender(keys: RunKeys):
     context.destroy(linger=0)
     server.close()
     assert sent < 200
+
+
+_HELD_BY_NOBODY: dict[str, Any] = {"request_id": "g0", "lease": 1}
+_SAMPLED: dict[str, Any] = {"token_ids": b"", "logprobs": b"", "version_spans": []}
+_FLOODS: list[FromNode] = [
+    Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None),
+    Generated(**_HELD_BY_NOBODY, **_SAMPLED, finish_reason="stop"),
+    Progress(**_HELD_BY_NOBODY, **_SAMPLED, start=0),
+    GenerateFailed(**_HELD_BY_NOBODY, error="none", retryable=True),
+    ChunkRequest(sha256="00" * 32, offset=0),
+    NodeHello(node_id="a", engine="peer", run_id=None, version=0, max_concurrent=64, instance="a"),
+]
+
+
+@pytest.mark.parametrize("message", _FLOODS, ids=lambda message: type(message).__name__)
+async def test_a_flood_of_valid_messages_evicts_its_sender(open_gateway, node_keys, message):
+    """Who sends what nobody asked for learns why it must go, loses its requests, and is not looked at any more."""
+    async with (
+        open_gateway(inference={"lost_after_s": 300.0}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", instance="a", heartbeat_s=300) as bad,
+        PeerNode(gateway.node_endpoint, node_keys, "b", heartbeat_s=300),
+    ):
+        async with asyncio.timeout(100):
+            while not isinstance(bad.welcome, Rejected):
+                for _ in range(500):
+                    bad.send(message)
+                await asyncio.sleep(0.01)
+        assert "nobody asked for" in bad.welcome.reason and type(message).__name__ in bad.welcome.reason
+        assert "4224 at once and 50 a second" in bad.welcome.reason
+        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+        state = gateway.state()
+        assert state["link"]["evicted"] == 1
+        assert {node["node_id"]: node["attached"] for node in state["nodes"]} == {"a": False, "b": True}
+
+
+async def test_answers_that_were_asked_for_are_not_counted(open_gateway, node_keys):
+    """A node with one place may answer any number of requests."""
+    async with (
+        open_gateway(inference={"lost_after_s": 300.0}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=300) as node,
+    ):
+        for _ in range(3):
+            assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+        assert len(node.generates) == 3
+        assert [used for used, _ in gateway._link._budgets._used.values()] == [16], "the cost of its hello"
+
+
+def test_a_budget_is_a_burst_and_what_is_refunded_is_free():
+    """Beyond burst and extra a charge is refused; other peers have their own; refunded charges never add up."""
+    budgets = MessageBudgets(burst=10, per_s=0)
+    assert [budgets.charge(b"a", 4) for _ in range(3)] == [True, True, False]
+    assert budgets.charge(b"a", 4, extra=100)
+    assert all(budgets.charge(b"b", 1) for _ in range(10))
+    for _ in range(100):
+        assert budgets.charge(b"c", 10)
+        budgets.refund(b"c", 10)
+
+
+def test_a_budget_comes_back_with_time():
+    """What was used falls by the rate: a peer that stays below it is never refused."""
+    budgets = MessageBudgets(burst=1, per_s=1e12)
+    assert all(budgets.charge(b"a", 1) for _ in range(1000))
