@@ -47,7 +47,8 @@ FAILED = 1
 _USAGE = """usage:
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
 inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
-inference join tcp://HOST:PORT --model PATH ...      on a rented machine: needs a join token, nothing else
+inference join INVITE                                on any machine: what `orchestrator invite` printed
+inference join tcp://HOST:PORT --model PATH ...      the same with a join token and the model at hand
 inference audit --run-dir DIR | tcp://HOST:PORT ...  as `orchestrator audit` starts it: checks what nodes sample
 
 More: inference join --help, trainer --help (the keys of file.toml)"""
@@ -72,6 +73,10 @@ class Assignment:
     """The run's directory, where it is on this machine."""
     audits: bool = False
     """Whether it checks what other nodes sampled, and samples nothing."""
+    kept: Path | None = None
+    """Where weight chunks outlast the process; None keeps none."""
+    first: tuple[bytes, bytes, str] | None = None
+    """A signed manifest, its verify key and run, in use before the node attaches; None attaches with the folder's."""
 
 
 def main() -> int:
@@ -88,10 +93,14 @@ def _main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
     try:
+        if words[:1] == ["join"] and not any(word.startswith("tcp://") for word in words):
+            from inference.joining import join
+
+            return join(join_parser().parse_args(words[1:]), words[1:])
         assignment, dry_run = _parse(words)
         if not dry_run:
             end_with_parent(always="--run-dir" in words)
-            return _run(assignment)
+            return run_node(assignment)
         model_ready(assignment.model)
         print(_describe(assignment))
         return 0
@@ -99,7 +108,8 @@ def _main() -> int:
         fail(error)
 
 
-def _run(assignment: Assignment) -> int:
+def run_node(assignment: Assignment) -> int:
+    """Serve; return the exit status. Raises ConfigError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if assignment.run_dir is not None:
         record_events(assignment.run_dir, assignment.node_name)
@@ -159,10 +169,13 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
             tolerance = inference.canary_limit(on_cuda=on_cuda)
             receiver, sources, relay_port = await _receive(assignment, engine, link, folder, tolerance, weights)
+            if assignment.first is not None:
+                await receiver.install(*assignment.first)
             make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
             device = _device(inference, on_cuda=on_cuda)
             node = make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
-            await node.run()
+            if not stopped:
+                await node.run()
     finally:
         await engine.close()
         await asyncio.to_thread(link.close)
@@ -190,7 +203,7 @@ async def _receive(
         return receiver, None, 0
     relays = inference.relay is not None
     sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from, relays)
-    receiver = Receiver(engine, sources, folder, tolerance, relays=relays)
+    receiver = Receiver(engine, sources, folder, tolerance, relays=relays, kept=assignment.kept)
     stack.callback(receiver.close)
     stack.push_async_callback(sources.close)
     if inference.relay is None:
@@ -279,12 +292,14 @@ def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:
 
 
 def _from_join(words: list[str]) -> tuple[Assignment, bool]:
-    options = _join_parser().parse_args(words)
+    options = join_parser().parse_args(words)
+    if options.model is None:
+        raise ConfigError("--model is missing: with an address the node needs the run's model.path; an invite has it")
     address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the node address')}"
     keys = join_keys(options.token, options.token_file, "node")
     assignment = Assignment(
-        node_name=options.name,
-        inference=_join_config(options),
+        node_name=options.name or f"{socket.gethostname()}-{os.getpid()}",
+        inference=join_config(options, {}),
         model=options.model,
         max_context=options.max_context,
         keys=lambda: keys,
@@ -294,18 +309,25 @@ def _from_join(words: list[str]) -> tuple[Assignment, bool]:
     return assignment, options.dry_run
 
 
-def _join_parser() -> argparse.ArgumentParser:
+def join_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inference join",
         allow_abbrev=False,
         description="Serve a run from this machine. The node connects outwards, pulls weights over the same encrypted "
         "link, and may leave at any time.",
     )
-    parser.add_argument("address", help="the orchestrator's node address, tcp://HOST:PORT")
-    parser.add_argument("--model", required=True, help="the run's model.path: a model folder, a Hub id, ...")
+    parser.add_argument("address", nargs="?", metavar="INVITE | tcp://HOST:PORT",
+                        help="what `orchestrator invite` printed (default: $COMPOSER_INVITE), nothing else is needed; "
+                        "or the orchestrator's node address, with --model and a join token")  # fmt: skip
+    parser.add_argument(
+        "--state-dir", type=Path, help="with an invite: where the node keeps its key, model and weights"
+    )
+    parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
+                        help="with an invite: how long to try to reach the run; default 60")  # fmt: skip
+    parser.add_argument("--model", help="with an address: the run's model.path: a model folder, a Hub id, ...")
     parser.add_argument("--token", help=f"join token (keys/node.token of the run); better in ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
-    parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this node's name in the run")
+    parser.add_argument("--name", help="this node's name in the run")
     parser.add_argument("--settings", type=Path, help="TOML file whose [inference] table is used; flags here win")
     parser.add_argument("--engine", choices=["local", "vllm"])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
@@ -321,16 +343,20 @@ def _join_parser() -> argparse.ArgumentParser:
         "--relay", metavar="HOST:PORT", help="serve the weights that this node holds to others, over HTTP"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
+    parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
+    parser.add_argument("--tensor-parallel", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def _join_config(options: argparse.Namespace) -> InferenceConfig:
-    values: dict = {}
+def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
+    """Return `values`, the run's own settings, with those of the options on top. Raises ConfigError."""
     if options.settings is not None:
-        values = merge_layers(read_with_bases(str(options.settings))).get("inference", {})
+        values = values | merge_layers(read_with_bases(str(options.settings))).get("inference", {})
     for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from", "relay"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)
+    if options.tensor_parallel is not None:
+        values["vllm"] = {**values.get("vllm", {}), "tensor_parallel": options.tensor_parallel}
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:

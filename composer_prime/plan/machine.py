@@ -95,6 +95,15 @@ def gpu_name() -> str:
     return "GPU"
 
 
+def driver_cuda() -> str:
+    """Return the newest CUDA that the driver knows, such as `12.8`; empty without a driver."""
+    version = ctypes.c_int()
+    with suppress(OSError):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value:
+            return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return ""
+
+
 def module_file(name: str) -> Path | None:
     """Return the file of module `name` without running any of its packages; None when it is not installed.
 

@@ -92,6 +92,8 @@ class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     max_context: int
     inference: bytes
     """The run's [inference] table as JSON, without what concerns the host of the run only."""
+    sources: list[str] = []
+    """As in NodeWelcome: copies of the weight store besides this link."""
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):

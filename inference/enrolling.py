@@ -1,0 +1,216 @@
+"""From an invite to a model folder on this disk: enroll, pull the model files and the newest version, make a folder.
+
+    STATE/<run>/node-0.curve      this node's own pair, drawn once; node-0.enrolled: the run knows it
+    STATE/<run>/node-0/<sha256>   chunks of versions; what a killed process pulled is used on
+    STATE/<run>/model/            config.json, tokenizer, model.safetensors: what an engine starts from
+
+Every byte is checked against what the run signed. The invite is used once: later starts connect under the own pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from zmq.utils.monitor import recv_monitor_message
+
+from composer_prime.errors import ConfigError, DeadlineError, InviteError
+from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.run.node_registry import utc_text
+from composer_prime.run.weights import Manifest, open_signed
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
+from composer_prime.wire.node import Rejected, ToNode
+from composer_prime.wire.sockets import dealer
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS_S = 10.0
+"""How long one address may take to answer before the next one is tried."""
+_RETRY_S = 1.0
+_FIRST_VERSION_S = 1800.0
+_ASK_AGAIN_S = 5.0
+
+
+class NodeState:
+    """The folder of one run on this machine, and what each of its nodes keeps there."""
+
+    def __init__(self, root: Path, invite: Invite) -> None:
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", invite.run_id)[:100]
+        self.path = root / f"{name}-{hashlib.sha256(invite.server).hexdigest()[:8]}"
+        self.model = self.path / "model"
+
+    def chunks(self, slot: int) -> Path:
+        return self.path / f"node-{slot}"
+
+    def own_pair(self, slot: int) -> CurvePair:
+        """Return the pair of node `slot`, drawn and written at the first call. Raises OSError."""
+        path = self.path / f"node-{slot}.curve"
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(b"".join(zmq.curve_keypair()))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        raw = path.read_bytes()
+        if len(raw) != 80:
+            raise ConfigError(f"{path} holds {len(raw)} bytes, expected 80: remove it and join with a fresh invite")
+        return CurvePair(raw[:40], raw[40:])
+
+    def is_enrolled(self, slot: int) -> bool:
+        return (self.path / f"node-{slot}.enrolled").exists()
+
+    def note_enrolled(self, slot: int) -> None:
+        (self.path / f"node-{slot}.enrolled").touch()
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all files here."""
+        sizes = 0
+        for path in self.path.glob("*/*"):
+            with suppress(OSError):
+                sizes += path.stat().st_size
+        return sizes
+
+    @contextmanager
+    def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:
+        """Hold a lock of this folder. Raises ConfigError with `refusal` when another process has it; None waits."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.path / f"{name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal is not None else 0))
+            except BlockingIOError:
+                raise ConfigError(refusal) from None
+            yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrollment:
+    """What a run told a node that it knows."""
+
+    address: str
+    """HOST:PORT that answered."""
+    keys: ClientKeys
+    """To connect with from now on."""
+    answer: Enrolled
+
+
+async def enroll(
+    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float
+) -> Enrollment:
+    """Make node `slot` known to the run, or ask again under its own key. Tries all addresses for `patience_s`.
+
+    Raises InviteError (refused, with the run's reason) or DeadlineError (which addresses, how long).
+    """
+    own, enrolled = state.own_pair(slot), state.is_enrolled(slot)
+    if not enrolled and time.time() > invite.expires:
+        raise InviteError(
+            f"the invite expired at {utc_text(invite.expires)}, here it is {utc_text(time.time())}: make another with "
+            "`orchestrator invite RUN_DIR`"
+        )
+    message = Enroll(
+        run_id=invite.run_id, release=release(), protocol=PROTOCOL, key=own.public, name=name, machine=machine
+    )
+    own_keys = ClientKeys(invite.keys.server_public, own)
+    deadline, faults = time.monotonic() + patience_s, {}
+    while True:
+        for address in invite.addresses:
+            left_s = deadline - time.monotonic()
+            try:
+                limit_s = max(0.1, min(_ADDRESS_S, left_s))
+                answer = await _ask(address, own_keys if enrolled else invite.keys, message, limit_s)
+            except DeadlineError as error:
+                faults[address] = str(error)
+                continue
+            state.note_enrolled(slot)
+            return Enrollment(address=address, keys=own_keys, answer=answer)
+        if time.monotonic() >= deadline:
+            raise DeadlineError(
+                f"tried for {patience_s:g} s (--connect-timeout) to reach run {invite.run_id}: "
+                + "; ".join(faults.values())
+                + ". Is the run up, and is that port open to this machine?"
+            )
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
+    """Send `message` to one address. Raises InviteError, or DeadlineError with how far the connection came."""
+    context = zmq.asyncio.Context()
+    socket = dealer(context, f"tcp://{address}", keys)
+    events = socket.get_monitor_socket(zmq.EVENT_ALL)
+    seen: set[int] = set()
+    try:
+        await socket.send(msgspec.msgpack.encode(message))
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(events, zmq.POLLIN)
+        until = time.monotonic() + limit_s
+        while (left_s := until - time.monotonic()) > 0:
+            ready = dict(await poller.poll(left_s * 1000))
+            if socket in ready:
+                return _read(await socket.recv(), address)
+            if events in ready:
+                event = (await recv_monitor_message(events))["event"]
+                seen.add(event)
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise InviteError(
+                        f"the run at {address} does not know this key: the invite was withdrawn, the node was turned "
+                        "away for good, or the run's keys were made anew; join with a fresh invite (and another "
+                        "--state-dir, if this machine joined before)"
+                    )
+    finally:
+        socket.disable_monitor()
+        context.destroy(linger=0)
+    if zmq.EVENT_HANDSHAKE_SUCCEEDED in seen:
+        raise DeadlineError(f"{address} took the connection and did not answer within {limit_s:.0f} s")
+    if seen & {zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL}:
+        raise DeadlineError(f"what listens at {address} does not hold the run's key: another run, or another program")
+    raise DeadlineError(f"{address} took no connection within {limit_s:.0f} s")
+
+
+def _read(raw: bytes, address: str) -> Enrolled:
+    try:
+        answer = msgspec.msgpack.decode(raw, type=ToNode)
+    except msgspec.DecodeError as error:
+        raise InviteError(
+            f"{address} answered {len(raw)} bytes that are no message ({error}): use the run's release"
+        ) from None
+    if isinstance(answer, Rejected):
+        raise InviteError(f"the run at {address} refused: {answer.reason}")
+    if not isinstance(answer, Enrolled):
+        raise InviteError(f"{address} answered with a {type(answer).__name__}: use the run's release")
+    return answer
+
+
+async def first_version(invite: Invite, state: NodeState, slot: int, machine: NodeMachine, patience_s: float,
+                        enrollment: Enrollment) -> Enrollment:  # fmt: skip
+    """Ask until the run has published a version. Raises DeadlineError, or what `enroll` raises."""
+    deadline = time.monotonic() + _FIRST_VERSION_S
+    while not enrollment.answer.manifest:
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"run {invite.run_id} published no weights within {_FIRST_VERSION_S:.0f} s: does its trainer run?"
+            )
+        logger.info("the run has published no weights yet: asking again in %g s", _ASK_AGAIN_S)
+        await asyncio.sleep(_ASK_AGAIN_S)
+        enrollment = await enroll(invite, state, slot, enrollment.answer.node_id, machine, patience_s)
+    return enrollment
+
+
+def newest(invite: Invite, answer: Enrolled) -> Manifest:
+    """Return the version that `answer` names, checked with the key in the invite. Raises WireError, SignatureError."""
+    return open_signed(answer.manifest, Ed25519PublicKey.from_public_bytes(invite.verify_key), run_id=invite.run_id)

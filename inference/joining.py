@@ -1,0 +1,217 @@
+"""`inference join INVITE`: this machine's nodes, from an invite and nothing else.
+
+    parent: read the invite -> look at the machine -> enroll node 0 -> plan -> a child a GPU (group), or one on the CPU
+    child:  enroll -> pull model files and the newest version -> engine -> version proven -> attached, serves
+    a child that crashed is started again after a pause, at most inference.max_restarts times in ten minutes
+
+The parent imports no torch. What cannot be mended by another start (exit status 2) ends that node at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from composer_prime.console import EXIT_USAGE, console_script, pluralize
+from composer_prime.errors import ComposerError, ConfigError, InviteError
+from composer_prime.plan.machine import cuda_visible_devices, module_file
+from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session
+from composer_prime.run.retry import backoff_s
+from composer_prime.run.weights import Manifest
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
+from inference.enrolling import Enrollment, NodeState, enroll, first_version, newest
+from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
+from inference.main import FAILED, Assignment, join_config, run_node
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
+_FORGET_RESTARTS_S = 600.0
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def join(options: argparse.Namespace, words: list[str]) -> int:
+    """Run `inference join` with these words; return the exit status. Raises ConfigError."""
+    invite, state = _invite(options)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if options.dry_run:
+        print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
+        print(f"machine   {find_machine(state.path)}")
+        return 0
+    try:
+        if options.slot is not None:
+            end_with_parent()
+            return run_node(asyncio.run(_prepare(options, invite, state)))
+        refusal = f"another `inference join` of this run uses {state.path}: stop it, or pass another --state-dir"
+        with state.locked("join", refusal):
+            return asyncio.run(_Machine(options, words, invite, state).run())
+    except ConfigError:
+        raise
+    except (ComposerError, OSError) as error:
+        print(f"inference join: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
+    text = options.address or os.environ.get(INVITE_VARIABLE, "")
+    if not text or text.startswith("tcp://"):
+        raise InviteError(
+            f"give what `orchestrator invite RUN_DIR` printed, here or in ${INVITE_VARIABLE}; or tcp://HOST:PORT with "
+            "--model and a join token"
+        )
+    invite = Invite.read(text)
+    default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"
+    return invite, NodeState((options.state_dir or default).expanduser().absolute(), invite)
+
+
+def _name(options: argparse.Namespace, slot: int) -> str:
+    name = options.name or "".join(c if c.isascii() and c.isprintable() else "-" for c in socket.gethostname())[:150]
+    return f"{name}-{slot}" if slot else name
+
+
+# ---- a child: one node ----------------------------------------------------------------------------------------------
+
+
+async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState) -> Assignment:
+    """Enroll node `options.slot` and bring its model to this disk."""
+    from inference.pulling import connected, pull_model
+    from inference.sources import RankedSources
+
+    slot, patience_s, machine = options.slot, options.connect_timeout, find_machine(state.path)
+    enrollment = await enroll(invite, state, slot, _name(options, slot), machine, patience_s)
+    enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
+    answer, address = enrollment.answer, enrollment.address
+    inference = join_config(options, json.loads(answer.inference))
+    logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
+    # One at a time on this machine: what the first has pulled the others take.
+    with state.locked("pull"):
+        async with connected(enrollment, inference.chunk_timeout_s) as link:
+            sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from)
+            sources.learn(answer.sources, [], address.rpartition(":")[0])
+            try:
+                await pull_model(sources, invite, enrollment, state, slot)
+            finally:
+                await sources.close()
+    return Assignment(
+        node_name=answer.node_id,
+        inference=inference,
+        model=str(state.model),
+        max_context=options.max_context or answer.max_context,
+        keys=lambda: enrollment.keys,
+        address=lambda: f"tcp://{address}",
+        run_dir=None,
+        kept=state.chunks(slot),
+        first=(answer.manifest, invite.verify_key, invite.run_id),
+    )
+
+
+# ---- the parent: all nodes of the machine ----------------------------------------------------------------------------
+
+
+class _Machine:
+    """The nodes of this machine, from the plan to their end."""
+
+    def __init__(self, options: argparse.Namespace, words: list[str], invite: Invite, state: NodeState) -> None:
+        self._options = options
+        self._words = [word for word in words if word != options.address]
+        self._invite = invite
+        self._state = state
+        self._stopping = asyncio.Event()
+        self._pids: dict[int, int] = {}
+        """Of running children, by slot."""
+
+    async def run(self) -> int:
+        """Return the worst exit status of the nodes. Raises what keeps all of them from starting."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        options, state = self._options, self._state
+        machine = await asyncio.to_thread(find_machine, state.path)
+        logger.info("run %s; this machine: %s", self._invite.run_id, machine)
+        enrollment = await enroll(self._invite, state, 0, _name(options, 0), machine, options.connect_timeout)
+        shares = self._plan(machine, enrollment)
+        limit = json.loads(enrollment.answer.inference).get("max_restarts", 5)
+        statuses = await asyncio.gather(*(self._keep_up(slot, share, limit) for slot, share in enumerate(shares)))
+        return max(statuses)
+
+    def _plan(self, machine: NodeMachine, enrollment: Enrollment) -> list[NodeShare]:
+        answer = enrollment.answer
+        shares = plan_nodes(
+            machine,
+            _parameters(self._invite, enrollment),
+            join_config(self._options, json.loads(answer.inference)),
+            self._options.engine,
+            vllm_is_installed=module_file("vllm") is not None,
+            torch_cuda=torch_cuda_version(),
+            has_nvidia=Path("/dev/nvidiactl").exists(),
+        )
+        where = f"{pluralize(len(shares[0].gpus), 'GPU')} each" if shares[0].gpus else "the CPU"
+        threads = pluralize(self._options.threads or shares[0].threads, "thread")
+        logger.info(
+            "starting %s: engine %s on %s, %s", pluralize(len(shares), "node"), shares[0].engine, where, threads
+        )
+        return shares
+
+    async def _keep_up(self, slot: int, share: NodeShare, limit: int) -> int:
+        """Run one node, again after each crash. Return its last exit status."""
+        command, environment = self._child(slot, share)
+        restarts = 0
+        while True:
+            start = time.monotonic()
+            process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
+            self._pids[slot] = process.pid
+            if self._stopping.is_set():
+                signal_session(process.pid, signal.SIGTERM)
+            status = await process.wait()
+            del self._pids[slot]
+            if status in (0, EXIT_USAGE) or self._stopping.is_set():
+                return max(status, 0)
+            if time.monotonic() - start > _FORGET_RESTARTS_S:
+                restarts = 0
+            if restarts >= limit:
+                logger.error("node %d %s; given up after %s", slot, exit_text(status), pluralize(restarts, "restart"))
+                return FAILED
+            pause_s = backoff_s(restarts, first_s=_FIRST_RESTART_S, longest_s=_LONGEST_RESTART_S)
+            restarts += 1
+            logger.warning("node %d %s; starting it again in %g s (%d of %d)", slot, exit_text(status), pause_s,
+                           restarts, limit)  # fmt: skip
+            try:
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+                return 0
+            except TimeoutError:
+                pass
+
+    def _child(self, slot: int, share: NodeShare) -> tuple[list[str], dict[str, str]]:
+        words = [*self._words, "--slot", str(slot), "--engine", share.engine]
+        if self._options.threads is None:
+            words += ["--threads", str(share.threads)]
+        environment = {INVITE_VARIABLE: self._invite.text()}
+        if share.gpus:
+            words += ["--tensor-parallel", str(len(share.gpus))]
+            environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(share.gpus)
+        return [*console_script("inference"), "join", *words], environment
+
+    def _stop(self) -> None:
+        """Let the nodes drain; a second signal ends their requests."""
+        self._stopping.set()
+        for pid in self._pids.values():
+            signal_session(pid, signal.SIGTERM)
+
+
+def _parameters(invite: Invite, enrollment: Enrollment) -> int:
+    """Return about how many parameters the model has, 0 before the first version is published."""
+    answer = enrollment.answer
+    if not answer.manifest:
+        return 0
+    manifest: Manifest = newest(invite, answer)
+    if manifest.kind != "adapters":
+        return sum(ref.size for ref in manifest.chunks) // _WIDTHS.get(manifest.dtype, 2)
+    files = ModelFiles.open_signed(answer.model, invite.verify_key, run_id=invite.run_id).files
+    return sum(file.size for file in files if file.name.endswith(".safetensors")) // 2

