@@ -244,7 +244,6 @@ class NodeAccounts:
 
     def _row(self, node: AttachedNode, account: NodeAccount, now: float) -> NodeRow:
         router = self._router
-        trust = getattr(node, "trust", None)
         return NodeRow(
             name=node.node_id,
             state=self._state(node, now),
@@ -255,7 +254,7 @@ class NodeAccounts:
             behind=max(0, router.newest_version - node.version),
             tokens_per_s=account.rate("tokens", now, _RATE_S),
             trained_tokens_per_s=account.rate("trained_tokens", now, self._worth_window_s),
-            trust=trust if isinstance(trust, float) else None,
+            trust=node.trust,
             usd_per_hour=node.usd_per_hour,
             in_flight=len(node.leases),
             totals=account.totals,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from composer_prime.errors import RolloutError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints
-from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.samples import compile_rollout, with_advantage
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
+from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
+from orchestrator.rollouts.samples import compile_rollout, turn_nodes, with_advantage
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
 
 ONE_SESSION = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]
@@ -27,6 +28,7 @@ class Record:
     logprobs: np.ndarray
     version_spans: tuple[VersionSpan, ...]
     session: str = "r"
+    node_id: str = "n"
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=64, temperature=0.7))
     names: tuple[int, ...] = field(default=())
     """The test's own identity of every sampled token."""
@@ -214,3 +216,25 @@ def test_the_advantage_stands_on_trained_tokens_only():
     """Masked tokens carry advantage 0, so a loss that forgot its mask would still not train them."""
     [sample] = compiled([record([1, 2], [3]), record([1, 2, 3, 4], [5])])
     assert floats(with_advantage(sample, -0.5).advantages).tolist() == [0, 0, -0.5, 0, -0.5]
+
+
+# A step's tokens are counted by the node that sampled them, turn by turn, also where two served a rollout. Tokens that
+# are masked as too old count for nobody.
+def test_trained_tokens_are_counted_by_node():
+    records = [record([1, 2], [3, 4], 0), record([1, 2, 3, 4, 9], [5, 6, 7], 1)]
+    reply = RolloutReply(rollout_id="r", task_id="t", reward=1.0)
+    served = [replace(each, node_id=name) for each, name in zip(records, ["slow", "fast"], strict=True)]
+    result = RolloutResult(reply=reply, records=served)
+    finished = finished_rollout(
+        result,
+        sibling=0,
+        seed=1,
+        samples=(samples := compiled(records)),
+        failure=None,
+        earlier=[],
+        turn_nodes=turn_nodes(reply, served),
+    )
+    assert (finished.nodes, finished.turn_nodes) == (["slow", "fast"], [0, 1])
+    group = FinishedGroup(plan=PLAN, outcome=GroupOutcome.READY, rollouts=[finished], samples=samples)
+    assert trained_by_node([group]) == {"slow": 2, "fast": 3}
+    assert trained_by_node([group.without_stale_tokens(1)]) == {"slow": 0, "fast": 3}
