@@ -82,12 +82,19 @@ def make_run(root: Path, *, steps: int = 12, seed: int = 0, learns: bool = True,
         write_lines(run_dir.rollouts(step), batch(step))
         log_step(trainer, step)
         orchestrator.log(step, {"waiting_for": "", "gateway/nodes": 1, "queue/groups_ready": step % 3})
+        for name, state in (("node-0", "serving"), ("node-1", "draining" if step > 2 else "loading")):
+            orchestrator.log(
+                step, {"node": name, "node/state": state, "node/version": step, "node/in_flight": step % 4}
+            )
     orchestrator.log(steps, {"problem": f"a rollout failed {HOSTILE}"})
     log_evaluation(run_dir, steps, solved=7 if learns else 2)
     write_lines(run_dir.failed_rollouts, [rollout(1, 2, 0, None)])
     costs = CostLedger(root / "costs.jsonl")
     costs.write("seconds", role="trainer-0", seconds=12.0, gpu_seconds=0.0)
     costs.write("hint", endpoint="judge", usd=0.25)
+    figures = {"seconds": 60.0, "tokens": 9000, "weight_bytes": 5000, "failures": 0}
+    costs.write("node", node="node-0", usd=0.05, trained_tokens=8000, **figures)
+    costs.write("node", node="node-1", trained_tokens=0, **figures)
     return run_dir
 
 

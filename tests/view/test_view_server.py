@@ -176,3 +176,16 @@ def test_rounds_of_a_joint_run(tmp_path):
         (2, 3, ["a"]),
         (3, 4, ["a", "b"]),
     ]
+
+
+# Each node has a row with what it cost and a lane, which is cut where its state or version changes.
+def test_nodes_have_rows_and_lanes(tmp_path):
+    make_run(tmp_path / "outputs" / "a1", steps=4)
+    nodes = Workspace([tmp_path / "outputs"], tmp_path / "cache").run({"run": "a1"})["nodes"]
+    rows = {row["name"]: row for row in nodes["rows"]}
+    assert rows["node-0"]["usd_per_million"] == 6.25 and rows["node-0"]["totals"]["trained_tokens"] == 8000
+    assert rows["node-1"]["usd_per_million"] is None and rows["node-1"]["state"] == "draining"
+    lanes = {lane["name"]: lane for lane in nodes["lanes"]}
+    spans = [(state, version) for state, _, _, version in lanes["node-1"]["spans"]]
+    assert spans == [("loading", 1), ("loading", 2), ("draining", 3), ("draining", 4)]
+    assert [count for _, count in lanes["node-0"]["held"]] == [1, 2, 3, 0]
