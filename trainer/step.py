@@ -31,6 +31,7 @@ from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import NonFiniteStepError
 from composer_prime.wire.types import StepTotals
 from trainer.data.rows import PackedRow, PairsRow
+from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TokenStatistics
 from trainer.model.policy import Policy
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
@@ -48,6 +49,8 @@ class LossSettings:
     """That of `channels`."""
     reduce_each: bool = False
     """Sum gradients over ranks after each row instead of after the last."""
+    figures: TokenFigures | None = None
+    """Notes figures of single tokens; None where the run does not record them."""
 
 
 def train_step(
@@ -131,6 +134,8 @@ def loss_of(
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
     inputs = channel_inputs(row, statistics, auxiliary, settings.channels)
+    if settings.figures is not None:
+        settings.figures.note(inputs)
     parts = total_loss(inputs, totals, settings.channels, settings.max_length, step, settings.policy)
     bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
     if statistics.divergence_D is not None:

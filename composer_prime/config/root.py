@@ -81,8 +81,8 @@ class MonitorConfig(BaseConfig):
     refresh_s: float = Field(default=1.0, gt=0)
     """How often the live view is drawn."""
     tokens: bool = False
-    """Record the tokens of trained rollouts with log-probabilities and advantages, so that `composer view` can color
-    them: rollouts/tokens_*.jsonl, about 20 bytes a token."""
+    """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
+    `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes a token."""
 
 
 class Config(BaseConfig):

@@ -15,17 +15,32 @@ def rollout_tokens(run_dir: RunDir, entry: dict[str, Any], settings: dict[str, A
     """Return the recorded samples of a rollout: token texts with log-probabilities and advantages; empty without."""
     if entry["kind"] != "step" or not isinstance(entry["step"], int):
         return []
-    samples = _samples(run_dir.rollout_tokens(entry["step"]), str(entry["rollout_id"]))
+    step = entry["step"]
+    samples = _lines(run_dir.rollout_tokens(step), "rollout_id", str(entry["rollout_id"]))
+    trained = sorted(run_dir.rollouts(step).parent.glob(run_dir.trained_tokens(step, "*").name))
     model = settings.get("model")
     path = model.get("path") if isinstance(model, dict) else None
     for sample in samples:
         sample["texts"] = _texts(str(path), sample.pop("token_ids"))
+        for figures in (found for file in trained for found in _lines(file, "sample_id", str(sample["sample_id"]))):
+            sample |= _of_tokens(figures, sample["mask"])
     return samples
 
 
-def _samples(path: Path, rollout_id: str) -> list[dict[str, Any]]:
-    """Return the lines of a rollout. A line begins with its rollout's id, so the others are not decoded."""
-    start = b'{"rollout_id":' + msgspec.json.encode(rollout_id) + b","
+def _of_tokens(figures: dict[str, Any], mask: list[int]) -> dict[str, list[float]]:
+    """Return the trainer's figures by token, 0 for tokens without one; no divergence without a hinted turn."""
+    mismatch = iter(figures["mismatch"])
+    found = {"mismatch": [next(mismatch, 0.0) if trained else 0.0 for trained in mask]}
+    if figures["divergence"]:
+        found["divergence"] = [0.0] * len(mask)
+    for start, values in figures["divergence"]:
+        found["divergence"][start : start + len(values)] = values
+    return found
+
+
+def _lines(path: Path, key: str, name: str) -> list[dict[str, Any]]:
+    """Return the lines that begin with this key and name; the others are not decoded."""
+    start = b'{"' + key.encode() + b'":' + msgspec.json.encode(name) + b","
     try:
         with path.open("rb") as file:
             return [msgspec.json.decode(raw) for raw in file if raw.startswith(start)]

@@ -27,6 +27,27 @@ def test_recorded_tokens_become_text(tmp_path):
     assert len(sample["advantages"]) == len(sample["mask"]) == len(sample["texts"])
 
 
+# The trainer's figures stand at their tokens, whichever rank wrote them; without a hinted turn there is no divergence.
+def test_figures_of_the_trainer_join_the_tokens(tmp_path):
+    run_dir = RunDir(tmp_path)
+    played = play("tiny", "Add 2 and 3.", [Step("It is 5.")], reward=1.0)
+    group = FinishedGroup(plan=PLAN, outcome=GroupOutcome.READY, rollouts=[played.rollout], samples=played.samples)
+    rollout_log.write(run_dir.rollout_tokens(4), rollout_log.token_lines(group))
+    entry = {"kind": "step", "step": 4, "rollout_id": played.rollout.rollout_id}
+    (before,) = rollout_tokens(run_dir, entry, {"model": {"path": "tiny"}})
+    trained = np.flatnonzero(before["mask"])
+    figures = {"sample_id": before["sample_id"], "mismatch": [0.25] * len(trained), "divergence": []}
+    rollout_log.write(run_dir.trained_tokens(4, 0), [figures | {"sample_id": "g000099-0/0"}])
+    rollout_log.write(run_dir.trained_tokens(4, 1), [figures])
+    (plain,) = rollout_tokens(run_dir, entry, {"model": {"path": "tiny"}})
+    assert np.array_equal(np.flatnonzero(plain["mismatch"]), trained) and "divergence" not in plain
+    hinted = figures | {"divergence": [[int(trained[1]), [0.5, 0.75]]]}
+    rollout_log.write(run_dir.trained_tokens(4, 1), [hinted])
+    (sample,) = rollout_tokens(run_dir, entry, {"model": {"path": "tiny"}})
+    assert np.flatnonzero(sample["divergence"]).tolist() == [trained[1], trained[1] + 1]
+    assert len(sample["divergence"]) == len(sample["mismatch"]) == len(sample["texts"])
+
+
 # Another rollout, a step that recorded none, and a model whose tokenizer is gone are no errors.
 def test_what_was_not_recorded_is_empty(tmp_path):
     run_dir = RunDir(tmp_path)

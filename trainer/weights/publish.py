@@ -178,8 +178,21 @@ class Publisher:
     def rewind(self, step: int) -> None:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
         if self._world.first:
+            newest = self._newest_in_store()
             self._store.rewind(self._version_of(step))
             self._writer.forget()
+            if newest is not None:
+                self._writer.continue_from(newest, self._version_of(step))
+
+    def _newest_in_store(self) -> Manifest | None:
+        """Return the version published last, by this process or one before; None where there is none to build on."""
+        versions = self._store.versions()
+        try:
+            raw = self._store.manifest(versions[-1]) if versions else b""
+            newest = open_signed(raw, self._verifier, run_id=self._run_id) if raw else None
+        except (ComposerError, OSError):  # Of another release, or damaged.
+            return None
+        return newest if newest is not None and newest.dtype == str(self.dtype).removeprefix("torch.") else None
 
     def accepted_versions(self, step: int) -> tuple[int, int]:
         """Return the oldest and newest version that the batch of `step` may hold tokens of.

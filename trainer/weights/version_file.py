@@ -12,7 +12,6 @@ is whole by count has its delta too: who followed so far makes the anchor from i
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from composer_prime.errors import CorruptWeightsError
 from composer_prime.run.patches import WORDS, difference, pack, patches, word_sum
-from composer_prime.run.weights import ChunkWriter, Delta, Manifest, WeightStore
+from composer_prime.run.weights import ChunkWriter, Delta, Manifest, WeightStore, safetensors_header
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LARGEST_SHARE = 1 / 3
 """Of an anchor's bytes: no overlay, delta or list of deltas is larger."""
 
@@ -49,6 +47,29 @@ class VersionWriter:
     def forget(self) -> None:
         """The next version is whole."""
         self._last = None
+
+    def continue_from(self, newest: Manifest, version: int) -> None:
+        """Take `newest` of the store for the version written last, though training goes on from `version`.
+
+        The next version is what differs from it, whatever steps lie between: files are compared, not numbers. Nodes
+        that have `newest` need no snapshot then. The store may have lost it: then the next version is whole.
+        """
+        self.forget()
+        if newest.kind == "adapters" or any(ref.size != self._store.chunk_bytes for ref in newest.chunks[:-1]):
+            return
+        start = bytearray()
+        try:
+            for ref in newest.chunks:
+                start += self._store.read(ref)
+                if len(start) >= 8 + int.from_bytes(start[:8], "little"):
+                    break
+        except CorruptWeightsError as error:
+            logger.warning("the next version of the weights is whole: %s", error)
+            return
+        # After a rewind the deltas before lead to versions that no longer count: only `newest` itself is a start.
+        self._last = replace(newest, deltas=[]) if newest.version > version else newest
+        self._header = bytes(start[: 8 + int.from_bytes(start[:8], "little")])
+        self._since_anchor = 0 if newest.parent is None else max(0, newest.version - newest.parent)
 
     def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
         """Store the file of contiguous CPU `tensors`, and return the manifest with what a reader needs."""
@@ -110,19 +131,11 @@ class VersionWriter:
 
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model.
-
-    Layout: 8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    """Yield the bytes of a safetensors file of CPU tensors, piece by piece, without a second copy of the model."""
+    yield safetensors_header(
+        (name, str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.nbytes)
+        for name, tensor in tensors.items()
+    )
     for tensor in tensors.values():
         yield _raw_bytes(tensor)
 
