@@ -40,6 +40,8 @@ class Peer:
         """No request is answered before it is set."""
         self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.params: dict[str, dict] = {}
+        self.headers: dict[str, dict[str, str]] = {}
+        """Of each session's last request."""
         self.running = 0
         self.cancelled = 0
         self.port = 0
@@ -75,6 +77,7 @@ class Peer:
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         session = request.headers["X-Session-ID"]
+        self.headers[session] = dict(request.headers)
         if self.fail_status:
             return web.json_response({"error": {"message": "no inference node is connected"}}, status=self.fail_status)
         self.running += 1

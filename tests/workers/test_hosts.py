@@ -27,6 +27,7 @@ from composer_prime.plan.sandboxes import probe
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import dealer
+from composer_prime.wire.turns import JSON, PACKED
 from orchestrator.workers.hosts import HostServer, chat_files, releases
 from orchestrator.workers.join import JoinedHost, check_runtimes
 from orchestrator.workers.pool import WorkerPool
@@ -274,10 +275,15 @@ async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Pat
             (3, "another", "/inference/v1/generate"),
             (4, "r", "/metrics"),
         ):
-            host.send(GatewayCall(call=number, path=path, session=session, body=body))
-        answers = {answer.call: answer.status for answer in [await host.expect(GatewayReply) for _ in range(4)]}
-        assert answers == {1: 200, 2: 200, 3: 403, 4: 403}
+            headers = {"Content-Type": JSON, "Accept": PACKED, "Authorization": "mine"} if session == "r#1" else {}
+            host.send(GatewayCall(call=number, path=path, session=session, body=body, headers=headers))
+        replies = {reply.call: reply for reply in [await host.expect(GatewayReply) for _ in range(4)]}
+        assert {number: reply.status for number, reply in replies.items()} == {1: 200, 2: 200, 3: 403, 4: 403}
         assert set(peer.sessions) == {"r", "r#1"}
+        # The forms of body and answer pass both ways, no other header does.
+        assert (peer.headers["r#1"]["Accept"], peer.headers["r"]["Accept"]) == (PACKED, "*/*")
+        assert "Authorization" not in peer.headers["r#1"]
+        assert replies[2].content_type == JSON
         call.cancel()
         assert (await host.expect(ForSource)).message == CancelRollout(rollout_id="r")
 
