@@ -1,0 +1,76 @@
+"""What audits do to the trust in a node."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from composer_prime.wire.audit import AuditVerdict
+from orchestrator.audit.trust import BOUND, NodeTrust
+
+FLOOR = 0.02
+
+
+def verdict(tokens: int = 50, wrong: list[int] | None = None, fault: str | None = None) -> AuditVerdict:
+    return AuditVerdict(audit=0, tokens=tokens, wrong=wrong or [], fault=fault, gap_mean=0.0, gap_max=0.0, seconds=0.0)
+
+
+def test_a_new_node_is_audited_whole_and_a_clean_one_ever_less():
+    # The share starts at 1, falls with each clean answer once the node is known, and stops at the floor.
+    trust = NodeTrust()
+    shares = []
+    for _ in range(400):
+        shares.append(trust.share(FLOOR))
+        assert not trust.note(verdict())
+    assert shares[:32] == [1.0] * 32 and shares[32] < 0.2
+    assert shares == sorted(shares, reverse=True) and shares[-1] == FLOOR
+    assert trust.state(0.0) == "known" and trust.expectation(0.0) > 0.99
+
+
+def test_one_wrong_token_is_not_enough():
+    # An auditor whose rounding is unlucky once in 10,000 tokens does not quarantine an honest node.
+    trust, random = NodeTrust(), np.random.default_rng(1)
+    for _ in range(3000):
+        wrong = np.flatnonzero(random.random(100) < 1e-4).tolist()
+        assert not trust.note(verdict(100, wrong))
+
+
+def test_four_wrong_tokens_close_together_are():
+    # Within one answer, or over several.
+    assert not NodeTrust().note(verdict(60, [10, 12, 30]))
+    assert NodeTrust().note(verdict(60, [10, 12, 30, 31]))
+    trust = NodeTrust()
+    assert [trust.note(verdict(20, [5])) for _ in range(4)] == [False, False, False, True]
+
+
+def test_clean_answers_buy_no_credit():
+    # A node that was honest for long is caught as fast as a new one.
+    trust = NodeTrust()
+    for _ in range(5000):
+        trust.note(verdict())
+    assert trust.note(verdict(60, [10, 12, 30, 31]))
+
+
+def test_a_fault_of_the_answer_counts_however_long_it_is():
+    # An answer that stops early has one wrong token among many; three such answers are enough.
+    trust = NodeTrust()
+    assert [trust.note(verdict(2000, [1999], "its stop is not what its seed draws")) for _ in range(3)][-1]
+
+
+def test_a_quarantine_ends_in_probation_and_the_next_one_is_longer():
+    # What was good before is forgotten: all answers are audited again, and relapse costs twice the time.
+    trust = NodeTrust(clean=900, audited=900)
+    assert trust.quarantine(100.0, 60.0) == 60.0
+    assert trust.state(159.0) == "quarantined" and trust.expectation(159.0) == 0.0
+    assert trust.state(161.0) == "new" and trust.share(FLOOR) == 1.0 and trust.token_evidence == 0.0 < BOUND
+    assert trust.quarantine(200.0, 60.0) == 120.0
+    for _ in range(20):
+        longest = trust.quarantine(200.0, 60.0)
+    assert longest == 64 * 60.0
+    for _ in range(32):
+        trust.note(verdict())
+    assert trust.state(10_000.0) == "known"
+
+
+def test_nothing_is_known_of_a_node_that_was_never_audited():
+    # The operator's table shows no figure then.
+    assert NodeTrust().expectation(0.0) is None
