@@ -142,5 +142,5 @@ def _group_size(machine: NodeMachine, parameters: int, width: int, engine: str) 
     remedy = "join from a larger machine" if engine == "vllm" else "install vllm, which splits a model over GPUs"
     raise EngineError(
         f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB on each of "
-        f"{sizes[-1]} GPU(s), they have {smallest / GIB:.1f} GiB: {remedy}"
+        f"{sizes[-1]} GPU(s), they have {smallest * _GPU_USABLE / GIB:.1f} GiB of {smallest / GIB:.1f} usable: {remedy}"
     )

@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=1, help="how many nodes it admits (a node a GPU); default 1")
     parser.add_argument("--expires", default="24h", help="how long: 45m, 24h, 7d; default 24h")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
-                        help="where nodes reach the run; default: where it listens. Several: tried in turn")  # fmt: skip
+                        help="where nodes reach the run; default: where it listens. Several are tried")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
     return parser

@@ -1,0 +1,186 @@
+"""From an enrollment to a model folder on the disk: what is cut goes on, what is wrong is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import time
+
+import pytest
+import safetensors.torch
+import torch
+import zmq
+from zmq.utils import z85
+
+from composer_prime.errors import CorruptWeightsError, WireError
+from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.run.weights import ChunkRef, sign
+from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, ModelFile, ModelFiles, release
+from inference.enrolling import Enrollment, NodeState
+from inference.pulling import pull_file, pull_model
+from inference.versions import FolderSource
+
+_IN_FLIGHT = 4
+"""Chunks that a pull asks for at a time."""
+PIECE = 60_000
+
+
+class CutSource:
+    """The run's store and model folder behind a link that breaks after so many small pieces."""
+
+    def __init__(self, store, files: dict[str, bytes], left: int = 1 << 60) -> None:
+        self.folder, self.files, self.left = FolderSource(store), files, left
+        self.got: dict[str, int] = {}
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        if not self.left:
+            raise ConnectionResetError("cut")
+        self.left -= 1
+        data = self.files.get(sha256)
+        piece = await self.folder.read(sha256, offset) if data is None else data[offset:]
+        if piece is not None:
+            piece = piece[:PIECE]
+            self.got[sha256] = self.got.get(sha256, 0) + len(piece)
+        return piece
+
+
+@pytest.fixture
+def small_files(folder):
+    """The small files of the model folder, by their hash."""
+    return {
+        path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".json", ".jinja", ".txt")
+    }
+
+
+@pytest.fixture
+def invite(keys):
+    pair = zmq.curve_keypair()
+    return Invite(
+        addresses=["192.0.2.1:5500"],
+        server=z85.decode(keys.curve("server").public),
+        secret=z85.decode(pair[1]),
+        verify_key=keys.verifier().public_bytes_raw(),
+        run_id="run-1",
+        release=release(),
+        protocol=PROTOCOL,
+        expires=int(time.time()) + 1000,
+    )
+
+
+@pytest.fixture
+def enrolled(keys, small_files):
+    """What the gateway answers, with these model files and this manifest."""
+
+    def make(manifest: bytes, files: dict[str, bytes] = small_files) -> Enrollment:
+        listed = [ModelFile(name, [ref_of(data)]) for name, data in files.items()]
+        answer = Enrolled(
+            node_id="box",
+            model=ModelFiles(run_id="run-1", files=listed).sign(keys.signer()),
+            manifest=manifest,
+            max_context=64,
+            inference=b"{}",
+        )
+        own = ClientKeys(keys.curve("server").public, CurvePair(*zmq.curve_keypair()))
+        return Enrollment(address="192.0.2.1:5500", keys=own, answer=answer)
+
+    return make
+
+
+def ref_of(data: bytes) -> ChunkRef:
+    return ChunkRef(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, small_files, tmp_path):
+    """Each start pulls what the ones before lacked; only pieces in flight come twice. The folder is the version's."""
+    signed, manifest = publisher.publish(3), publisher.manifest(3)
+    state = NodeState(tmp_path / "state", invite)
+    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
+    cuts, source.left = 0, 5
+    while True:
+        try:
+            asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))
+            break
+        except ConnectionResetError:
+            cuts, source.left = cuts + 1, 5
+            assert cuts < 100
+    sizes = {ref.sha256: ref.size for ref in manifest.chunks}
+    twice = sum(source.got[sha256] - size for sha256, size in sizes.items())
+    assert cuts >= 3 and 0 <= twice <= cuts * (_IN_FLIGHT - 1) * PIECE
+    assert all((state.model / name).read_bytes() == data for name, data in small_files.items())
+    held, weights = safetensors.torch.load_file(state.model / "model.safetensors"), publisher.reference.weights(3)
+    assert held.keys() == weights.keys() and all(torch.equal(held[name], weights[name]) for name in weights)
+    before = dict(source.got)
+    asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))  # a restart pulls nothing
+    assert source.got == before
+    asyncio.run(pull_model(source, invite, enrolled(signed), state, 1))  # nor does a second node of the machine
+    assert source.got == before
+
+
+def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolled, small_files, tmp_path):
+    signed, manifest = publisher.publish(3), publisher.manifest(3)
+    state = NodeState(tmp_path, invite)
+    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
+    asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))
+    damaged = state.chunks(0) / manifest.chunks[0].sha256
+    damaged.write_bytes(b"x" * manifest.chunks[0].size)
+    (state.model / "config.json").write_bytes(b"{}")
+    source.got.clear()
+    asyncio.run(pull_model(source, invite, enrolled(signed), state, 0))
+    config = ref_of(small_files["config.json"])
+    assert source.got == {manifest.chunks[0].sha256: manifest.chunks[0].size, config.sha256: config.size}
+    assert (state.model / "config.json").read_bytes() == small_files["config.json"]
+
+
+def test_version_0_is_what_the_folder_holds(publisher, invite, enrolled, small_files, tmp_path):
+    """Engines take a folder for version 0, so one that was made of a later version is made anew."""
+    state = NodeState(tmp_path, invite)
+    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
+    for version in (3, 0):
+        asyncio.run(pull_model(source, invite, enrolled(publisher.publish(version)), state, 0))
+    held = safetensors.torch.load_file(state.model / "model.safetensors")
+    assert all(torch.equal(held[name], values) for name, values in publisher.reference.weights(0).items())
+
+
+def test_versions_that_are_adapters_bring_the_model_they_are_added_to(
+    publisher, invite, enrolled, small_files, folder, tmp_path
+):
+    """Their base is no version, so it comes as a model file; without one the run cannot be joined."""
+    signed = sign(publisher.adapters(2), publisher.keys.signer())
+    weights = (folder / "model.safetensors").read_bytes()
+    files = small_files | {"model.safetensors": weights}
+    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in files.values()})
+    state = NodeState(tmp_path, invite)
+    asyncio.run(pull_model(source, invite, enrolled(signed, files), state, 0))
+    assert (state.model / "model.safetensors").read_bytes() == weights
+    with pytest.raises(WireError, match="are adapters, and its gateway has no copy of the model"):
+        asyncio.run(pull_model(source, invite, enrolled(signed), NodeState(tmp_path / "other", invite), 0))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_pulled(
+    publisher, invite, enrolled, tmp_path, monkeypatch
+):
+    signed = publisher.publish(3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    source = CutSource(publisher.store, {})
+    with pytest.raises(OSError, match=r"needs 0\.0\d GiB of disk more .* has 0\.00 GiB free: pass --state-dir"):
+        asyncio.run(pull_model(source, invite, enrolled(signed), NodeState(tmp_path, invite), 0))
+    assert not source.got
+
+
+def test_a_model_file_keeps_its_whole_chunks(tmp_path, publisher):
+    """A file of several chunks, as the weights of a base: the third chunk breaks, the first two are not asked again."""
+    parts = [bytes([number]) * 1000 for number in range(4)]
+    file = ModelFile("model.safetensors", [ref_of(part) for part in parts])
+    source = CutSource(publisher.store, {ref_of(part).sha256: part for part in parts}, left=2)
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(pull_file(source, file, tmp_path))
+    source.left = 100
+    asyncio.run(pull_file(source, file, tmp_path))
+    assert (tmp_path / "model.safetensors").read_bytes() == b"".join(parts)
+    assert set(source.got.values()) == {1000}
+    wrong = ModelFile("tokenizer.json", [ChunkRef("0" * 64, 1000)])
+    source.files["0" * 64] = b"x" * 1000
+    with pytest.raises(CorruptWeightsError, match=r"tokenizer\.json: chunk 0000.* differs from its hash"):
+        asyncio.run(pull_file(source, wrong, tmp_path))
+    assert not (tmp_path / "tokenizer.json").exists()
