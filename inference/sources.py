@@ -252,7 +252,7 @@ class RankedSources(ChunkSource):
             rated = self._choose(sha256, offset, lacking)
             if rated is not None:
                 piece = await self._ask(rated, sha256, offset)
-                if piece:
+                if piece is not None:
                     return piece
                 lacking.append(rated)
             elif self._waits(lacking):
@@ -294,13 +294,11 @@ class RankedSources(ChunkSource):
         return max(begun or ready, key=lambda each: each.expected_bytes_per_s, default=None)
 
     async def _ask(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
-        """Return a piece; None or b"" when the source has none."""
+        """Return a piece; None when the source fails or lacks the chunk, b"" when the chunk ends too early there."""
         start = self.clock()
         rated.reading += 1
         try:
             piece = await rated.source.read(sha256, offset)
-            if piece == b"":
-                raise OSError(f"{rated.source.name}: weight chunk {sha256} ends there at byte {offset}, too early")
         except (ComposerError, OSError) as error:
             aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
             rated.failures += 1
@@ -315,6 +313,7 @@ class RankedSources(ChunkSource):
             rated.bytes_per_s = before + _NEWEST_SHARE * (speed - before)
             rated.failures = 0
             rated.num_bytes += len(piece)
+        if piece is not None:
             self._note_giver(sha256, offset, rated)
         return piece
 

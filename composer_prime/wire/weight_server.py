@@ -28,14 +28,10 @@ from composer_prime.errors import ConfigError, PortInUseError
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 512 << 10
-_MAX_CONNECTIONS = 1024
 _MAX_REQUESTS = 128
 """At a time, of all clients: each holds two pieces in memory."""
-_MAX_REQUESTS_AN_ADDRESS = 64
-"""A fleet behind one address shares it."""
 _IDLE_S = 15.0
 """A connection without a request is closed after this long, also one whose request does not end."""
-_PIECE_TIMEOUT_S = 60.0
 _SHUTDOWN_S = 2.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,14 +47,29 @@ class ChunkReader(Protocol):
 class WeightServer:
     """Serves from `start` to `close`."""
 
-    def __init__(self, chunks: ChunkReader, manifest: Callable[[int], bytes] | None = None) -> None:
-        """`manifest` returns a version's signed manifest or raises FileNotFoundError; None serves chunks alone."""
+    def __init__(
+        self,
+        chunks: ChunkReader,
+        manifest: Callable[[int], bytes] | None = None,
+        *,
+        max_connections: int = 1024,
+        max_requests_an_address: int = 64,
+        piece_timeout_s: float = 60.0,
+    ) -> None:
+        """`manifest` returns a version's signed manifest or raises FileNotFoundError; None serves chunks alone.
+
+        `max_requests_an_address`: at a time; a fleet behind one address shares them. `piece_timeout_s`: how long a
+        client may take to read what was sent, before it is cut off.
+        """
         self.url = ""
         self.bytes_sent = 0
         self.refused = 0
         """Requests and connections beyond a limit."""
         self._chunks = chunks
         self._manifest = manifest
+        self._max_connections = max_connections
+        self._max_requests_an_address = max_requests_an_address
+        self._piece_timeout_s = piece_timeout_s
         self._requests: Counter[str] = Counter()
         """Under way, by the client's address."""
         self._runner: web.AppRunner | None = None
@@ -109,7 +120,7 @@ class WeightServer:
 
     def _accept(self) -> asyncio.BaseProtocol:
         server = self._runner.server if self._runner is not None else None
-        if server is None or len(server.connections) >= _MAX_CONNECTIONS:
+        if server is None or len(server.connections) >= self._max_connections:
             self.refused += 1
             return _Refused()
         return server()
@@ -117,7 +128,7 @@ class WeightServer:
     def _limited(self, handler: Handler) -> Handler:
         async def limited(request: web.Request) -> web.StreamResponse:
             client = request.remote or ""
-            if self._requests[client] >= _MAX_REQUESTS_AN_ADDRESS or self._requests.total() >= _MAX_REQUESTS:
+            if self._requests[client] >= self._max_requests_an_address or self._requests.total() >= _MAX_REQUESTS:
                 self.refused += 1
                 raise web.HTTPServiceUnavailable(headers={"Retry-After": "5"}, text="too many requests at a time\n")
             self._requests[client] += 1
@@ -166,7 +177,7 @@ class WeightServer:
         while first < end:
             piece = await asyncio.to_thread(self._chunks.chunk, sha256, first, min(PIECE_BYTES, end - first))
             try:
-                async with asyncio.timeout(_PIECE_TIMEOUT_S):
+                async with asyncio.timeout(self._piece_timeout_s):
                     if not piece:
                         raise TimeoutError
                     await response.write(piece)

@@ -36,6 +36,7 @@ class GatewayPeer:
         self._store, self._verify_key = store, keys.verifier().public_bytes_raw()
         self.endpoint = self._server.endpoint
         self.manifest = b""
+        self.sources: list[str] = []
         self.known: set[bytes] = set()
         self.node = b""
         self.hellos: list[NodeHello] = []
@@ -56,7 +57,14 @@ class GatewayPeer:
             self.hellos.append(message)
             self.known.add(identity)
             self.node = identity
-            self.send(NodeWelcome(run_id=RUN_ID, manifest=self.manifest, verify_key=self._verify_key, heartbeat_s=0.1))
+            welcome = NodeWelcome(
+                run_id=RUN_ID,
+                manifest=self.manifest,
+                verify_key=self._verify_key,
+                heartbeat_s=0.1,
+                sources=self.sources,
+            )
+            self.send(welcome)
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))

@@ -1,0 +1,53 @@
+"""Hosts of a weight store, one of each kind that a node pulls from."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from composer_prime.address import Address
+from composer_prime.run.bucket import Bucket
+from composer_prime.run.weights import CHUNK_BYTES, WeightStore
+from composer_prime.wire.weight_server import WeightServer
+
+KINDS = ["server", "static host", "folder", "bucket"]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    """`python -m http.server`: it knows no Range."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@asynccontextmanager
+async def served(kind: str, root: Path) -> AsyncIterator[str]:
+    """Serve the weight store in `root` as it is now; yield its URL."""
+    if kind == "server":
+        server = WeightServer(WeightStore(root))
+        await server.start(Address("127.0.0.1", 0))
+        try:
+            yield server.url
+        finally:
+            await server.close()
+    elif kind == "static host":
+        with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(root))) as host:
+            host.daemon_threads = True
+            threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            try:
+                yield f"http://127.0.0.1:{host.server_port}"
+            finally:
+                host.shutdown()
+    elif kind == "folder":
+        yield root.as_uri()
+    else:
+        bucket = Bucket(f"memory://{uuid.uuid4().hex}/run")
+        for path in (root / "chunks").iterdir():
+            with path.open("rb") as file:
+                bucket.put_chunk(path.name, file.read(2 * CHUNK_BYTES))
+        yield bucket.url
