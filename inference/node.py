@@ -1,6 +1,7 @@
 """A node: one engine, one link to the gateway, and the weights that it publishes.
 
     receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
+    progress       what long answers have so far (progress.py): another node can continue them
     request task   one per lease: engine.generate -> wait until the weights are proven -> Generated | GenerateFailed
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
@@ -17,6 +18,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,6 +61,7 @@ from composer_prime.wire.node import (
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import ints, pack_floats, pack_ints
 from inference.engines.base import Engine
+from inference.progress import ProgressStreams
 from inference.receiver import Receiver
 from inference.sources import RankedSources
 from inference.versions import ChunkSource
@@ -67,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
+_LAST_WORDS_S = 2.0
+"""How long a node that leaves waits for its engine to tell what unfinished requests have."""
 _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 """Errors of weights that another pull may fix. After a wrong signature or a failed canary, wait for a new version."""
 
@@ -104,6 +109,7 @@ class InferenceNode:
         self._instance = secrets.token_hex(8)
         self._heartbeat_s = config.heartbeat_s
         self._welcome: NodeWelcome | None = None
+        self._streams = ProgressStreams(engine, receiver, link.send)
         self._attached = False
         self._hello_at = 0.0
         self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -130,7 +136,8 @@ class InferenceNode:
 
     async def run(self) -> None:
         """Serve. Raises DeadlineError (no gateway), RunMismatchError (refused) or EngineError (the engine died)."""
-        tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._send_heartbeats, self._follow_weights)]
+        loops = (self._receive, self._send_heartbeats, self._follow_weights, self._streams.run)
+        tasks = [asyncio.create_task(loop()) for loop in loops]
         try:
             await asyncio.wait([*tasks, self._stop_reason], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -150,11 +157,12 @@ class InferenceNode:
         logger.info("draining (%s): %d requests run", reason, len(requests))
         if self._attached and requests:
             drained = asyncio.gather(self._engine.drain(), *requests, return_exceptions=True)
-            try:
-                await asyncio.wait_for(drained, limit)
-            except TimeoutError:
-                logger.warning("%d requests did not end within %g s (inference.drain_timeout_s): they are dropped",
-                               sum(request.cancelled() for request in requests), limit)  # fmt: skip
+            if not (await asyncio.wait([drained], timeout=limit))[0]:
+                logger.warning("%d requests did not end within %g s (inference.drain_timeout_s): they go on elsewhere",
+                               sum(not request.done() for request in requests), limit)  # fmt: skip
+                with suppress(EngineError, TimeoutError):
+                    await asyncio.wait_for(self._streams.flush(), _LAST_WORDS_S)
+                drained.cancel()
         self._link.send(Goodbye(reason=reason))
 
     # -- the gateway ---------------------------------------------------------------------------------------------
@@ -216,6 +224,7 @@ class InferenceNode:
                 max_concurrent=self._config.max_concurrent,
                 instance=self._instance,
                 max_context=self._max_context,
+                relay_port=self._relay_port,
                 device=self._device,
                 usd_per_hour=self._config.usd_per_hour,
             )
@@ -296,10 +305,12 @@ class InferenceNode:
 
     async def _answer(self, message: Generate) -> None:
         request_id, lease = message.request_id, message.lease
+        engine_id = f"{request_id}/{lease}"
+        self._streams.begin(engine_id, message)
         try:
             rollbacks = self._receiver.rollbacks
             done = await self._engine.generate(
-                f"{request_id}/{lease}", ints(message.prompt_ids).tolist(), message.sampling, message.session
+                engine_id, ints(message.prompt_ids).tolist(), message.sampling, message.session
             )
             await self._receiver.settled.wait()
             if self._receiver.rollbacks != rollbacks:
@@ -313,6 +324,8 @@ class InferenceNode:
             if retryable:
                 await self._check_engine(error)
             return
+        finally:
+            self._streams.end(engine_id)
         self._link.send(
             Generated(
                 request_id=request_id,

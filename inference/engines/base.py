@@ -27,7 +27,7 @@ class EngineCompletion:
     version_spans: list[VersionSpan]
     """In order, covering [0, T_new) without gap or overlap."""
     finish_reason: str
-    """stop | length | cancelled."""
+    """stop | length | cancelled; `running` in a part of an answer."""
     prompt_cached: int = 0
     """Prompt tokens whose keys and values were cached."""
 
@@ -70,6 +70,13 @@ class Engine(Protocol):
 
         Requests of one `session` share a conversation, whose cache the engine may keep. Raises ContextOverflowError
         when the prompt leaves no room for a token.
+        """
+        ...
+
+    async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
+        """Return what the running requests `sent` have sampled beyond their first `sent[id]` tokens, if anything.
+
+        An engine that cannot tell returns nothing.
         """
         ...
 

@@ -270,7 +270,9 @@ class Gateway:
             self._control.tick()
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
-                reports = [status for node in router.serving() if (status := node.credible_status) is not None]
+                reports = {
+                    node.node_id: status for node in router.serving() if (status := node.credible_status) is not None
+                }
                 queued = router.waits.for_the_fleet()
                 elsewhere = router.queued - queued
                 self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))

@@ -126,6 +126,8 @@ class AttachedNode:
     last_heard: float
     last_progress: float
     """When it last gave an answer, reported sampled tokens or installed weights."""
+    last_delivered: float
+    """When it last gave an answer or a part of one."""
     key: bytes = b""
     """The public key of its connection; nodes without one of their own share the run's."""
     context: float = math.inf
@@ -188,14 +190,18 @@ class AttachedNode:
         """Count an accepted answer: the node is as good as it claims for one request more."""
         self.answers += 1
         self.tokens_out += num_tokens
+        self.last_delivered = time.monotonic()
         self.failures_in_row = self.stalls_in_row = 0
         self.places = self.max_concurrent
         self.credible_places = min(self.max_concurrent, UNPROVEN_PLACES + self.answers)
 
     def stalled_s(self, now: float) -> float:
-        """Return for how long it has held requests without any progress."""
+        """Return for how long it has held requests without any progress.
+
+        What it reports, and does not deliver, halves the time that counts: it may be slow, and it may be lying.
+        """
         oldest = min((request.placed for request in self.leases.values()), default=now)
-        return now - max(oldest, self.last_progress)
+        return max(now - max(oldest, self.last_progress), (now - max(oldest, self.last_delivered)) / 2)
 
     @property
     def credible_status(self) -> Status | None:
@@ -266,6 +272,7 @@ class Nodes:
             version=hello.version,
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
+            last_delivered=time.monotonic(),
             context=math.inf if hello.max_context is None else hello.max_context,
             device=hello.device,
             usd_per_hour=hello.usd_per_hour,

@@ -76,14 +76,15 @@ class Router:
         no_node_timeout_s: float,
         request_timeout_s: float,
         join_hint: Callable[[], str],
+        placing: Placing | None = None,
     ) -> None:
         """`send` returns False when the node cannot be reached any more.
 
         `suspend_s`: how long a node that keeps failing gets no request. `no_node_timeout_s`: how long requests wait
         while no node can serve. `request_timeout_s`: how long one waits at all. `join_hint()` tells how to start
-        a node.
+        a node. `placing` chooses among nodes otherwise.
         """
-        self.placing = Placing()
+        self.placing = placing or Placing()
         self.siblings = SiblingRequests()
         self.nodes = Nodes(self._on_gone, self.placing.update)
         self.counters = RequestCounters()
@@ -373,7 +374,7 @@ class Router:
             self._refuse(request, node, error)
             return
         request.streamed.extend(part)
-        node.last_progress = request.last_part = time.monotonic()
+        node.last_progress = node.last_delivered = request.last_part = time.monotonic()
 
     def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError) -> None:
         """Take nothing of what `node` sampled for `request`."""

@@ -20,6 +20,8 @@ _FORGET = 0.95
 """Weight of the past at each answer: about twenty answers count."""
 _PREFILL_GAIN = 20.0
 """Prompt tokens a second over sampled tokens a second, until the answers tell them apart."""
+_PRIOR = 0.2
+"""How much of an answer that ratio counts as, in the fit."""
 _GAIN_RANGE = (0.5, 400.0)
 _MOST_ABOVE_MEDIAN = 16.0
 """No node counts as faster than this many times the fleet's median, whatever its answers look like."""
@@ -62,13 +64,14 @@ class NodeSpeed:
             self.pace = self._fit(elapsed_s, cold, sampled)
 
     def _fit(self, elapsed_s: float, cold: int, sampled: int) -> Pace:
-        """Solve for both rates, drawn towards the usual ratio of the two by as much as one answer counts."""
+        """Solve for both rates, drawn a little towards the usual ratio of the two."""
         gain = 1.0 / _PREFILL_GAIN
         token = (self._we + gain * self._ce) / (self._ww + 2 * gain * self._cw + gain * gain * self._cc)
         prompt = gain * token
         rest_c = self._ce - prompt * self._cc - token * self._cw
         rest_w = self._we - prompt * self._cw - token * self._ww
-        cc, ww = self._cc * (1 + 1 / self._weight) + 1e-9, self._ww * (1 + 1 / self._weight)
+        draw = 1 + _PRIOR / self._weight
+        cc, ww = self._cc * draw + 1e-9, self._ww * draw
         determinant = cc * ww - self._cw * self._cw
         token += (cc * rest_w - self._cw * rest_c) / determinant
         prompt += (ww * rest_c - self._cw * rest_w) / determinant

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from node_peer import tokens_for
 
-from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, Status
+from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
@@ -18,6 +18,8 @@ class Fleet:
 
     def __init__(self, **hellos: dict) -> None:
         self.sent: dict[str, list[Generate]] = {name: [] for name in hellos}
+        self.cancelled: dict[str, list[int]] = {name: [] for name in hellos}
+        """Leases."""
         self.router = Router(
             self._send,
             vocab_size=256,
@@ -34,16 +36,20 @@ class Fleet:
     def _send(self, node: AttachedNode, message) -> bool:
         if isinstance(message, Generate):
             self.sent[node.node_id].append(message)
+        if isinstance(message, CancelGenerate):
+            self.cancelled[node.node_id].append(message.lease)
         return True
 
     def node(self, name: str) -> AttachedNode:
         return next(node for node in self.router.nodes if node.node_id == name)
 
-    async def ask(self, count: int = 1, prompt: int = 1, session: str | None = None, max_tokens: int = 8) -> None:
+    async def ask(
+        self, count: int = 1, prompt: int = 1, session: str | None = None, max_tokens: int = 8, **sampling
+    ) -> None:
         """Send requests and let them be placed."""
         for _ in range(count):
-            name = f"g{len(self.calls)}"
-            work = self.router.generate(name, session or name, pack_ints([5] * prompt), Sampling(max_tokens=max_tokens))
+            name, settings = f"g{len(self.calls)}", Sampling(max_tokens=max_tokens, **sampling)
+            work = self.router.generate(name, session or name, pack_ints([5] * prompt), settings)
             self.calls.append(asyncio.create_task(work))
         await asyncio.sleep(0)
 
@@ -57,6 +63,32 @@ class Fleet:
                 token_ids=pack_ints(ids),
                 logprobs=pack_floats(logprobs),
                 version_spans=[VersionSpan(0, 6, 0)],
+                finish_reason="stop",
+            ),
+        )
+
+    def stream(self, name: str, request: Generate, ids: list[int], start: int = 0, version: int = 0, **changes) -> None:
+        """Have a node send tokens of an answer that is not complete."""
+        part = Progress(
+            request_id=request.request_id,
+            lease=request.lease,
+            start=start,
+            token_ids=pack_ints(ids),
+            logprobs=pack_floats([-0.5] * len(ids)),
+            version_spans=[VersionSpan(0, len(ids), version)],
+        )
+        self.router.on_progress(self.node(name), msgspec.structs.replace(part, **changes))
+
+    def finish(self, name: str, request: Generate, ids: list[int], version: int = 0) -> None:
+        """Have a node answer with these tokens, the last of them a stop."""
+        self.router.on_generated(
+            self.node(name),
+            Generated(
+                request_id=request.request_id,
+                lease=request.lease,
+                token_ids=pack_ints(ids),
+                logprobs=pack_floats([-0.25] * len(ids)),
+                version_spans=[VersionSpan(0, len(ids), version)],
                 finish_reason="stop",
             ),
         )

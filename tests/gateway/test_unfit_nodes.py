@@ -95,6 +95,20 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
     await fleet.close()
 
 
+async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_long():
+    """A node that claims to sample, and delivers nothing, loses its requests after twice the time."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(2)
+    node = fleet.node("a")
+    for waited_s, holds in ((100.0, True), (60.0, False)):
+        stall(node)
+        node.last_delivered -= waited_s
+        fleet.router.nodes.update_status(node, status(tokens_per_s=1e12))
+        reclaim_stalled(fleet.router, 75.0)
+        assert bool(node.leases) == holds
+    await fleet.close()
+
+
 async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are():
     """A node that samples is slow, not hung. The only node keeps its requests: nobody else could answer them."""
     for reports, nodes in ((status(tokens_per_s=3.0), {"a": {}, "b": {}}), (status(), {"a": {}})):

@@ -76,15 +76,16 @@ class EngineRequest:
     versions: list[int] = field(default_factory=list)
     """[T_new so far]: of the weights that each token was sampled with."""
 
-    def completion(self, token_ids: list[int], reason: str) -> EngineCompletion:
+    def completion(self, token_ids: list[int], reason: str, first: int = 0) -> EngineCompletion:
+        """Return the answer from its token number `first` on: `token_ids`."""
         spans, start = [], 0
-        for version, tokens in groupby(self.versions):
+        for version, tokens in groupby(self.versions[first:]):
             end = start + len(list(tokens))
             spans.append(VersionSpan(start, end, version))
             start = end
         return EngineCompletion(
             token_ids=token_ids,
-            logprobs=self.logprobs,
+            logprobs=self.logprobs[first:],
             version_spans=spans,
             finish_reason=reason,
             prompt_cached=self.cached,
@@ -154,6 +155,17 @@ class Computer:
             if request.request_id == request_id:
                 self._finish(slot, "cancelled")
                 return
+
+    def progress(self, future: asyncio.Future, sent: dict[str, int]) -> None:
+        """Resolve with what running requests have beyond their first `sent[id]` tokens."""
+        parts = {}
+        for slot, request in self._running.items():
+            first = sent.get(request.request_id)
+            if first is not None and first < len(request.logprobs):
+                start, end = len(request.prompt) + first, int(self._table.known[slot])
+                tokens = self._table.tokens[slot, start:end].tolist()
+                parts[request.request_id] = request.completion(tokens, "running", first)
+        self._resolve(future, parts)
 
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         swap_weights(self._model, tensors)
@@ -351,7 +363,8 @@ class Computer:
         request.versions.append(self.version)
         if self.on_token is not None:
             self._on_loop(self.on_token, token)
-        if request.stop.ends(self._table.tokens[slot, len(request.prompt) : known]):
+        begin = len(request.prompt) - min(request.sampling.resumed, len(request.prompt))
+        if request.stop.ends(self._table.tokens[slot, begin:known]):
             self._finish(slot, "stop")
         elif known >= request.limit:
             self._finish(slot, "length")

@@ -90,6 +90,11 @@ class LocalEngine:
             seed=seed,
         )
 
+    async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
+        """See Engine."""
+        computer = self._serving()
+        return await computer.submit(computer.progress, dict(sent))
+
     async def cancel(self, request_id: str) -> None:
         if request_id in self._active:
             computer = self._serving()

@@ -131,6 +131,10 @@ class VllmEngine:
             prompt_cached=done.prompt_cached,
         )
 
+    async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
+        """Answers of vLLM come whole."""
+        return {}
+
     async def cancel(self, request_id: str) -> None:
         """See Engine. An unknown id is ignored: the request may have ended just now."""
         if (number := self._generating.get(request_id)) is not None:

@@ -1,0 +1,439 @@
+"""Compare ways to choose a node for each turn, on 4 fast and 4 six-fold slower nodes, in simulated time.
+
+    groups of rollouts (closed loop) -> the product's Router, one policy after the other -> simulated engines
+
+    python benchmarks/fleet_routing.py
+    python benchmarks/fleet_routing.py --groups 40 --out routing.json
+    python benchmarks/fleet_routing.py --hostile         a real gateway, 7 honest nodes and one that is not, on loopback
+
+The policies: `ours` is the Router as it is; `session` keeps a conversation on its node and gives others the node with
+the fewest requests for its places; `least` always takes that node; `hash` takes the node that the conversation hashes
+to, the next one on the ring when that is full. All run the same router, traces and engines, in one process.
+
+Traces come from a seed. A group has 8 rollouts of one task; its prompt has 400 to 3,000 tokens (log-uniform). A rollout
+has 1 + Poisson(5) turns. An answer has a lognormal number of tokens (median 120, sigma 0.9, at most 2,000), a tool's
+reply likewise (median 200, sigma 0.8), and a tool takes a lognormal time (median 0.5 s, sigma 1). A group begins when
+another ends, so that `--concurrent` rollouts are under way.
+
+An engine decodes n sequences at a + b n seconds a token, spends at most half of its time on prompts while others
+decode, and keeps the prefixes of conversations that fit its cache, least recently used ones leave. Fast: a = 10 ms,
+b = 0.5 ms, 8,000 prompt tokens a second; slow: a sixth of that. Both hold 64 requests and 300,000 tokens.
+
+At a quarter of the groups a fast node is killed. It is noticed after 10 s and comes back, cold, after 60 s. Lost are
+tokens that were sampled and are in no answer. `whole` is `ours` with engines that stream nothing.
+
+Exit status 1 when ours has fewer groups a second, a longer p90, or loses more tokens than another policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from bisect import bisect
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status, ToNode
+from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest
+from orchestrator.gateway.placing import Placing
+from orchestrator.gateway.routing import Router
+from orchestrator.gateway.stragglers import start_twins
+
+SIBLINGS = 8
+PLACES = 64
+SLOWNESS = 6.0
+QUANTUM_S = 0.1
+NOTICED_S, AWAY_S = 10.0, 60.0
+STREAM_S = 2.0
+_MAX_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    new_prompt: int
+    answer: int
+    tool_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    rollouts: list[list[Turn]]
+
+
+def make_groups(count: int, seed: int) -> list[Group]:
+    """Return traces; see the module."""
+    draw = np.random.default_rng(seed)
+
+    def lengths(median: float, sigma: float, most: int) -> int:
+        return int(np.clip(draw.lognormal(np.log(median), sigma), 1, most))
+
+    groups = []
+    for _ in range(count):
+        prompt = int(np.exp(draw.uniform(np.log(400), np.log(3000))))
+        rollouts = []
+        for _ in range(SIBLINGS):
+            turns = []
+            for number in range(1 + int(draw.poisson(5))):
+                new = prompt if number == 0 else lengths(200, 0.8, 4000)
+                turns.append(Turn(new, lengths(120, 0.9, 2000), float(draw.lognormal(np.log(0.5), 1.0))))
+            rollouts.append(turns)
+        groups.append(Group(rollouts))
+    return groups
+
+
+# -- simulated time and engines ------------------------------------------------------------------------------------
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    message: Generate
+    num_prompt: int
+    target: int
+    """Tokens that it samples here."""
+    cold: float
+    cached: int
+    sampled: float = 0.0
+    streamed: int = 0
+    streamed_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedEngine:
+    """One node's engine and what it says to the router."""
+
+    name: str
+    slowness: float
+    fleet: SimulatedFleet
+    running: dict[int, Running] = field(default_factory=dict)
+    cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    alive: bool = True
+    node: AttachedNode | None = None
+    sampled: int = 0
+
+    def attach(self) -> None:
+        self.alive, self.running = True, {}
+        self.cache.clear()
+        hello = NodeHello(node_id=self.name, engine="simulated", run_id=None, version=0, max_concurrent=PLACES,
+                          instance=f"{self.name}-{self.fleet.loop.now}")  # fmt: skip
+        self.node = self.fleet.router.nodes.attach(self.name.encode(), hello)
+        self.fleet.router.place()
+
+    def take(self, message: Generate) -> None:
+        num_prompt = len(message.prompt_ids) // INT.itemsize
+        cached = min(self.cache.get(message.session, 0), num_prompt - 1)
+        target = self.fleet.targets[message.request_id] - message.sampling.resumed
+        work = Running(message, num_prompt, target, num_prompt - cached, cached, streamed_at=self.fleet.loop.now)
+        self.running[message.lease] = work
+
+    def advance(self, seconds: float) -> None:
+        """Compute for `seconds`: prompts first, for half of the time while others decode."""
+        decoding = [work for work in self.running.values() if work.cold <= 0]
+        left = seconds * (0.5 if decoding else 1.0)
+        rate = 8000.0 / self.slowness
+        for work in self.running.values():
+            if work.cold > 0 and left > 0:
+                done = min(work.cold, left * rate)
+                work.cold -= done
+                left -= done / rate
+        spent = seconds * (0.5 if decoding else 1.0) - left
+        if decoding:
+            step_s = self.slowness * (0.010 + 0.0005 * len(decoding))
+            for work in decoding:
+                before = int(work.sampled)
+                work.sampled = min(work.sampled + (seconds - spent) / step_s, float(work.target))
+                self.sampled += int(work.sampled) - before
+
+    def report(self) -> None:
+        """Answer what is done, stream what is not."""
+        now = self.fleet.loop.now
+        for lease, work in list(self.running.items()):
+            if work.sampled >= work.target:
+                del self.running[lease]
+                self._remember(work.message.session, work.num_prompt + work.target)
+                ids, logprobs, spans = _tokens(work.target)
+                self.fleet.router.on_generated(self._attached(), Generated(
+                    request_id=work.message.request_id, lease=lease, token_ids=ids, logprobs=logprobs,
+                    version_spans=spans, finish_reason="stop", prompt_cached=work.cached))  # fmt: skip
+            elif self.fleet.streams and (int(work.sampled) - work.streamed >= 64 or now - work.streamed_at >= STREAM_S):
+                new = int(work.sampled) - work.streamed
+                if new:
+                    ids, logprobs, spans = _tokens(new)
+                    self.fleet.router.on_progress(self._attached(), Progress(
+                        request_id=work.message.request_id, lease=lease, start=work.streamed, token_ids=ids,
+                        logprobs=logprobs, version_spans=spans))  # fmt: skip
+                    work.streamed, work.streamed_at = work.streamed + new, now
+
+    def _attached(self) -> AttachedNode:
+        assert self.node is not None
+        return self.node
+
+    def _remember(self, session: str, tokens: int) -> None:
+        self.cache[session] = tokens
+        self.cache.move_to_end(session)
+        while sum(self.cache.values()) > 300_000:
+            self.cache.popitem(last=False)
+
+
+def _tokens(count: int) -> tuple[bytes, bytes, list[VersionSpan]]:
+    return pack_ints([7] * count), pack_floats([-0.5] * count), [VersionSpan(0, count, 0)]
+
+
+class SimulatedFleet:
+    """A router with the fleet's engines behind it."""
+
+    def __init__(self, loop: SimulatedLoop, policy: Placing, *, streams: bool, twins: bool) -> None:
+        self.loop, self.streams, self.twins = loop, streams, twins
+        self.targets: dict[str, int] = {}
+        self.router = Router(self._send, vocab_size=100, suspend_s=10.0, no_node_timeout_s=1e6, request_timeout_s=1e6,
+                             join_hint=lambda: "", placing=policy)  # fmt: skip
+        self.engines = {f"{kind}{i}": SimulatedEngine(f"{kind}{i}", slowness, self)
+                        for kind, slowness in (("fast", 1.0), ("slow", SLOWNESS)) for i in range(4)}  # fmt: skip
+        for engine in self.engines.values():
+            engine.attach()
+        self.cached = self.prompts = 0
+
+    def _send(self, node: AttachedNode, message: ToNode) -> bool:
+        engine = self.engines[node.node_id]
+        if engine.alive and isinstance(message, Generate):
+            engine.take(message)
+            work = engine.running[message.lease]
+            self.cached, self.prompts = self.cached + work.cached, self.prompts + work.num_prompt
+        elif isinstance(message, CancelGenerate):
+            engine.running.pop(message.lease, None)
+        return True
+
+    async def run(self) -> None:
+        ticks = 0
+        while True:
+            await asyncio.sleep(QUANTUM_S)
+            ticks += 1
+            for engine in self.engines.values():
+                if engine.alive:
+                    engine.advance(QUANTUM_S)
+                    engine.report()
+            if ticks % 20 == 0:
+                self._beat()
+            if self.twins and ticks % 10 == 0:
+                start_twins(self.router)
+
+    def _beat(self) -> None:
+        for engine in self.engines.values():
+            if engine.alive and engine.node is not None:
+                held = sum(work.num_prompt + work.sampled for work in engine.running.values())
+                self.router.nodes.update_status(engine.node, Status(
+                    version=0, running=len(engine.running), waiting=0, kv_used=min(1.0, held / 300_000),
+                    tokens_per_s=1.0, canary_error=None))  # fmt: skip
+        self.router.place()
+
+    async def kill(self, name: str) -> None:
+        """Let a node vanish, have it noticed, and let it come back."""
+        engine = self.engines[name]
+        engine.alive, engine.running = False, {}
+        await asyncio.sleep(NOTICED_S)
+        if engine.node is not None:
+            self.router.nodes.leave(engine.node, "silent")
+        await asyncio.sleep(AWAY_S)
+        engine.attach()
+
+
+# -- policies ------------------------------------------------------------------------------------------------------
+
+
+class LeastLoaded(Placing):
+    """The node with the fewest requests for its places."""
+
+    def free(self, request: GatewayRequest, now: float, oldest: int, newest: int) -> list[AttachedNode]:
+        return [node for node in self._nodes.values()
+                if len(node.leases) < node.places and node.cannot_serve(now, oldest, newest) is None]  # fmt: skip
+
+    def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
+        return min(free, key=lambda node: (node.cache_is_full, len(node.leases) / node.credible_places, node.node_id))
+
+
+class StickySession(LeastLoaded):
+    """The conversation's node while that is free, else the least loaded one."""
+
+    def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
+        warm = self._sessions.get(request.session)
+        for node in free:
+            if warm is not None and node.node_id == warm.node_id and not node.cache_is_full:
+                return node
+        return super().choose(request, free)
+
+
+class ConsistentHash(LeastLoaded):
+    """The first free node on a ring of hashes, from the conversation's on."""
+
+    def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
+        ring = sorted((_hash(f"{node.node_id}/{copy}"), node.node_id) for node in free for copy in range(64))
+        _, name = ring[bisect(ring, (_hash(request.session), "")) % len(ring)]
+        return next(node for node in free if node.node_id == name)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One policy's figures; times in simulated seconds."""
+
+    groups_per_s: float
+    group_p50_s: float
+    group_p90_s: float
+    warm_share: float
+    """Of all prompt tokens, those that were in the engine's cache."""
+    tokens_lost: float
+    """Share of all sampled tokens."""
+    twins: int
+
+
+async def play(fleet: SimulatedFleet, groups: list[Group], concurrent: int) -> Outcome:
+    """Play every group, `concurrent` rollouts at a time."""
+    waiting, durations = iter(enumerate(groups)), []
+    router, begun = fleet.router, fleet.loop.now
+    answered = 0
+
+    async def rollout(group: int, sibling: int, turns: list[Turn]) -> None:
+        nonlocal answered
+        session, context = f"g{group}-{sibling}", 0
+        for number, turn in enumerate(turns):
+            context += turn.new_prompt
+            name = f"{session}/{number}"
+            fleet.targets[name] = turn.answer
+            sampling = Sampling(max_tokens=_MAX_TOKENS, seed=1)
+            answer = await router.generate(name, session, bytes(INT.itemsize * context), sampling)
+            assert len(answer.token_ids) == turn.answer, "an answer has as many tokens as its trace"
+            answered += turn.answer
+            context += turn.answer
+            await asyncio.sleep(turn.tool_s)
+        router.forget(session)
+
+    async def slot() -> None:
+        for group, trace in waiting:
+            started = fleet.loop.now
+            await asyncio.gather(*(rollout(group, i, turns) for i, turns in enumerate(trace.rollouts)))
+            durations.append(fleet.loop.now - started)
+            if len(durations) == len(groups) // 4:
+                killed.append(asyncio.ensure_future(fleet.kill("fast1")))
+
+    killed: list[asyncio.Future[None]] = []
+    engines = asyncio.ensure_future(fleet.run())
+    await asyncio.gather(*(slot() for _ in range(concurrent // SIBLINGS)))
+    engines.cancel()
+    sampled = sum(engine.sampled for engine in fleet.engines.values())
+    return Outcome(
+        groups_per_s=len(groups) / (fleet.loop.now - begun),
+        group_p50_s=float(np.percentile(durations, 50)),
+        group_p90_s=float(np.percentile(durations, 90)),
+        warm_share=fleet.cached / fleet.prompts,
+        tokens_lost=1 - answered / sampled,
+        twins=router.counters.twins,
+    )
+
+
+POLICIES: dict[str, tuple[type[Placing], bool, bool]] = {
+    "ours": (Placing, True, True),
+    "whole": (Placing, False, True),
+    "session": (StickySession, False, False),
+    "least": (LeastLoaded, False, False),
+    "hash": (ConsistentHash, False, False),
+}
+"""Placing, whether nodes stream, and whether the last siblings get a second node."""
+
+
+def simulate(name: str, groups: list[Group], concurrent: int) -> Outcome:
+    """Run one policy in a loop of its own, with its clock as the process's monotonic clock."""
+    policy, streams, twins = POLICIES[name]
+    loop, clock = SimulatedLoop(), time.monotonic
+    time.monotonic = loop.time
+    try:
+
+        async def scenario() -> Outcome:
+            return await play(SimulatedFleet(loop, policy(), streams=streams, twins=twins), groups, concurrent)
+
+        return loop.run_until_complete(scenario())
+    finally:
+        time.monotonic = clock
+        loop.close()
+
+
+def compare(groups: list[Group], concurrent: int) -> dict[str, Outcome]:
+    outcomes = {}
+    print("policy    groups/s   p50 s   p90 s   warm    lost  twins  CPU s")
+    for name in POLICIES:
+        cpu = time.process_time()
+        one = outcomes[name] = simulate(name, groups, concurrent)
+        print(f"{name:8s} {one.groups_per_s:9.3f} {one.group_p50_s:7.1f} {one.group_p90_s:7.1f} {one.warm_share:6.1%} "
+              f"{one.tokens_lost:7.2%} {one.twins:6d} {time.process_time() - cpu:6.1f}", flush=True)  # fmt: skip
+    return outcomes
+
+
+def verdict(outcomes: dict[str, Outcome]) -> list[str]:
+    """Return what ours loses, in words."""
+    ours, losses = outcomes["ours"], []
+    for name, other in outcomes.items():
+        if name in ("ours", "whole"):
+            continue
+        print(f"ours against {name}: {ours.groups_per_s / other.groups_per_s:.2f} x groups/s (aim 1.6), "
+              f"p90 {ours.group_p90_s / other.group_p90_s:.2f} x")  # fmt: skip
+        if ours.groups_per_s <= other.groups_per_s:
+            losses.append(f"{name} has more groups a second")
+        if ours.group_p90_s >= other.group_p90_s:
+            losses.append(f"{name} has a shorter p90")
+        if ours.tokens_lost >= other.tokens_lost:
+            losses.append(f"{name} loses fewer tokens")
+    return losses
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=160)
+    parser.add_argument("--concurrent", type=int, default=128, help="rollouts under way, a multiple of 8")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.concurrent % SIBLINGS or arguments.concurrent < SIBLINGS:
+        parser.error(f"--concurrent is {arguments.concurrent}: give a multiple of {SIBLINGS}, the rollouts of a group")
+    if arguments.groups < 4:
+        parser.error(f"--groups is {arguments.groups}: at least 4, because a node is killed after a quarter of them")
+    outcomes = compare(make_groups(arguments.groups, arguments.seed), arguments.concurrent)
+    losses = verdict(outcomes)
+    if arguments.out:
+        figures: dict[str, Any] = {name: asdict(one) for name, one in outcomes.items()}
+        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
+    for loss in losses:
+        print(f"LOST: {loss}")
+    return 1 if losses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

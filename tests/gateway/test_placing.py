@@ -1,0 +1,134 @@
+"""Where requests go: measured speed, warm conversations, and a cost that does not grow with the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from fleet import Fleet, status
+
+from composer_prime.wire.node import MAX_PLACES
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
+
+
+def measured(prompt_s: float, token_s: float, answers: int = 40) -> NodeSpeed:
+    """A node that takes this long, with loads and lengths drawn from a seed."""
+    draw, speed = random.Random(0), NodeSpeed()
+    for _ in range(answers):
+        cold, sampled, load = draw.randint(10, 4000), draw.randint(20, 400), draw.randint(1, 16)
+        speed.note(prompt_s * cold + token_s * load * sampled, cold=cold, sampled=sampled, load=load)
+    return speed
+
+
+def test_prompt_and_sampling_speed_are_told_apart():
+    """Both rates are found from whole answers, roughly."""
+    for prompt_s, token_s in ((1e-3, 1e-3), (1e-4, 4e-3), (2e-5, 5e-4)):
+        pace = measured(prompt_s, token_s).pace
+        assert pace is not None
+        assert pace.prompt_s == pytest.approx(prompt_s, rel=0.25) and pace.token_s == pytest.approx(token_s, rel=0.15)
+
+
+def test_no_answer_makes_a_node_faster_than_sixteen_times_the_median():
+    """A node that answers at once does not draw all requests; one that is not measured counts as the median."""
+    fleet = FleetPace()
+    honest = [measured(1e-4, 1e-3) for _ in range(7)]
+    instant = measured(1e-9, 1e-9)
+    fleet.update([*honest, instant])
+    usual = fleet.of(NodeSpeed(), 1.0)
+    assert fleet.of(instant, 1.0).token_s == pytest.approx(usual.token_s / 16)
+    assert fleet.of(NodeSpeed(), 0.25).token_s == pytest.approx(4 * usual.token_s)
+    assert usual.token_s == pytest.approx(1e-3, rel=0.1)
+
+
+def set_pace(node: AttachedNode, pace: Pace, fleet: Fleet) -> None:
+    node.speed.pace = pace
+    fleet.router.placing.fleet.median = Pace(1e-3, 1e-2)
+    fleet.router.placing.update(node)
+
+
+async def test_a_fast_node_gets_as_many_more_requests_as_it_is_faster():
+    """Six times as fast: six of seven requests."""
+    fleet = Fleet(fast={}, slow={})
+    set_pace(fleet.node("fast"), Pace(1e-4, 5e-3), fleet)
+    set_pace(fleet.node("slow"), Pace(6e-4, 3e-2), fleet)
+    await fleet.ask(42)
+    assert (len(fleet.sent["fast"]), len(fleet.sent["slow"])) == (36, 6)
+    await fleet.close()
+
+
+@pytest.mark.parametrize(("others", "stays"), [(3, True), (40, False)])
+async def test_a_conversation_leaves_when_waiting_costs_more_than_its_prompt_elsewhere(others, stays):
+    """With a few requests beside it, it stays where 4,000 tokens are warm; behind a crowd it goes."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(prompt=4000, session="s")
+    fleet.answer("a", fleet.sent["a"][0])
+    for name in "ab":
+        set_pace(fleet.node(name), Pace(1e-3, 1e-3), fleet)
+    fleet.node("b").places = 0
+    fleet.router.placing.update(fleet.node("b"))
+    await fleet.ask(others, max_tokens=2000)
+    fleet.node("b").places = 64
+    fleet.router.placing.update(fleet.node("b"))
+    await fleet.ask(prompt=4010, session="s", max_tokens=2000)
+    assert fleet.sent["a" if stays else "b"][-1].session == "s"
+    assert fleet.router.placing.moved == (0 if stays else 1)
+    await fleet.close()
+
+
+async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
+    """A node that has swapped weights computes the prompt again, so the conversation is counted as cold."""
+    fleet = Fleet(a={})
+    for version in (0, 0, 1):
+        fleet.router.newest_version = version
+        fleet.router.nodes.update_status(fleet.node("a"), status(version=version))
+        await fleet.ask(prompt=100, session="s")
+        fleet.answer("a", fleet.sent["a"][-1])
+    assert (fleet.router.placing.prompt_tokens, fleet.router.placing.warm_tokens) == (300, 99)
+    await fleet.close()
+
+
+async def test_nodes_that_cannot_serve_are_looked_at_once_and_come_back():
+    """Outdated nodes leave the order when they are met, and return with their report or with another version wanted."""
+    fleet = Fleet(**{f"n{i}": {} for i in range(20)})
+    router = fleet.router
+    router.newest_version = router.oldest_version = 1
+    await fleet.ask(2)
+    assert router.queued == 2 and not router.placing._order
+    router.nodes.update_status(fleet.node("n3"), status(version=1))
+    router.place()
+    assert router.queued == 0 and len(fleet.sent["n3"]) == 2
+    router.oldest_version = 0
+    await fleet.ask(19)
+    assert all(fleet.sent[f"n{i}"] for i in range(20))
+    await fleet.close()
+
+
+async def test_placing_compares_few_nodes_however_many_there_are():
+    """A request and its answer touch the order at a logarithm of places: 1,000 nodes cost no more looks than 10."""
+    looks = {}
+    for num_nodes in (10, 1000):
+        fleet = Fleet(**{f"n{i:04d}": {} for i in range(num_nodes)})
+        placing, count = fleet.router.placing, [0]
+        usual = placing.seconds
+
+        def counted(request, node, count=count, usual=usual):
+            count[0] += 1
+            return usual(request, node)
+
+        placing.seconds = counted
+        await fleet.ask(10)
+        looks[num_nodes] = count[0]
+        await fleet.close()
+    assert looks[1000] <= looks[10]
+
+
+async def test_claims_do_not_change_a_nodes_pace():
+    """Only the gateway's clock counts: a node that claims places and tokens a second is ranked as before."""
+    fleet = Fleet(a={"max_concurrent": MAX_PLACES}, b={})
+    before = fleet.router.placing.pace(fleet.node("a"))
+    fleet.router.nodes.update_status(fleet.node("a"), status(tokens_per_s=1e12))
+    assert fleet.router.placing.pace(fleet.node("a")) == before == fleet.router.placing.pace(fleet.node("b"))
+    await asyncio.sleep(0)
+    await fleet.close()
