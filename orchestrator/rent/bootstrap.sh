@@ -86,10 +86,10 @@ install_node() {
     # The engines compile small programs at run time.
     if ! command -v curl > /dev/null || ! command -v cc > /dev/null; then
         command -v apt-get > /dev/null || fail "curl and a C compiler (cc) are needed, and there is no apt-get: install them"
-        local sudo=""
-        if [ "$(id -u)" != 0 ]; then sudo=sudo; fi
-        run $sudo env DEBIAN_FRONTEND=noninteractive apt-get update -q
-        run $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends ca-certificates curl gcc libc6-dev
+        local apt=(env DEBIAN_FRONTEND=noninteractive apt-get)
+        if [ "$(id -u)" != 0 ]; then apt=(sudo "${apt[@]}"); fi
+        run "${apt[@]}" update -q
+        run "${apt[@]}" install -yq --no-install-recommends ca-certificates curl gcc libc6-dev
     fi
     if ! command -v uv > /dev/null; then run install_uv; fi
     run uv tool install --python 3.12 "$PACKAGE"

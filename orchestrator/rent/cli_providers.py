@@ -65,7 +65,7 @@ class Vast(Provider):
                 place=str(row.get("geolocation") or ""),
                 reliability=row.get("reliability2", row.get("reliability")),
             )
-            for row in json_of(answer, "vastai search offers")
+            for row in json_of(answer, "vastai search offers", list)
         ]
 
     def start_call(self, offer: Offer, order: Order) -> Call:
@@ -93,7 +93,7 @@ class Vast(Provider):
                 state=str(row.get("actual_status") or "provisioning"),
                 usd_per_hour=row.get("dph_total"),
             )
-            for row in json_of(answer, "vastai show instances")
+            for row in json_of(answer, "vastai show instances", list)
         ]
 
     def stop_call(self, instance_id: str) -> Call:
@@ -193,6 +193,7 @@ class Prime(Provider):
             words=("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=30",
                    *key, "-p", place[2] or "22", place[1], command),
             stdin=order.script,
+            silent=True,
         )  # fmt: skip
 
     def _call(self, *words: str) -> Call:

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from composer_prime.console import INTERRUPTED, pluralize
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, ProviderError
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE
@@ -60,6 +60,9 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
     from orchestrator.rent.calls import answer_to
 
     provider = fleet.provider
+    budget = Budget(hours=options.max_hours, dollars=options.max_dollars)
+    if (reason := budget.spent(fleet.rentals(), time.time())) is not None:
+        raise ConfigError(f"the budget of this run's machines of {provider.name} is spent already: {reason}")
     invite_of = _invite_source(options)
     offers = provider.read_offers(answer_to(provider.offers_call(needs)), needs)
     machines = choose(offers, needs, count)
@@ -69,8 +72,7 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
     if not options.yes:
         _ask()
     invite = invite_of()
-    budget = Budget(hours=options.max_hours, dollars=options.max_dollars)
-    end_at = _end_at(budget, rate)
+    end_at = _end_at(budget, fleet, rate)
     watched = budget.hours is not None or budget.dollars is not None
     status = 0
     try:
@@ -84,6 +86,10 @@ def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, r
         if watched and started:
             _tell(_guard(provider, budget))
             _tell(f"stopping the machines: {fleet.watch(budget)}")
+    except KeyboardInterrupt:
+        if not watched:
+            _tell(f"what was started costs money until: {_stop_line(options.run)}")
+        raise
     finally:
         if watched:
             fleet.stop()
@@ -118,10 +124,15 @@ def _guard(provider: Provider, budget: Budget) -> str:
     return f"{text}: after kill -9 or a power cut nothing ends them"
 
 
-def _end_at(budget: Budget, rate: float) -> datetime | None:
-    """Return when the provider itself should end the machines: once this command has had the time to do it."""
+def _end_at(budget: Budget, fleet: Fleet, rate: float) -> datetime | None:
+    """Return when the provider itself should end new machines of `rate` dollars an hour.
+
+    That is some time after this command should have done it.
+    """
+    spent = sum(rental.usd(time.time()) for rental in fleet.rentals())
+    rate += sum(rental.usd_per_hour for rental in fleet.rentals() if rental.open)
     hours = [budget.hours] if budget.hours is not None else []
-    hours += [budget.dollars / rate] if budget.dollars is not None and rate else []
+    hours += [(budget.dollars - spent) / rate] if budget.dollars is not None and rate else []
     if not hours:
         return None
     return datetime.now(UTC) + timedelta(hours=min(hours), seconds=2 * STOP_TIMEOUT_S)
@@ -237,11 +248,11 @@ def _table(offers: list[Offer]) -> str:
 
 
 def _ask() -> None:
-    """Return when the user agrees. Raises ConfigError when nobody can be asked, and ends when the answer is no."""
+    """Return when the user agrees. Raises ConfigError when nobody can be asked or the answer is no."""
     if not sys.stdin.isatty():
         raise ConfigError("nobody can be asked whether to spend this: pass --yes")
     if input("Rent them? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise SystemExit(INTERRUPTED)
+        raise ConfigError("nothing was rented")
 
 
 def _needs(options: argparse.Namespace) -> Needs:

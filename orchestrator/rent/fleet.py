@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from composer_prime.errors import ProviderError
+from composer_prime.run.retry import backoff_s
 from orchestrator.rent.calls import answer_to
 from orchestrator.rent.provider import Instance, Offer, Order, Provider
 from orchestrator.rent.rentals import Rental, RentalRecord, new_label
@@ -31,18 +32,16 @@ _MOST_FAILURES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """When the watch ends the machines. None is no limit."""
+    """When the watch ends the machines that a run has rented of one provider. None is no limit."""
 
     hours: float | None = None
-    """Since the first machine was asked for."""
+    """Since the oldest machine that still runs was asked for."""
     dollars: float | None = None
-    """By the offers' prices since each machine was asked for; traffic is not in them."""
+    """Of all machines, also ended ones, by the offers' prices since each was asked for; traffic is not in them."""
 
     def spent(self, rentals: list[Rental], now: float) -> str | None:
         """Return which limit is reached, counting the time that stopping may take; None while there is budget left."""
-        if not rentals:
-            return None
-        hours = (now - min(rental.asked_at for rental in rentals)) / 3600
+        hours = max((now - rental.asked_at for rental in rentals if rental.open), default=0.0) / 3600
         if self.hours is not None and hours >= self.hours:
             return f"{hours:.2f} hours of {self.hours:g} are over"
         margin = sum(rental.usd_per_hour for rental in rentals if rental.open) * STOP_TIMEOUT_S / 3600
@@ -133,9 +132,13 @@ class Fleet:
             answer_to(setup)
         return setup is not None
 
+    def rentals(self) -> list[Rental]:
+        """Return what the run has ever asked this provider for."""
+        return [rental for rental in self.record.rentals() if rental.provider == self.provider.name]
+
     def instances(self) -> list[Instance]:
         """Return what the provider lists of this run's machines, also those whose start seemed to fail."""
-        rentals = [rental for rental in self.record.rentals() if rental.provider == self.provider.name]
+        rentals = self.rentals()
         labels = {rental.label for rental in rentals}
         ids = {rental.instance_id for rental in rentals}
         listed = self.provider.read_list(answer_to(self.provider.list_call()))
@@ -149,7 +152,7 @@ class Fleet:
         """End the billing of every machine and wait until none is listed. Raises ProviderError if some remain."""
         deadline = time.monotonic() + STOP_TIMEOUT_S
         accepted: set[str] = set()
-        trouble = ""
+        trouble, rounds = "", 0
         while True:
             try:
                 remaining = self.instances()
@@ -166,7 +169,8 @@ class Fleet:
                     f"machines of {self.provider.name} are still billed after {STOP_TIMEOUT_S:g} s: {which}"
                     f"{trouble and f' ({trouble})'}. Run `orchestrator rent --stop` again, or end them on its web page"
                 )
-            time.sleep(self.poll_s)
+            time.sleep(backoff_s(rounds, first_s=0.5, longest_s=self.poll_s))
+            rounds += 1
 
     def _stop_calls(self, remaining: list[Instance], accepted: set[str]) -> str:
         """Call for the end of each machine once, again where it was refused. Return the last refusal."""
@@ -187,18 +191,18 @@ class Fleet:
         """Return whether a start call was cut off so lately that its machine may not be listed yet."""
         return any(
             rental.open and rental.instance_id is None and time.time() - rental.asked_at < LOST_ANSWER_S
-            for rental in self.record.rentals()
+            for rental in self.rentals()
         )
 
     def _note_ended(self) -> None:
-        for rental in self.record.rentals():
-            if rental.provider == self.provider.name and rental.open:
+        for rental in self.rentals():
+            if rental.open:
                 self.record.ended(rental.label)
 
     def watch(self, budget: Budget) -> str:
         """Wait until the budget is spent and return why. The caller stops the machines, also when this raises."""
         while True:
-            rentals = [rental for rental in self.record.rentals() if rental.provider == self.provider.name]
+            rentals = self.rentals()
             reason = budget.spent(rentals, time.time())
             if reason is None and not any(rental.open for rental in rentals):
                 reason = "no machine is left"

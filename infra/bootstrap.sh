@@ -1,0 +1,1 @@
+../orchestrator/rent/bootstrap.sh

@@ -1,0 +1,158 @@
+"""`orchestrator rent` with RunPod and Lambda, against servers on loopback that stand in for their services."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+from provider_answers import LAMBDA_KINDS, RUNPOD_OFFERS, lambda_instance
+
+from composer_prime.errors import ProviderError
+from orchestrator.rent.command import main
+from orchestrator.rent.http_providers import Lambda, RunPod
+
+Answer = Callable[[str, Any], tuple[int, Any]]
+
+
+@contextmanager
+def service(answer: Answer) -> Iterator[str]:
+    """Serve `answer(path, body)` -> (status, JSON or text) and yield the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body: Any) -> None:
+            if self.headers["Authorization"] != "Bearer right-key":
+                status, content = 401, {"error": {"code": "global/invalid-api-key", "message": "API key is invalid."}}
+            else:
+                status, content = answer(self.path, body)
+            data = (content if isinstance(content, str) else json.dumps(content)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder, with keys in the environment."""
+    (tmp_path / "run_id").write_text("a1-12345678\n")
+    monkeypatch.setenv("RUNPOD_API_KEY", "right-key")
+    monkeypatch.setenv("LAMBDA_API_KEY", "right-key")
+    return tmp_path
+
+
+# Two RunPod pods are started, listed with their price, and terminated; the invite is in the pods' environment only.
+def test_runpod(run, capsys):
+    pods: dict[str, dict[str, Any]] = {}
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        query, variables = body["query"], body["variables"]
+        if "gpuTypes" in query:
+            return 200, RUNPOD_OFFERS
+        if "podFindAndDeployOnDemand" in query:
+            wanted = variables["input"]
+            pod = {"id": f"pod{len(pods)}", "name": wanted["name"], "desiredStatus": "RUNNING", "costPerHr": 0.34}
+            pods[pod["id"]] = pod
+            return 200, {"data": {"podFindAndDeployOnDemand": pod}}
+        if "podTerminate" in query:
+            del pods[variables["podId"]]
+            return 200, {"data": {"podTerminate": None}}
+        return 200, {"data": {"myself": {"pods": list(pods.values())}}}
+
+    with service(answer) as url:
+        providers = {"runpod": RunPod(url)}
+        words = ["--run", str(run), "--provider", "runpod", "--gpu", "RTX 4090", "--count", "2", "--max-price", "0.5"]
+        assert main([*words, "--invite", "cpi1.secret", "--yes"], providers) == 0
+        assert len(pods) == 2
+        assert main(["--run", str(run), "--status"], providers) == 0
+        assert main(["--run", str(run), "--stop"], providers) == 0
+        assert pods == {}
+        shown = capsys.readouterr().out
+        assert "2 machines of runpod: $0.68 an hour" in shown
+        assert "billed now: 2 machines, $0.68 an hour" in shown
+        assert "cpi1.secret" not in shown + (run / "rentals.jsonl").read_text()
+
+
+# A Lambda machine is billed until the list has it as terminated, however long it is terminating.
+def test_lambda(run):
+    machines: dict[str, dict[str, Any]] = {}
+    lists_after_stop = 0
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        nonlocal lists_after_stop
+        if path == "/instance-types":
+            return 200, LAMBDA_KINDS
+        if path == "/instance-operations/launch":
+            machines["0920"] = lambda_instance("0920", body["name"], "booting")
+            return 200, {"data": {"instance_ids": ["0920"]}}
+        if path == "/instance-operations/terminate":
+            machines["0920"]["status"] = "terminating"
+            return 200, {"data": {"terminated_instances": list(machines.values())}}
+        if any(machine["status"] == "terminating" for machine in machines.values()):
+            lists_after_stop += 1
+            if lists_after_stop == 2:
+                machines["0920"]["status"] = "terminated"
+        return 200, {"data": list(machines.values())}
+
+    with service(answer) as url:
+        providers = {"lambda": Lambda(url)}
+        words = ["--run", str(run), "--provider", "lambda", "--gpu", "H100", "--count", "1", "--max-price", "2.5"]
+        assert main([*words, "--ssh-key", "my-key", "--invite", "cpi1.secret", "--yes"], providers) == 0
+        assert machines["0920"]["status"] == "booting"
+        assert main(["--run", str(run), "--stop"], providers) == 0
+        assert machines["0920"]["status"] == "terminated"
+
+
+# A wrong key is refused with the provider's text and the way to a right one; without a key no call is made.
+def test_keys(run, monkeypatch):
+    words = ["--run", str(run), "--provider", "lambda", "--count", "1", "--max-price", "9", "--ssh-key", "k"]
+    with service(lambda path, body: (200, LAMBDA_KINDS)) as url:
+        monkeypatch.setenv("LAMBDA_API_KEY", "wrong-key")
+        with pytest.raises(ProviderError, match=r"HTTP 401.*API key is invalid.*export a key of https://cloud.lambda"):
+            main([*words, "--invite", "x", "--yes"], {"lambda": Lambda(url)})
+        monkeypatch.delenv("LAMBDA_API_KEY")
+        with pytest.raises(ProviderError, match=r"\$LAMBDA_API_KEY is not set: export a key"):
+            main([*words, "--invite", "x", "--yes"], {"lambda": Lambda(url)})
+
+
+# An error of the service is shown in its own words.
+def test_refused(run, capsys):
+    error = {"error": {"code": "global/quota-exceeded", "message": "Quota exceeded.", "suggestion": "Contact Support."}}
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/instance-types":
+            return 200, LAMBDA_KINDS
+        return (200, {"data": []}) if path == "/instances" else (400, error)
+
+    class Quick(Lambda):
+        pause_s = 0.0
+
+    with service(answer) as url:
+        words = ["--run", str(run), "--provider", "lambda", "--count", "1", "--max-price", "9", "--ssh-key", "k"]
+        assert main([*words, "--invite", "x", "--yes"], {"lambda": Quick(url)}) == 1
+    shown = capsys.readouterr().out
+    assert "Quota exceeded." in shown
+    assert "0 of 1 machines were started" in shown
