@@ -20,18 +20,19 @@ from orchestrator.gateway.nodes import AttachedNode
 class Controlled:
     """A fleet under control, and what the control sent to nodes."""
 
-    def __init__(self, folder: Path, *names: str, max_usd_per_million: float | None = None) -> None:
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.now = 0.0
         self.fleet = Fleet(**{name: {} for name in names})
         self.keys = RunKeys(folder)
         self.told: list[tuple[str, ToNode]] = []
-        self.accounts = NodeAccounts(self.fleet.router, None, worth_window_s=600.0)
+        self.accounts = NodeAccounts(self.fleet.router, None, worth_window_s=600.0, clock=lambda: self.now)
         self.control = NodeControl(
             self.fleet.router,
             self.accounts,
             self.keys,
             self._send,
             drain_s=600.0,
-            max_usd_per_million=max_usd_per_million,
+            max_usd_per_million=5.0,
         )
 
     def _send(self, node: AttachedNode, message: ToNode) -> bool:
@@ -149,6 +150,23 @@ def test_a_drain_outlasts_a_reconnect(tmp_path):
         assert its.fleet.node("a").draining and isinstance(its.told[-1][1], Drain)
 
     with_control(tmp_path, test, "a", "b")
+
+
+# The rule drains a node by itself, and the event says what was measured.
+def test_a_useless_node_is_drained(tmp_path, caplog):
+    async def test(its: Controlled) -> None:
+        for step in range(150):
+            its.now = 5.0 * step
+            its.accounts.tick()
+            if step % 30 == 0:
+                its.accounts.note_trained(step, {"a": 1000})
+            its.control.tick()
+        assert its.fleet.node("idle").draining and not its.fleet.node("a").draining
+        (record,) = [record for record in caplog.records if getattr(record, "event_kind", None) == "node"]
+        assert "node idle is drained: none of its tokens was trained in the last" in record.getMessage()
+
+    caplog.set_level("WARNING", logger="orchestrator.gateway.control")
+    with_control(tmp_path, test, "a", "idle")
 
 
 # A damaged list of banned nodes stops the start: an empty one would admit them all.

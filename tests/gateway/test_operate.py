@@ -1,0 +1,164 @@
+"""The operator's commands against a live gateway, and two real nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from gateway_config import MODEL, config_with
+from http_calls import generate_body, get, post
+from node_peer import PeerNode
+
+from composer_prime.cli.report_command import report_run
+from composer_prime.config import load
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import NotLiveError, RequestError, RunMismatchError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, create_run_id
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.node import ComputeDevice, NodeWelcome, Rejected
+from orchestrator import node_commands
+from orchestrator.gateway import Gateway
+from orchestrator.node_commands import RunConnection
+
+PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}
+WAIT_S = 150.0
+
+
+@asynccontextmanager
+async def live_run(root: Path):
+    """A gateway and the files by which commands find it."""
+    run_dir, config = RunDir(root), config_with(inference=PATIENT)
+    run_dir.config.write_text(load.dump(config))
+    run_id = create_run_id(run_dir, "r")
+    gateway = Gateway(
+        config, RunKeys.create(run_dir.keys), run_id, WeightStore(run_dir.weights), model_dir=MODEL, run_dir=run_dir
+    )
+    await gateway.start()
+    run_dir.endpoints.write_text(json.dumps({"http": gateway.http_url}))
+    try:
+        yield gateway, run_dir
+    finally:
+        await gateway.close()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+    assert condition(), what
+
+
+async def command(*words: str) -> int:
+    """Run a command as its console script would, in a thread: the gateway is in this event loop."""
+    return await asyncio.to_thread(getattr(node_commands, words[0]), list(words[1:]))
+
+
+@asynccontextmanager
+async def local_node(name: str, address: str, keys: RunKeys):
+    """A node with the local engine, as `inference join` makes it; yields the future of its end."""
+    from inference.engines.local.engine import LocalEngine
+    from inference.node import GatewayLink, InferenceNode
+    from inference.receiver import Receiver
+
+    config = InferenceConfig(
+        device="cpu", usd_per_hour=2.5, heartbeat_s=0.5, lost_after_s=100.0, connect_timeout_s=100.0
+    )
+    engine = LocalEngine(MODEL, config, 512)
+    await engine.start()
+    link = GatewayLink(lambda: address, keys.client("node"), config.chunk_timeout_s)
+    receiver = Receiver(engine, link, MODEL, 0.05)
+    node = InferenceNode(
+        name, engine, link, receiver, config, max_context=512, device=ComputeDevice(name="cpu", count=1)
+    )
+    ended = asyncio.ensure_future(node.run())
+    try:
+        yield ended
+    finally:
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+        await engine.close()
+        await asyncio.to_thread(link.close)
+        receiver.close()
+
+
+# Two nodes with real engines serve. One is evicted, and its requests are answered by the other. That one is drained: it
+# answers what it holds and leaves. A banned name cannot come back, not even to a new gateway. The report has it all.
+@pytest.mark.process
+def test_drain_evict_and_ban_real_nodes(tmp_path, capsys):
+    async def first_start() -> None:
+        async with live_run(tmp_path) as (gateway, run_dir):
+            keys, address = RunKeys(run_dir.keys), gateway.node_endpoint
+            async with local_node("a", address, keys) as a, local_node("b", address, keys) as b:
+                await until(lambda: len(gateway.router.serving()) == 2, "two nodes serve")
+                body = generate_body(5, 6, 7, max_tokens=200, ignore_eos=True)
+                calls = [asyncio.create_task(post(gateway.http_url, body)) for _ in range(4)]
+                await until(lambda: all(node.leases for node in gateway.router.nodes), "both hold requests")
+                assert await command("evict", "b", "--run", str(tmp_path)) == 0
+                with pytest.raises(RunMismatchError, match="this node was evicted by the operator"):
+                    await asyncio.wait_for(b, WAIT_S)
+                assert await command("drain", "a", "--run", str(tmp_path)) == 0
+                answers = await asyncio.gather(*calls)
+                lengths = [(status, len(reply["choices"][0]["token_ids"])) for status, reply in answers]
+                assert lengths == [(200, 200)] * 4
+                await asyncio.wait_for(a, WAIT_S)
+            assert await command("ban", "b", "--run", str(tmp_path)) == 0
+            first, second = sorted(await asyncio.to_thread(RunConnection(run_dir).nodes), key=lambda row: row.name)
+            assert (first.state, first.device, first.usd_per_hour, second.state) == ("away", "cpu", 2.5, "banned")
+            assert first.totals.tokens > 0
+
+    async def second_start() -> None:
+        async with live_run(tmp_path) as (gateway, run_dir):
+            keys = RunKeys(run_dir.keys).client("node")
+            async with (
+                PeerNode(gateway.node_endpoint, keys, "b") as banned,
+                PeerNode(gateway.node_endpoint, keys, "c") as other,
+            ):
+                assert isinstance(banned.welcome, Rejected) and "banned by the operator" in banned.welcome.reason
+                assert isinstance(other.welcome, NodeWelcome)
+
+    asyncio.run(first_start())
+    asyncio.run(second_start())
+    told = capsys.readouterr().out
+    assert "node b was evicted by the operator: " in told and "node a is drained: " in told
+    assert "node b was banned by the operator: 0 requests" in told
+    table = "\n".join(report_run(RunDir(tmp_path), 10))
+    assert "3 inference nodes, $0.0" in table and "2.50" in table
+
+
+# Only who has the operator's token may look or act: not the gateway's clients, and not with a wrong one.
+def test_control_needs_the_operators_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPOSER_GATEWAY_TOKEN", "of-a-worker")
+
+    async def run() -> None:
+        async with live_run(tmp_path) as (gateway, _):
+            url = gateway.http_url
+            assert (await get(f"{url}/control/nodes"))[0] == 401
+            status, _ = await post(url, {}, "/control/nodes/drain?node=a", Authorization="Bearer of-a-worker")
+            assert status == 401
+            assert (tmp_path / "keys" / "operator.token").stat().st_mode & 0o777 == 0o600
+
+    asyncio.run(run())
+
+
+# An unknown node is named with the known ones, and a run that is over says so; `nodes` then shows what was recorded.
+def test_errors_of_commands(tmp_path, capsys):
+    async def run() -> None:
+        keys = RunKeys.create(tmp_path / "keys").client("node")
+        async with live_run(tmp_path) as (gateway, _), PeerNode(gateway.node_endpoint, keys, "peer-1"):
+            with pytest.raises(RequestError, match="no node 'x': the known ones are peer-1"):
+                await command("drain", "x", "--run", str(tmp_path))
+            await command("nodes", str(tmp_path), "--json")
+
+    asyncio.run(run())
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
+    with pytest.raises(NotLiveError, match="is not live on this machine: nothing of it answers at http://127"):
+        node_commands.drain(["peer-1", "--run", str(tmp_path)])
+    assert node_commands.nodes([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "this is what it recorded" in told and "no price known of peer-1: pass --price" in told
