@@ -80,9 +80,11 @@ async def measure_turns(repeats: int) -> dict[str, dict[str, float]]:
                 for _ in range(repeats):
                     for form in FORMS:
                         before = gateway.metrics()["gateway/prompt_bytes_received"]
-                        result = await measure(gateway, _driver(case, form), _load(case), 0.0)
-                        runs[form].append(result.cpu_ms_per_request)
-                        received = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / result.requests
+                        load, cpu_s = _load(case), time.process_time()
+                        await _driver(case, form).play(gateway, load)
+                        requests = load.rollouts * load.turns
+                        runs[form].append(1000 * (time.process_time() - cpu_s) / requests)
+                        received = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / requests
                 figures[case.name] = medians = {form: statistics.median(runs[form]) for form in FORMS}
                 ratio = medians["json"] / medians["packed"]
                 print(f"{case.name:10s} {medians['json']:9.2f} ms {medians['packed']:17.2f} ms {ratio:15.2f} "

@@ -178,6 +178,7 @@ def scale_config(model_dir: Path, concurrent: int, max_context: int = 2048) -> C
         {
             "run": {"name": "orchestrator-scale"},
             "model": {"path": str(model_dir), "max_context": max_context},
+            "trainer": {"micro_batch_tokens": max(4096, max_context)},
             "orchestrator": {"source": [source], "max_concurrent": concurrent},
         }
     )

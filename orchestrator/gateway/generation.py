@@ -171,21 +171,35 @@ class Generator:
             )
         return b"".join([held.data, new_ids])
 
+    def _check_ids(self, token_ids: np.ndarray, num_held: int) -> None:
+        """Raise RequestError for an empty prompt, or an id outside the vocabulary after the first `num_held`."""
+        known = f"send at least one id in 0..{self._vocab_size - 1}"
+        if not len(token_ids):
+            raise RequestError(f"the prompt is empty: {known}", param="token_ids")
+        new_ids = token_ids[num_held:]
+        lowest, highest = (int(new_ids.min()), int(new_ids.max())) if len(new_ids) else (0, 0)
+        if not 0 <= lowest <= highest < self._vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {outside} is outside the vocabulary: {known}", param="token_ids")
+
     async def generate(
-        self, session: str | None, prompt: bytes, fields: SamplingFields, *, max_tokens: int | None = None
+        self,
+        session: str | None,
+        prompt: bytes,
+        fields: SamplingFields,
+        *,
+        max_tokens: int | None = None,
+        num_held: int = 0,
     ) -> tuple[str, NodeAnswer]:
         """Return the request's id and its answer, recorded when `session` belongs to an open rollout.
 
-        `prompt`: int32 [T]. Raises RequestError, and what Router.generate raises.
+        `prompt`: int32 [T], of which the first `num_held` were held here. Raises RequestError, and what Router.generate
+        raises.
         """
         order = next(self._order)
         request_id = f"g{order}"
         token_ids = ints(prompt)
-        lowest, highest = (int(token_ids.min()), int(token_ids.max())) if len(token_ids) else (-1, -1)
-        if not 0 <= lowest <= highest < self._vocab_size:
-            outside = lowest if lowest < 0 else highest
-            problem = f"token id {outside} is outside the vocabulary" if len(token_ids) else "the prompt is empty"
-            raise RequestError(f"{problem}: send at least one id in 0..{self._vocab_size - 1}", param="token_ids")
+        self._check_ids(token_ids, num_held)
         sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self.max_context, max_tokens=max_tokens)
         if sampling.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
