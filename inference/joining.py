@@ -125,21 +125,22 @@ class _Machine:
         self._invite = invite
         self._state = state
         self._stopping = asyncio.Event()
-        self._pids: dict[int, int] = {}
-        """Of running children, by slot."""
 
     async def run(self) -> int:
         """Return the worst exit status of the nodes. Raises what keeps all of them from starting."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+            asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
         options, state = self._options, self._state
         machine = await asyncio.to_thread(find_machine, state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
         enrollment = await enroll(self._invite, state, 0, _name(options, 0), machine, options.connect_timeout)
         shares = self._plan(machine, enrollment)
         limit = json.loads(enrollment.answer.inference).get("max_restarts", 5)
-        statuses = await asyncio.gather(*(self._keep_up(slot, share, limit) for slot, share in enumerate(shares)))
-        return max(statuses)
+        keepers = [
+            keep_running(f"node {slot}", *self._child(slot, share), limit, self._stopping)
+            for slot, share in enumerate(shares)
+        ]
+        return max(await asyncio.gather(*keepers))
 
     def _plan(self, machine: NodeMachine, enrollment: Enrollment) -> list[NodeShare]:
         answer = enrollment.answer
@@ -159,35 +160,6 @@ class _Machine:
         )
         return shares
 
-    async def _keep_up(self, slot: int, share: NodeShare, limit: int) -> int:
-        """Run one node, again after each crash. Return its last exit status."""
-        command, environment = self._child(slot, share)
-        restarts = 0
-        while True:
-            start = time.monotonic()
-            process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
-            self._pids[slot] = process.pid
-            if self._stopping.is_set():
-                signal_session(process.pid, signal.SIGTERM)
-            status = await process.wait()
-            del self._pids[slot]
-            if status in (0, EXIT_USAGE) or self._stopping.is_set():
-                return max(status, 0)
-            if time.monotonic() - start > _FORGET_RESTARTS_S:
-                restarts = 0
-            if restarts >= limit:
-                logger.error("node %d %s; given up after %s", slot, exit_text(status), pluralize(restarts, "restart"))
-                return FAILED
-            pause_s = backoff_s(restarts, first_s=_FIRST_RESTART_S, longest_s=_LONGEST_RESTART_S)
-            restarts += 1
-            logger.warning("node %d %s; starting it again in %g s (%d of %d)", slot, exit_text(status), pause_s,
-                           restarts, limit)  # fmt: skip
-            try:
-                await asyncio.wait_for(self._stopping.wait(), pause_s)
-                return 0
-            except TimeoutError:
-                pass
-
     def _child(self, slot: int, share: NodeShare) -> tuple[list[str], dict[str, str]]:
         words = [*self._words, "--slot", str(slot), "--engine", share.engine]
         if self._options.threads is None:
@@ -198,11 +170,40 @@ class _Machine:
             environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices(share.gpus)
         return [*console_script("inference"), "join", *words], environment
 
-    def _stop(self) -> None:
-        """Let the nodes drain; a second signal ends their requests."""
-        self._stopping.set()
-        for pid in self._pids.values():
-            signal_session(pid, signal.SIGTERM)
+
+async def keep_running(
+    name: str, command: list[str], environment: dict[str, str], limit: int, stopping: asyncio.Event
+) -> int:
+    """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
+
+    An end with status 0 or 2 is final. At `stopping` it gets SIGTERM, and its end is awaited.
+    """
+    restarts = 0
+    while True:
+        start = time.monotonic()
+        process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
+        ends, stop = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stopping.wait())
+        await asyncio.wait([ends, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if stopping.is_set():
+            signal_session(process.pid, signal.SIGTERM)
+            return max(await ends, 0)
+        status = await ends
+        if status in (0, EXIT_USAGE):
+            return status
+        if time.monotonic() - start > _FORGET_RESTARTS_S:
+            restarts = 0
+        if restarts >= limit:
+            logger.error("%s %s; given up after %s", name, exit_text(status), pluralize(restarts, "restart"))
+            return FAILED
+        pause_s = backoff_s(restarts, first_s=_FIRST_RESTART_S, longest_s=_LONGEST_RESTART_S)
+        restarts += 1
+        logger.warning("%s %s; starting it again in %g s (%d of %d)", name, exit_text(status), pause_s, restarts, limit)
+        try:
+            await asyncio.wait_for(stopping.wait(), pause_s)
+            return 0
+        except TimeoutError:
+            pass
 
 
 def _parameters(invite: Invite, enrollment: Enrollment) -> int:
