@@ -17,6 +17,7 @@ from composer_prime.wire.node import (
     HelloAgain,
     NodeHello,
     NodeWelcome,
+    Progress,
     Sampling,
     Status,
     WeightChunk,
@@ -41,6 +42,7 @@ class GatewayPeer:
         self.node = b""
         self.hellos: list[NodeHello] = []
         self.statuses: list[Status] = []
+        self.parts: list[Progress] = []
         self.chunk_requests: list[ChunkRequest] = []
         self.silent = False
         self.inbox: asyncio.Queue[FromNode] = asyncio.Queue()
@@ -73,6 +75,8 @@ class GatewayPeer:
         elif isinstance(message, Status):
             self.statuses.append(message)
             self.send(Heard())
+        elif isinstance(message, Progress):
+            self.parts.append(message)
         else:
             self.inbox.put_nowait(message)
 
