@@ -9,6 +9,7 @@ Sums go on over restarts: they are read from costs.jsonl. Device, price and byte
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -32,6 +33,8 @@ _SAMPLE_S = 5.0
 _LINE_S_A_NODE = 0.1
 """With many nodes such lines come less often: ten a second of all nodes together."""
 _LEDGER_S = 60.0
+_LEDGER_LINES = 50
+"""Such lines in one tick at most: the event loop waits for them."""
 _RATE_S = 60.0
 """Sampled tokens a second are of this long."""
 _LEAST_BATCHES = 3
@@ -55,6 +58,7 @@ class NodeAccount:
     totals: NodeTotals = field(default_factory=NodeTotals)
     written: NodeTotals = field(default_factory=NodeTotals)
     """What costs.jsonl has."""
+    written_at: float = -math.inf
     history: deque[Moment] = field(default_factory=deque)
     counted: dict[str, int] = field(default_factory=dict)
     """The gateway's counters and the node's own, as of the last tick."""
@@ -165,7 +169,6 @@ class NodeAccounts:
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
         self._batches: deque[float] = deque(maxlen=_LEAST_BATCHES + 1)
         """When the last steps were taken, monotonic seconds."""
-        self._ledger_at = self._clock()
 
     def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
         """Count the tokens that a step trained of each node's answers."""
@@ -180,17 +183,18 @@ class NodeAccounts:
         now = self._clock()
         nodes = list(self._router.nodes)
         start = self._judged_since(now)
+        due: list[str] = []
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
             account.add(node, now)
             account.remember(now, start)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
-            if was_attached and not node.attached:
-                self._write_sums([node.node_id])
-        if now - self._ledger_at >= _LEDGER_S:
-            self._ledger_at = now
-            self._write_sums(self._accounts)
+            has_left = was_attached and not node.attached
+            if has_left or (now - account.written_at >= _LEDGER_S and len(due) < _LEDGER_LINES):
+                account.written_at = now
+                due.append(node.node_id)
+        self._write_sums(due)
 
     def close(self) -> None:
         """Write what is not written yet; every node is away from now on."""
