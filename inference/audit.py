@@ -22,7 +22,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
-from composer_prime.wire.node import ComputeDevice
+from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
 from composer_prime.wire.types import floats, ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
@@ -146,10 +146,12 @@ class Auditor(InferenceNode):
     def _drop_requests(self) -> None:
         self._audits.clear()
 
-    def _learn(self, manifest: bytes, *_: object) -> None:
+    def _learn(self, message: NodeWelcome | NewVersion) -> None:
         """Remember a version. It is installed when an answer was sampled from it."""
-        welcome = self._welcome
-        assert welcome is not None
+        super()._learn(message)
+        welcome, manifest = self._welcome, message.manifest
+        if welcome is None or not manifest:
+            return
         key = Ed25519PublicKey.from_public_bytes(welcome.verify_key)
         try:
             version = open_signed(manifest, key, run_id=welcome.run_id).version
