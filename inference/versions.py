@@ -12,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from msgspec.structs import replace
 
-from composer_prime.errors import CorruptWeightsError
+from composer_prime.errors import CorruptWeightsError, WeightError
 from composer_prime.run.patches import WORDS, Patch, pack, patches
-from composer_prime.run.weights import ChunkRef, Delta, Manifest, WeightStore
-from inference.snapshot import ChunkFolder, Snapshot
+from composer_prime.run.weights import ChunkRef, Delta, Manifest, WeightStore, safetensors_header
+from inference.snapshot import ChunkFolder, Snapshot, folder_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ class VersionFolder:
         self._overlays: dict[str, ChunkRef] = {}
         """The overlay of a version as one file of this disk, by the version's state."""
         self._in_use: Manifest | None = None
+        self._may_be_model = True
+        """Whether an anchor may be the model folder's own tensors."""
         self.bytes_pulled = 0
 
     def close(self) -> None:
@@ -107,6 +111,8 @@ class VersionFolder:
                 await asyncio.to_thread(self._follow, manifest, chain)
             except CorruptWeightsError as error:
                 logger.warning("weights v%d are pulled from their anchor: %s", manifest.version, error)
+        if self._may_be_model and not any(map(self.chunks.has, manifest.chunks)):
+            await asyncio.to_thread(self._make_from_model, manifest)
         if not self._is_here(manifest):  # the overlay first: it is gone from the store before its anchor
             overlay = [] if manifest.state in self._overlays else manifest.overlay
             await self._pull_all(manifest, [*overlay, *manifest.chunks])
@@ -210,6 +216,31 @@ class VersionFolder:
         if manifest.kind == "delta":
             self._write_overlay(manifest, [delta.chunks for delta in chain if delta.version > anchor])
 
+    def _make_from_model(self, manifest: Manifest) -> None:
+        """Make an anchor's chunks from the model folder, up to the first that differs.
+
+        Version 0 is that folder, so what differs from it needs no snapshot. After one that differed, none is tried.
+        """
+        self._may_be_model = False
+        try:
+            folder = folder_snapshot(self._model_folder)
+            if manifest.dtype not in WORDS or not folder.keys() >= manifest.tensors.keys():
+                return
+            pending, refs = bytearray(), iter(manifest.chunks)
+            ref = next(refs, None)
+            for part in _file_of(folder, manifest):
+                pending += part
+                while ref is not None and len(pending) >= ref.size:
+                    if hashlib.sha256(pending[: ref.size]).hexdigest() != ref.sha256:
+                        return
+                    self.chunks.put(manifest, [pending[: ref.size]])
+                    del pending[: ref.size]
+                    ref = next(refs, None)
+        except WeightError as error:  # No safetensors files, or damaged ones: pull.
+            logger.info("the model folder does not help with weights v%d: %s", manifest.version, error)
+            return
+        self._may_be_model = True
+
     def _write_overlay(self, manifest: Manifest, streams: list[list[ChunkRef]]) -> None:
         """Add up streams of patches from the anchor on. Raises CorruptWeightsError where the manifest differs."""
         digest = hashlib.sha256()
@@ -240,3 +271,15 @@ class VersionFolder:
             for part in parts[1:]:
                 total = total + part
             yield total
+
+
+def _file_of(tensors: Snapshot, manifest: Manifest) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of the file that the trainer would write of `tensors`, in the manifest's order and type."""
+    dtype = getattr(torch, manifest.dtype)
+    yield safetensors_header(
+        (name, manifest.dtype, tensors.shapes[name], math.prod(tensors.shapes[name]) * dtype.itemsize)
+        for name in manifest.tensors
+    )
+    for name in manifest.tensors:
+        for _, block in tensors.blocks(name):
+            yield memoryview(block.to(dtype).view(torch.uint8).numpy())

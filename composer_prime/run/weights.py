@@ -14,6 +14,7 @@ altered byte is detected before a tensor is loaded.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import time
@@ -29,6 +30,7 @@ from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PULL_S = 60.0
 """A version counts as being pulled for this long after one of its chunks was read."""
@@ -150,6 +152,22 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
                 f"sha256 in hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
             )
     return manifest
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
+    """Return what comes before the values in a version's file, for tensors as (name, dtype, shape, bytes) in order.
+
+    Layout: 8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape, size in tensors:
+        end = offset + size
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 class ChunkWriter:

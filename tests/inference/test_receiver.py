@@ -26,7 +26,7 @@ from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import Snapshot, checksum, save_snapshot
-from inference.versions import FolderSource
+from inference.versions import ChunkSource, FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
 from tests.inference.publisher import CANARY, RUN_ID, Publisher
@@ -433,7 +433,7 @@ def test_what_did_not_change_is_not_pulled_again(loop, engine, receive, publishe
     assert {path.name for path in receiver._versions.chunks.path.iterdir()} == {ref.sha256 for ref in second.chunks}
 
 
-class Flaky:
+class Flaky(ChunkSource):
     """A source that gives small pieces and fails now and then."""
 
     def __init__(self, inner: FolderSource, fail_after: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, Weight
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import checksum
-from inference.versions import PIECE_BYTES, FolderSource, VersionFolder
+from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
 from trainer.weights.version_file import VersionWriter
@@ -77,7 +78,7 @@ class Training:
         return manifest
 
 
-class Cut:
+class Cut(ChunkSource):
     """A source that breaks off after some reads."""
 
     def __init__(self, store: WeightStore) -> None:
@@ -186,6 +187,60 @@ def test_the_trainer_notices_a_damaged_anchor(training, open_node, data):
     fetch(open_node(), training, 2)
 
 
+# After a resume the next version is what differs from the newest one before: who has that one pulls no snapshot, and
+# neither does who joined earlier and has the anchor. Later versions and anchors come as ever.
+@pytest.mark.parametrize("checkpoint", [3, 5])
+def test_a_resume_needs_no_snapshot(training, open_node, checkpoint):
+    follower, behind = open_node(), open_node()
+    training.train(range(5))
+    fetch(behind, training, 4)
+    training.train(range(5, 6))
+    fetch(follower, training, 5)
+    training.restart()
+    training.writer.continue_from(training.written[5][0], checkpoint)
+    training.store.rewind(checkpoint)
+    training.tensors = {name: tensor.clone() for name, tensor in training.written[checkpoint][1].items()}
+    manifest = training.publish(checkpoint)
+    assert manifest.kind == "delta" and manifest.chunks == training.written[4][0].chunks
+    for node in (follower, behind):
+        assert fetch(node, training, checkpoint) < size_of(manifest.chunks) / 3
+    for version in range(checkpoint + 1, 9):
+        manifest = training.train(range(version, version + 1))
+        for node in (follower, behind):
+            assert fetch(node, training, version) == manifest.deltas[-1].size
+    assert {manifest.kind for manifest, _ in training.written.values()} == {"anchor", "delta"}
+
+
+# What the store lost cannot be built on: the next version is whole.
+def test_a_resume_on_a_damaged_store_is_whole(training, open_node):
+    training.train(range(2))
+    training.restart()
+    (training.store.root / "chunks" / training.written[1][0].chunks[0].sha256).unlink()
+    training.writer.continue_from(training.written[1][0], 1)
+    assert training.train(range(2, 3)).kind == "anchor"
+    fetch(open_node(), training, 2)
+
+
+# Version 0 is the model folder: a node makes the anchor from its own copy, in whatever order and type that is stored,
+# and pulls what differs. A folder of other weights does not help, and does not harm.
+@pytest.mark.parametrize("folder", ["same", "float32", "other"])
+def test_the_model_folder_is_the_first_anchor(training, tmp_path, folder):
+    stored = {name: training.tensors[name].clone() for name in sorted(training.tensors, reverse=True)}
+    if folder == "float32":
+        stored = {name: tensor.float() for name, tensor in stored.items()}
+    elif folder == "other":
+        stored["up"][0, 0] += 1
+    (tmp_path / "model").mkdir()
+    safetensors.torch.save_file(stored, tmp_path / "model" / "model.safetensors")
+    training.publish(0)
+    manifest = training.train(range(1, 2))
+    with contextlib.closing(VersionFolder(FolderSource(training.store), tmp_path / "model")) as node:
+        pulled = fetch(node, training, 1)
+        assert (pulled == size_of(manifest.overlay)) == (folder != "other")
+        training.train(range(2, 3))
+        assert fetch(node, training, 2) == training.written[2][0].deltas[-1].size
+
+
 # A rewind gives known numbers to other weights: the version before is not certain, so the next is whole, and a node
 # that has the dropped version under the same number does not apply a delta to it.
 def test_a_rewind_does_not_mislead(training, open_node):
@@ -255,7 +310,7 @@ def test_no_room_for_what_is_made_here(training, open_node):
     assert not list(node.chunks.path.iterdir())
 
 
-class Endless:
+class Endless(ChunkSource):
     """A source whose chunks never end once `started` is set."""
 
     def __init__(self, store: WeightStore) -> None:
@@ -344,7 +399,7 @@ def test_prune_spares_what_a_kept_version_needs(training, pulled):
     assert {(training.store.root / "chunks" / ref.sha256).exists() for ref in anchor} == {pulled}
 
 
-ACTIONS = st.sampled_from(["step", "dense", "still", "restart", "rewind", "fetch", "cut", "join"])
+ACTIONS = st.sampled_from(["step", "dense", "still", "restart", "rewind", "resume", "fetch", "cut", "join"])
 
 
 # Bit-exact after any sequence of steps small and large, restarts and rewinds of the trainer, pulls that break off, and
@@ -366,10 +421,12 @@ def test_any_history_is_bit_exact(actions, cut_after):
                 training.publish(version)
             elif action == "restart":
                 training.restart()
-            elif action == "rewind":
-                version = training.store.versions()[0]
+            elif action in ("rewind", "resume"):
+                version, newest = training.store.versions()[0], training.written[version][0]
                 training.store.rewind(version)
                 training.writer.forget()
+                if action == "resume":
+                    training.writer.continue_from(newest, version)
                 training.tensors = {key: value.clone() for key, value in training.written[version][1].items()}
             elif action == "join":
                 node.close()
