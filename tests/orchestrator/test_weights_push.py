@@ -1,0 +1,230 @@
+"""`orchestrator weights`: a run's weights in a bucket, and its command line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from composer_prime.errors import ConfigError, CorruptWeightsError, UnwritableError
+from composer_prime.run.bucket import Bucket
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, create_run_id
+from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore, sign
+from inference.sources import HttpSource
+from orchestrator.weights import BucketPush, main
+
+
+def decode(raw: bytes) -> Manifest:
+    return msgspec.msgpack.decode(raw, type=Manifest)
+
+
+class Recorded(Bucket):
+    """A bucket that notes what is written, and fails on demand."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.written: list[str] = []
+        self.writes_left = -1
+
+    def _write(self, path: str, data: bytes) -> None:
+        if self.writes_left == 0:
+            raise OSError("the bucket is gone")
+        self.writes_left -= 1
+        self.written.append(path.rpartition("/")[2])
+        super()._write(path, data)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "weights")
+
+
+@pytest.fixture(params=["memory", "file"])
+def bucket(request, tmp_path) -> Recorded:
+    MemoryFileSystem.store.clear()
+    return Recorded("memory://bucket/run" if request.param == "memory" else (tmp_path / "bucket").as_uri())
+
+
+def publish(store: WeightStore, version: int, *contents: int) -> list[ChunkRef]:
+    chunks = [ref for content in contents for ref in store.put_chunks(bytes([content]) * 100)]
+    manifest = Manifest(
+        run_id="r", version=version, parent=None, kind="anchor", dtype="float32", chunks=chunks, tensors={},
+        canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
+    )  # fmt: skip
+    store.put_manifest(version, msgspec.msgpack.encode(manifest))
+    return chunks
+
+
+# The manifest comes after its chunks, and no chunk that is there is sent again, also not by a new process.
+def test_chunks_come_before_their_manifest_and_once(store, bucket):
+    push = BucketPush(store, bucket, decode)
+    assert not push.push_newest()
+    first = publish(store, 1, 1, 2, 3)
+    assert push.push_newest() and not push.push_newest()
+    assert bucket.written[-1] == "v000001.manifest" and set(bucket.written[:-1]) == {ref.sha256 for ref in first}
+    bucket.written.clear()
+    (*_, fourth) = publish(store, 2, 2, 3, 4)
+    again = BucketPush(store, bucket, decode)
+    assert again.push_newest() and again.bytes_pushed == 100 and again.version == 2
+    assert bucket.written == [fourth.sha256, "v000002.manifest"]
+    assert bucket.manifest(2) == store.manifest(2) and bucket.versions() == [1, 2]
+
+
+# A push that breaks off goes on where it stopped; until then no manifest names what is not there.
+def test_a_push_that_breaks_off_goes_on(store, bucket):
+    publish(store, 1, *range(10))
+    push = BucketPush(store, bucket, decode)
+    bucket.writes_left = 4
+    with pytest.raises(OSError, match="gone"):
+        push.push_newest()
+    assert bucket.versions() == [] and len(bucket.chunk_sizes()) == 4
+    bucket.writes_left = -1
+    assert push.push_newest() and len(bucket.written) == 11
+
+
+# A chunk that a disk cut short in the bucket is sent again.
+def test_a_cut_chunk_in_the_bucket_is_mended(store, bucket):
+    (ref,) = publish(store, 1, 7)
+    bucket.put_chunk(ref.sha256, b"\x07" * 40)
+    BucketPush(store, bucket, decode).push_newest()
+    assert bucket.chunk(ref.sha256, 0, 1000) == b"\x07" * 100
+
+
+# What the store pruned goes from the bucket as well, later; files that are no chunks stay.
+def test_the_bucket_is_pruned_as_the_store_is(store, bucket):
+    now = [0.0]
+    push = BucketPush(store, bucket, decode, spared_s=600, clock=lambda: now[0])
+    bucket._write(f"{bucket._root}/chunks/README", b"not ours")
+    old = publish(store, 1, 1, 2)
+    push.push_newest()
+    (store.root / "manifests" / "v000001.manifest").unlink()
+    publish(store, 2, 2, 3)
+    push.push_newest()
+    assert bucket.versions() == [2] and old[0].sha256 in bucket.chunk_sizes()
+    now[0] = 599.0
+    publish(store, 3, 3, 4)
+    push.push_newest()
+    assert old[0].sha256 in bucket.chunk_sizes()
+    now[0] = 600.0
+    publish(store, 4, 3, 4)
+    push.push_newest()
+    assert old[0].sha256 not in bucket.chunk_sizes() and old[1].sha256 in bucket.chunk_sizes()
+    assert bucket._fs.exists(f"{bucket._root}/chunks/README")
+
+
+# After a resume a version's number belongs to other weights: its manifest is replaced.
+def test_a_version_that_was_trained_again_is_pushed_again(store, bucket):
+    push = BucketPush(store, bucket, decode)
+    publish(store, 1, 1)
+    push.push_newest()
+    publish(store, 1, 2)
+    assert push.push_newest() and bucket.manifest(1) == store.manifest(1)
+
+
+# A chunk that the store lost, or that was altered there, is not pushed, and no manifest names it.
+@pytest.mark.parametrize("damage", ["gone", "altered"])
+def test_a_damaged_store_is_not_pushed(store, bucket, damage):
+    (ref,) = publish(store, 1, 1)
+    path = store.root / "chunks" / ref.sha256
+    path.unlink() if damage == "gone" else path.write_bytes(b"\x02" * 100)
+    with pytest.raises(CorruptWeightsError, match=damage):
+        BucketPush(store, bucket, decode).push_newest()
+    assert bucket.versions() == [] and not bucket.written
+
+
+class Denied(MemoryFileSystem):
+    """A bucket that may be read only."""
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        raise PermissionError("Access Denied")
+
+
+# A bucket of another run, without rights, or that is none, is refused with the remedy.
+def test_buckets_are_checked(bucket):
+    bucket.claim("run-a")
+    bucket.claim("run-a")
+    with pytest.raises(ConfigError, match=r"run 'run-a', this is run 'run-b': give each run a URL"):
+        bucket.claim("run-b")
+    denied = Bucket("memory://denied/run")
+    denied._fs = Denied()
+    with pytest.raises(UnwritableError, match=r"memory://denied/run: no right to write \(Access Denied\); give these"):
+        denied.claim("run-a")
+    for url in ("nowhere", "file://", "http://host/x", "ftp://host/x"):
+        with pytest.raises(ConfigError, match="no bucket for weights"):
+            Bucket(url)
+
+
+def make_run(folder: Path) -> tuple[RunDir, ChunkRef]:
+    run_dir = RunDir(folder)
+    run_id = create_run_id(run_dir, "r")
+    keys, store = RunKeys.create(run_dir.keys), WeightStore(run_dir.weights)
+    (ref,) = publish(store, 1, 9)
+    store.put_manifest(1, sign(msgspec.structs.replace(decode(store.manifest(1)), run_id=run_id), keys.signer()))
+    return run_dir, ref
+
+
+# With --once the newest version is pushed, signatures checked, and the command ends.
+def test_push_once(tmp_path):
+    run_dir, ref = make_run(tmp_path / "run")
+    target = tmp_path / "bucket"
+    assert main([str(run_dir.root), "--push", target.as_uri(), "--once"]) == 0
+    assert (target / "chunks" / ref.sha256).read_bytes() == b"\x09" * 100
+    assert (target / "manifests" / "v000001.manifest").read_bytes() == WeightStore(run_dir.weights).manifest(1)
+
+
+WRONG = [
+    ([], "nothing to do"),
+    (["--listen", "somewhere"], "--listen is 'somewhere'; expected HOST:PORT"),
+    (["--once", "--listen", "127.0.0.1:0"], "--once ends after one push"),
+    (["--push", "nowhere"], "'nowhere' is no bucket"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_wrong_command_line_is_an_error(tmp_path, words, message):
+    run_dir, _ = make_run(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        main([str(run_dir.root), *words])
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        main([str(tmp_path / "none"), *words])
+
+
+# The process serves and pushes together until SIGTERM, and writes what it did to metrics.jsonl.
+@pytest.mark.process
+def test_the_process_serves_and_pushes(tmp_path):
+    run_dir, ref = make_run(tmp_path / "run")
+    target = tmp_path / "bucket"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.main", "weights", str(run_dir.root), "--listen", "127.0.0.1:0",
+         "--push", target.as_uri()],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+
+        async def pull() -> bytes | None:
+            source = HttpSource(url, 100.0)
+            try:
+                piece = await source.read(ref.sha256, 40)
+                async with asyncio.timeout(150):
+                    while not (target / "manifests" / "v000001.manifest").exists():
+                        await asyncio.sleep(0.05)
+                return piece
+            finally:
+                await source.close()
+
+        assert asyncio.run(pull()) == b"\x09" * 60
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 128 + signal.SIGTERM
+        assert process.stdout is not None
+        process.stdout.close()
