@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -63,32 +64,29 @@ CASES = (
     Case(name="205", prompt=205, tool=16, turns=10, concurrent=8, rollouts_per_slot=5),
     Case(name="4k", prompt=4096, tool=16, turns=10, concurrent=8, rollouts_per_slot=5),
     Case(name="32k", prompt=32_768, tool=16, turns=10, concurrent=8, rollouts_per_slot=5),
-    Case(name="100 turns", prompt=205, tool=300, turns=100, concurrent=4, rollouts_per_slot=1),
+    Case(name="100 turns", prompt=205, tool=300, turns=100, concurrent=8, rollouts_per_slot=1),
 )
 
 
 async def measure_turns(repeats: int) -> dict[str, dict[str, float]]:
     """Return milliseconds of CPU a turn, by case and form."""
     print(f"turns: CPU of the gateway's process a turn, median of {repeats} runs; answers of {_NUM_TOKENS} tokens")
-    print("case         JSON, whole   packed, new tokens   JSON / packed   prompt bytes on the way (packed)")
-    figures: dict[str, dict[str, float]] = {}
+    runs: dict[tuple[str, str], list[float]] = {(case.name, form): [] for case in CASES for form in FORMS}
+    received: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         async with served_gateway(Path(folder), 64, 0.0, _NUM_TOKENS, max_context=65_536) as gateway:
-            for case in CASES:
-                runs: dict[str, list[float]] = {form: [] for form in FORMS}
-                received = 0.0
-                for _ in range(repeats):
-                    for form in FORMS:
-                        before = gateway.metrics()["gateway/prompt_bytes_received"]
-                        load, cpu_s = _load(case), time.process_time()
-                        await _driver(case, form).play(gateway, load)
-                        requests = load.rollouts * load.turns
-                        runs[form].append(1000 * (time.process_time() - cpu_s) / requests)
-                        received = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / requests
-                figures[case.name] = medians = {form: statistics.median(runs[form]) for form in FORMS}
-                ratio = medians["json"] / medians["packed"]
-                print(f"{case.name:10s} {medians['json']:9.2f} ms {medians['packed']:17.2f} ms {ratio:15.2f} "
-                      f"{received:18.0f} a turn", flush=True)  # fmt: skip
+            # By turns, so that a phase in which the machine is busy meets every case and form.
+            for _, case, form in itertools.product(range(repeats), CASES, FORMS):
+                load, before = _load(case), gateway.metrics()["gateway/prompt_bytes_received"]
+                requests, cpu_s = load.rollouts * load.turns, time.process_time()
+                await _driver(case, form).play(gateway, load)
+                runs[case.name, form].append(1000 * (time.process_time() - cpu_s) / requests)
+                received[case.name] = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / requests
+    print("case         JSON, whole   packed, new tokens   JSON / packed   prompt bytes a turn (packed)")
+    figures = {case.name: {form: statistics.median(runs[case.name, form]) for form in FORMS} for case in CASES}
+    for name, cpu_ms in figures.items():
+        ratio = cpu_ms["json"] / cpu_ms["packed"]
+        print(f"{name:10s} {cpu_ms['json']:9.2f} ms {cpu_ms['packed']:17.2f} ms {ratio:15.2f} {received[name]:18.0f} B")
     return figures
 
 

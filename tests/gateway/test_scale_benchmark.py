@@ -24,3 +24,16 @@ def test_orchestrator_scale_reports_every_level(tmp_path):
     figures = json.loads(out.read_text())
     assert [result["requests"] for result in figures["results"]] == [4 * 2 * 3, 8 * 2 * 3]
     assert figures["lag_p99_s"] > 0 and "CPU per rollout" in done.stdout
+
+
+@pytest.mark.process
+def test_gateway_scale_measures_and_can_lose(tmp_path):
+    """The exit status says whether a bound was missed, and the figures of what ran are written."""
+    out = tmp_path / "gateway.json"
+    command = [sys.executable, "benchmarks/gateway_scale.py", "--parts", "placing", "--nodes", "1", "8", "--placed",
+               "128", "--out", str(out)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == int("MISSED" in done.stdout), done.stderr
+    assert "placing, 8 nodes over 1" in done.stdout
+    placing = json.loads(out.read_text())["placing"]
+    assert set(placing) == {"1", "8"} and all(cpu_us > 0 for cpu_us in placing.values())
