@@ -86,7 +86,7 @@ def live_run(folder: str | None) -> RunConnection:
     if folder is not None:
         return RunConnection(open_run(folder))
     live: dict[Path, RunConnection] = {}
-    for path in sorted(_OUTPUTS.glob("**/endpoints.json")):
+    for path in sorted([*_OUTPUTS.glob("*/endpoints.json"), *_OUTPUTS.glob("*/*/endpoints.json")]):
         try:
             connection = RunConnection(RunDir(path.parent))
             connection.nodes()

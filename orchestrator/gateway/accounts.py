@@ -241,10 +241,15 @@ class NodeAccounts:
     # -- what they say ---------------------------------------------------------------------------------------------
 
     def rows(self) -> list[NodeRow]:
-        """Return the table's rows, as of now."""
-        now, router = self._clock(), self._router
+        """Return the table's rows as of now, then those of earlier starts and of banned nodes that are not here."""
         self.tick()
-        return [self._row(node, self._accounts[node.node_id], now) for node in router.nodes]
+        now, nodes = self._clock(), {node.node_id: node for node in self._router.nodes}
+        rows = [self._row(node, self._accounts[name], now) for name, node in nodes.items()]
+        absent = [name for name in dict.fromkeys([*self._accounts, *self._router.nodes.refused]) if name not in nodes]
+        return rows + [
+            NodeRow(name=name, state=self._absence(name), totals=self._accounts.get(name, NodeAccount()).totals)
+            for name in absent
+        ]
 
     def _row(self, node: AttachedNode, account: NodeAccount, now: float) -> NodeRow:
         router = self._router
@@ -267,12 +272,16 @@ class NodeAccounts:
     def _state(self, node: AttachedNode, now: float) -> str:
         oldest, newest = self._router.oldest_version, self._router.newest_version
         if not node.attached:
-            return self._router.nodes.refused.get(node.node_id, AWAY).partition(" ")[0]
+            return self._absence(node.node_id)
         if node.draining:
             return DRAINING
         if not oldest <= node.version <= newest:
             return LOADING
         return SERVING if node.cannot_serve(now, oldest, newest) is None else "held"
+
+    def _absence(self, name: str) -> str:
+        """Return `evicted` or `banned`, the first word of why the node is refused, else `away`."""
+        return self._router.nodes.refused.get(name, AWAY).partition(" ")[0]
 
     # -- worth -----------------------------------------------------------------------------------------------------
 

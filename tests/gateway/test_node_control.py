@@ -107,6 +107,7 @@ def test_a_ban_is_remembered(tmp_path):
         assert "it has no key of its own" in its.control.ban("a")
         later = Controlled(tmp_path)
         assert later.fleet.router.nodes.refused == {"a": "banned by the operator"}
+        assert [(row.name, row.state) for row in later.accounts.rows()] == [("a", "banned")]
         with pytest.raises(RequestError, match="banned already"):
             later.control.ban("a")
         with pytest.raises(RequestError, match="node x is not refused: refused are a"):
