@@ -11,10 +11,9 @@ from quick_run import QuickRun
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("rung", ["a1", "a4"])
-def test_a_rung_of_the_coding_ladder_trains(tmp_path, rung):
-    # Two steps: finite losses, rollouts whose code ran, and the metrics of cheats; a4 has hints and pairs as well.
-    run = QuickRun(tmp_path, f"micro-{os.getpid()}-{rung}", steps=2, config=f"configs/code/{rung}.toml")
+def test_the_coding_ladder_trains(tmp_path):
+    # Two steps of a4, which is a1 with hints and pairs: finite losses, rollouts whose code ran, the metrics of cheats.
+    run = QuickRun(tmp_path, f"micro-{os.getpid()}", steps=2, config="configs/code/a4.toml")
     run.settings += ["--orchestrator.source.0.taskset.runtime", "subprocess"]
     try:
         assert run.start().wait() == 0, run.output()[-3000:]
@@ -24,7 +23,6 @@ def test_a_rung_of_the_coding_ladder_trains(tmp_path, rung):
         replies = [turn["text"] for row in rollouts for turn in row["turns"] if turn["role"] == "tool"]
         assert any(text == "pass" or text.startswith("FAILED ") for text in replies)
         assert {"solved", "hacks/rollouts", "lure_read", "tests_edit"} <= rollouts[0]["metrics"].keys()
-        if rung == "a4":
-            assert all(line["dpo/pairs"] > 0 for line in lines) and any(line["sdpo/turns"] > 0 for line in lines)
+        assert all(line["dpo/pairs"] > 0 for line in lines) and any(line["sdpo/turns"] > 0 for line in lines)
     finally:
         run.stop()

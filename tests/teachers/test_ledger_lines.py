@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_prime.config.load import resolve
 from composer_prime.errors import LedgerError
+from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import spent
-from trainer.main import main
 
 GOOD = '{"kind": "reserved", "call": "a", "usd": 2, "trace": "t"}\n'
 WRONG = {
@@ -66,16 +66,12 @@ def test_other_lines_are_passed_over(tmp_path: Path) -> None:
 
 
 # The plan of a run with teachers says what is wrong in a row: it is no reason not to train.
-@pytest.mark.process
-def test_the_plan_names_a_wrong_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_names_a_wrong_line(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "costs.jsonl").write_text('{"kind": "settled", "call": "a", "usd": null}\n')
     words = ["@", "configs/a1.toml", "@", "configs/teachers/openrouter.toml", "--teachers.online", "true"]
-    words += ["--run.name", "one", "--run.output_dir", str(tmp_path), "--dry-run"]
-    monkeypatch.setattr(sys, "argv", ["trainer", *words])
-    main()
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "spent so far: not known" in shown
+    words += ["--run.name", "one", "--run.output_dir", str(tmp_path)]
+    plan = build_plan(resolve(words).config)
+    shown = plan.text()
+    assert "spent so far: not known" in shown and not any("costs.jsonl" in problem for problem in plan.problems)
     assert "costs.jsonl:1 is not a ledger line (usd is None, expected a number of at least 0)" in shown

@@ -105,12 +105,12 @@ def test_step_time_of_the_run(tmp_path):
 
 
 # `composer plan` shows them among its rows, in lines that the terminal has room for: the rest of a row stands below its
-# text, and nothing is lost.
+# text, and nothing is lost. A plan with problems ends with status 2.
 @pytest.mark.process
 def test_composer_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "72")
-    main([*FILES, "--run.output_dir", str(tmp_path)])
+    assert main([*FILES, "--run.output_dir", str(tmp_path)]) == 2  # there is no key file
     shown = capsys.readouterr().out
     assert shown.index("disk ") < shown.index("link ") < shown.index("this run from starting")
     rows = shown[shown.index("link ") : shown.index("\n\n")].splitlines()
