@@ -13,12 +13,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Engine, EngineCompletion
+from inference.engines.sampling import SamplingRows, draw_misses
 from inference.snapshot import checksum
 from tests.engines.models import EOS, MAX_CONTEXT
 from tests.engines.reference import Reference, warp
@@ -153,6 +155,30 @@ async def seeds_fix_the_completion(subject: Subject) -> None:
     assert other_seed.token_ids != alone.token_ids
     unseeded = await asyncio.gather(*(subject.generate(prompt, sampling(30, temperature=1.2)) for _ in range(2)))
     assert unseeded[0].token_ids != unseeded[1].token_ids
+
+
+async def draws_follow_the_published_rule(subject: Subject) -> None:
+    """Each token is the draw of its seed and position, under any sampling settings: an auditor can check it."""
+    prompt = subject.prompt(17, 21)
+    for options in (
+        sampling(20, seed=2**40),
+        sampling(20, seed=-7, temperature=0.6),
+        sampling(20, seed=8, temperature=1.4, top_k=12),
+        sampling(20, seed=9, top_p=0.8),
+    ):
+        done = await subject.generate(prompt, options)
+        tokens, count = prompt + done.token_ids, len(done.token_ids)
+        rows = SamplingRows(
+            temperature=np.full(count, options.temperature, np.float32),
+            top_k=np.full(count, options.top_k, np.int64),
+            top_p=np.full(count, options.top_p, np.float32),
+            seed=np.full(count, (options.seed or 0) & (2**64 - 1), np.uint64),
+            position=np.arange(len(prompt), len(tokens), dtype=np.uint64),
+        )
+        logits = subject.reference.logits(tokens, done.version_spans[0].version)[len(prompt) - 1 : -1]
+        misses, logprobs = draw_misses(logits, rows, np.array(done.token_ids))
+        assert misses.max() < 1e-3
+        assert np.abs(logprobs - np.array(done.logprobs)).max() < 1e-2
 
 
 async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
@@ -406,6 +432,7 @@ CHECKS: list[Check] = [
     temperature_zero_is_greedy,
     sampling_follows_the_distribution,
     seeds_fix_the_completion,
+    draws_follow_the_published_rule,
     a_swap_in_flight_has_exact_spans,
     a_swap_changes_every_tensor,
     wrong_weights_are_refused,

@@ -1,0 +1,142 @@
+"""Audits behind a real gateway: real nodes and an auditor with the shipped tiny model, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from gateway_config import MODEL
+from http_calls import generate_body, post
+from node_peer import PeerNode
+
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.wire.audit import ToAuditor
+from composer_prime.wire.node import Sampling, ToNode
+from inference.audit import Auditor
+from inference.engines.base import EngineCompletion
+from inference.engines.local.engine import LocalEngine
+from inference.node import GatewayLink, InferenceNode
+from inference.receiver import Receiver
+
+CONTEXT = 512
+SETTINGS = InferenceConfig(
+    device="cpu", local=LocalEngineConfig(max_batch=8), heartbeat_s=0.1, lost_after_s=100.0, connect_timeout_s=100.0
+)
+PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 100.0}
+AUDITED = {"enabled": True, "tolerance": 0.002, "timeout_s": 150.0}
+
+
+class GreedyEngine(LocalEngine):
+    """Takes the likeliest token, and reports its true logprob at the temperature that was asked for."""
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str, **rest: Any):
+        greedy = msgspec.structs.replace(sampling, temperature=0.0)
+        done: EngineCompletion = await super().generate(request_id, prompt_ids, greedy, session, **rest)
+        return done
+
+
+@asynccontextmanager
+async def process(role: type[InferenceNode], engine: LocalEngine, name: str, endpoint: str, keys, messages: Any):
+    """A node or an auditor, as inference/main.py builds it."""
+    await engine.start()
+    link = GatewayLink(lambda: endpoint, keys, 10.0, messages)
+    receiver = Receiver(engine, link, MODEL, 0.05)
+    serving = role(name, engine, link, receiver, SETTINGS, max_context=CONTEXT)
+    task = asyncio.ensure_future(serving.run())
+    try:
+        yield serving
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.close()
+        await asyncio.to_thread(link.close)
+        receiver.close()
+
+
+@asynccontextmanager
+async def fleet(gateway, keys, **engines: type[LocalEngine]) -> AsyncIterator[None]:
+    """An auditor, and a node for each of `engines`, attached."""
+    auditor = LocalEngine(MODEL, SETTINGS, CONTEXT)
+    async with process(Auditor, auditor, "auditor", gateway.audits.endpoint, keys.client("trainer"), ToAuditor):
+        stack = [
+            process(
+                InferenceNode, make(MODEL, SETTINGS, CONTEXT), name, gateway.node_endpoint, keys.client("node"), ToNode
+            )
+            for name, make in engines.items()
+        ]
+        entered = [await one.__aenter__() for one in stack]
+        try:
+            await until(lambda: len(gateway.versions()) == len(entered), "the nodes")
+            yield
+        finally:
+            for one in stack:
+                await one.__aexit__(None, None, None)
+
+
+async def until(condition, what: str) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"waited 100 s for {what}")
+
+
+async def play(gateway, name: str, prompt: list[int]) -> tuple[str, str | None]:
+    """Play a rollout of one turn. Returns the node that sampled it, and what its audit objects to."""
+    gateway.records.open(name)
+    status, _ = await post(gateway.http_url, generate_body(*prompt, max_tokens=40, ignore_eos=True), X_Session_ID=name)
+    assert status == 200
+    [record] = gateway.records.take(name)
+    return record.node_id, await gateway.audits.cleared(name)
+
+
+async def test_a_node_that_takes_the_likeliest_token_is_quarantined(open_gateway, keys):
+    """Answers of new nodes wait for their audit: none of the cheat's comes through, all of the honest node's do."""
+    async with (
+        open_gateway(inference=PATIENT, orchestrator={"audit": AUDITED}) as gateway,
+        fleet(gateway, keys, honest=LocalEngine, greedy=GreedyEngine),
+    ):
+        ended: list[tuple[str, str | None]] = []
+        greedy = gateway.router.nodes.trust["greedy"]
+        while not greedy.quarantines:
+            names = [f"r{len(ended) + index}" for index in range(8)]
+            ended += await asyncio.gather(*(play(gateway, name, [5, 6, 7 + i]) for i, name in enumerate(names)))
+            assert len(ended) < 400
+        assert [objection for node, objection in ended if node == "honest" and objection is not None] == []
+        assert all(objection is not None for node, objection in ended if node == "greedy")
+        figures = gateway.metrics()
+        assert figures["audit/quarantines"] == 1 and figures["audit/failed"] == 0
+        assert figures["audit/answers"] == figures["audit/audited"] == len(ended)
+        described = {node["node_id"]: node for node in gateway.state()["nodes"]}
+        assert "quarantined" in described["greedy"]["why_not"] and described["greedy"]["trust"] == 0.0
+        assert [(await play(gateway, f"s{i}", [9, 9, 9 + i]))[0] for i in range(2)] == ["honest"] * 2
+        assert described["honest"]["trust"] > 0.5 or not any(node == "honest" for node, _ in ended)
+
+
+async def test_without_an_auditor_new_nodes_answers_are_refused_after_the_deadline(open_gateway, node_keys):
+    """The message names the setting, the node and how many auditors are there."""
+    settings = AUDITED | {"timeout_s": 0.2}
+    async with (
+        open_gateway(inference=PATIENT, orchestrator={"audit": settings}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "n0"),
+    ):
+        _, objection = await play(gateway, "r1", [5, 6])
+    assert objection is not None
+    assert "0.2 s (orchestrator.audit.timeout_s)" in objection and "n0" in objection
+    assert "no auditor is connected (orchestrator audit)" in objection
+
+
+async def test_the_seed_that_a_request_lacks_is_the_gateways(open_gateway, node_keys):
+    """A node cannot choose what it draws: every request has a seed, and equal requests have different ones."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
+        gateway.records.open("r1")
+        for _ in range(2):
+            await post(gateway.http_url, generate_body(5), X_Session_ID="r1")
+            await post(gateway.http_url, generate_body(5))
+        seeds = [request.sampling.seed for request in node.generates]
+        assert None not in seeds and len(set(seeds)) == 4
+        assert [record.sampling.seed for record in gateway.records.take("r1")] == seeds[::2]

@@ -1,0 +1,223 @@
+"""The orchestrator's side of audits, with an auditor that answers as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import zmq.asyncio
+
+from composer_prime.config.orchestrator import AuditConfig
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
+from composer_prime.wire.node import Goodbye, NodeHello, NodeWelcome, Rejected, Sampling
+from composer_prime.wire.sockets import dealer
+from composer_prime.wire.types import VersionSpan, ints
+from orchestrator.audit.audits import Audits
+from orchestrator.audit.trust import NodeTrust
+from orchestrator.gateway.generation import GenerationRecord
+from orchestrator.gateway.link import ChunkServer
+
+DEADLINE_S = 100.0
+
+
+class PeerAuditor:
+    """A DEALER with the trainer's key."""
+
+    def __init__(self, endpoint: str, keys: RunKeys, role: str = "trainer") -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = dealer(self._context, endpoint, keys.client(role))
+        self._decoder = msgspec.msgpack.Decoder(ToAuditor)
+
+    def send(self, message: FromAuditor) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def hello(self, name: str, **changes) -> None:
+        hello = NodeHello(node_id=name, engine="local", run_id=None, version=0, max_concurrent=1)
+        self.send(msgspec.structs.replace(hello, **changes))
+
+    async def next(self, kind: type, timeout_s: float = DEADLINE_S):
+        """Return the next message of a kind; others are skipped."""
+        while True:
+            raw = await asyncio.wait_for(self._socket.recv(), timeout_s)
+            message = self._decoder.decode(raw)
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def audited(tmp_path):
+    """`async with audited(settings, chances) as (audits, trust, connect)`."""
+
+    @asynccontextmanager
+    async def serve(chances: list[float] | None = None, **settings):
+        keys = RunKeys.create(tmp_path / "keys")
+        store = WeightStore(tmp_path / "weights")
+        trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
+        left = list(chances or [])
+        audits = Audits(
+            AuditConfig(enabled=True, **settings),
+            keys=keys,
+            run_id="run-1",
+            store=store,
+            chunks=ChunkServer(store),
+            trust=trust,
+            heartbeat_s=0.05,
+            lost_after_s=100.0,
+            chance=lambda: left.pop(0),
+        )
+        failures: list[BaseException] = []
+        audits.start(failures.append)
+        peers: list[PeerAuditor] = []
+
+        def connect(role: str = "trainer") -> PeerAuditor:
+            peers.append(PeerAuditor(audits.endpoint, keys, role))
+            return peers[-1]
+
+        try:
+            yield audits, trust, connect
+            assert failures == []
+        finally:
+            for peer in peers:
+                peer.close()
+            await audits.close()
+
+    return serve
+
+
+def record(node: str, *parts: tuple[str, int], tokens: int = 8) -> GenerationRecord:
+    return GenerationRecord(
+        session="s",
+        prompt_ids=np.array([5, 6], np.int32),
+        completion_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_spans=(VersionSpan(0, tokens, 0),),
+        finish_reason="length",
+        sampling=Sampling(max_tokens=tokens, seed=3),
+        node_id=node,
+        time=0.0,
+        sampled_by=parts,
+    )
+
+
+def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
+    return AuditVerdict(
+        audit=request.audit,
+        tokens=len(ints(request.token_ids)),
+        wrong=list(wrong),
+        fault=None,
+        gap_mean=0.0,
+        gap_max=0.0,
+        seconds=0.01,
+    )
+
+
+async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
+    # It is cleared only once the auditor has said that the tokens are right; the request has the seed.
+    async with audited() as (audits, trust, connect):
+        audits.offer(record("n0"), "r1")
+        waiting = asyncio.ensure_future(audits.cleared("r1"))
+        auditor = connect()
+        auditor.hello("a")
+        assert (await auditor.next(NodeWelcome)).run_id == "run-1"
+        request = await auditor.next(AuditRequest)
+        assert request.sampling.seed == 3 and not waiting.done()
+        auditor.send(verdict(request))
+        assert await waiting is None
+        assert trust["n0"].clean == 1 and audits.metrics()["audit/audited"] == 1
+
+
+async def test_what_a_caught_node_sampled_without_an_audit_is_tainted(audited):
+    # Its rollouts that were let through are dropped, those under way are refused, those of others stay.
+    async with audited(chances=[1.0, 1.0, 1.0, 0.0]) as (audits, trust, connect):
+        trust["n0"].clean = trust["n1"].clean = 10**6
+        for name, node in (("early", "n0"), ("other", "n1"), ("open", "n0"), ("caught", "n0")):
+            audits.offer(record(node), name)
+        assert await audits.cleared("early") is None and await audits.cleared("other") is None
+        assert not audits.is_tainted(["early"])
+        auditor = connect()
+        auditor.hello("a")
+        auditor.send(verdict(await auditor.next(AuditRequest), wrong=(1, 2, 3, 4)))
+        while trust["n0"].quarantines == 0:
+            await asyncio.sleep(0.01)
+        assert audits.is_tainted(["other", "early"]) and not audits.is_tainted(["other"])
+        assert "n0 was quarantined" in (await audits.cleared("open") or "")
+        assert "4 of 8 tokens" in (await audits.cleared("caught") or "")
+
+
+async def test_each_node_answers_for_its_own_tokens(audited):
+    # One node continued for another: the wrong tokens are those of the first.
+    async with audited() as (audits, trust, connect):
+        audits.offer(record("n1", ("n0", 4), ("n1", 4)), "r1")
+        auditor = connect()
+        auditor.hello("a")
+        auditor.send(verdict(await auditor.next(AuditRequest), wrong=(0, 1, 2, 3)))
+        assert "n0, n1" in (await audits.cleared("r1") or "")
+        assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0 and trust["n1"].clean == 1
+
+
+async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
+    # A verdict that comes from another one than the answer was given to counts for nothing.
+    async with audited() as (audits, trust, connect):
+        first, second = connect(), connect()
+        first.hello("a")
+        audits.offer(record("n0"), "r1")
+        request = await first.next(AuditRequest)
+        second.hello("b")
+        await second.next(NodeWelcome)
+        second.send(verdict(request, wrong=(1, 2, 3, 4)))
+        first.send(Goodbye(reason="test"))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].quarantines == 0
+
+
+async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
+    # A new node's rollout fails with the reason; its trust stays as it was.
+    async with audited() as (audits, trust, connect):
+        audits.offer(record("n0"), "r1")
+        auditor = connect()
+        auditor.hello("a")
+        request = await auditor.next(AuditRequest)
+        auditor.send(AuditFailed(audit=request.audit, error="version 3 cannot be had"))
+        assert "could not be audited: version 3 cannot be had" in (await audits.cleared("r1") or "")
+        assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
+
+
+async def test_an_auditor_of_another_run_is_rejected(audited):
+    # The message names both runs.
+    async with audited() as (audits, _, connect):
+        auditor = connect()
+        auditor.hello("a", run_id="run-0")
+        reason = (await auditor.next(Rejected)).reason
+        assert "'run-0'" in reason and "'run-1'" in reason and audits.metrics()["audit/auditors"] == 0
+
+
+async def test_a_nodes_key_does_not_open_the_audit_listener(audited):
+    # A node must not judge others: it gets silence where an auditor gets its welcome.
+    async with audited() as (audits, _, connect):
+        stranger, auditor = connect("node"), connect()
+        stranger.hello("stranger")
+        auditor.hello("a")
+        await auditor.next(NodeWelcome)
+        with pytest.raises(TimeoutError):
+            await stranger.next(NodeWelcome, timeout_s=0.3)
+        assert audits.metrics()["audit/auditors"] == 1
+
+
+async def test_an_audit_that_takes_too_long_is_given_up(audited):
+    # A hung auditor does not hold the rollouts of a known node, and a new node's fail with what was waited for.
+    async with audited(timeout_s=0.2) as (audits, _, connect):
+        audits.offer(record("n0"), "r1")
+        auditor = connect()
+        auditor.hello("a")
+        await auditor.next(AuditRequest)
+        objection = await audits.cleared("r1") or ""
+        assert "orchestrator.audit.timeout_s" in objection
