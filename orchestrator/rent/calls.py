@@ -40,7 +40,7 @@ class Login:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ProviderCall:
     """One call. Exactly one of `words` and `url` is set."""
 
     login: Login
@@ -66,7 +66,7 @@ class Call:
         return f"{self.method} {self.url}{body}   # bearer token: ${self.key_variable}"
 
 
-def answer_to(call: Call) -> str:
+def answer_to(call: ProviderCall) -> str:
     """Make the call and return what it answered. Raises ProviderError with the provider's own text."""
     return _command_output(call) if call.words else _response(call)
 
@@ -82,7 +82,7 @@ def json_of(answer: str, subject: str, kind: type = dict) -> Any:
     return content
 
 
-def _command_output(call: Call) -> str:
+def _command_output(call: ProviderCall) -> str:
     if shutil.which(call.words[0]) is None:
         raise ProviderError(f"the command {call.words[0]} is not installed: {call.login.install}")
     # rich breaks lines at the terminal's width, even in the middle of JSON.
@@ -101,7 +101,7 @@ def _command_output(call: Call) -> str:
     return done.stdout
 
 
-def _response(call: Call) -> str:
+def _response(call: ProviderCall) -> str:
     import httpx
 
     key = os.environ.get(call.key_variable, "").strip()
@@ -131,7 +131,7 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def _refusal(call: Call, text: str, status: str) -> str:
+def _refusal(call: ProviderCall, text: str, status: str) -> str:
     login = f"; {call.login.remedy}" if _LOGGED_OUT.search(f"{text} {status}") else ""
     shown = shlex.join(call.words[:4]) if call.words else f"{call.method} {call.url}"
     return f"`{shown}` was refused ({status}): {text or 'no message'}{login}"

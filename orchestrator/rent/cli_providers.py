@@ -11,7 +11,7 @@ import re
 from typing import ClassVar
 
 from composer_prime.errors import ProviderError
-from orchestrator.rent.calls import Call, Login, json_of
+from orchestrator.rent.calls import Login, ProviderCall, json_of
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, field_of
 
 CUDA_VERSION = "13.0"
@@ -36,7 +36,7 @@ class Vast(Provider):
     )
     default_image: ClassVar[str | None] = "vastai/base-image:@vastai-automatic-tag"
 
-    def offers_call(self, needs: Needs) -> Call:
+    def offers_call(self, needs: Needs) -> ProviderCall:
         terms = [
             f"num_gpus={needs.gpus}",
             f"disk_space>={needs.disk_gb}",
@@ -68,7 +68,7 @@ class Vast(Provider):
             for row in json_of(answer, "vastai search offers", list)
         ]
 
-    def start_call(self, offer: Offer, order: Order) -> Call:
+    def start_call(self, offer: Offer, order: Order) -> ProviderCall:
         # The script comes from stdin: it holds a secret, and other users can read command lines.
         return self._call(
             "create", "instance", offer.offer_id, "--image", order.image or str(self.default_image), "--disk",
@@ -82,7 +82,7 @@ class Vast(Provider):
             raise ProviderError(f"vastai create instance: {created.get('msg') or created}")
         return str(field_of(created, "new_contract", "vastai create instance"))
 
-    def list_call(self) -> Call:
+    def list_call(self) -> ProviderCall:
         return self._call("show", "instances", "--raw")
 
     def read_list(self, answer: str) -> list[Instance]:
@@ -96,7 +96,7 @@ class Vast(Provider):
             for row in json_of(answer, "vastai show instances", list)
         ]
 
-    def stop_call(self, instance_id: str) -> Call:
+    def stop_call(self, instance_id: str) -> ProviderCall:
         return self._call("destroy", "instance", instance_id, "--yes", "--raw")
 
     def read_stop(self, answer: str) -> None:
@@ -104,8 +104,8 @@ class Vast(Provider):
         if not ended.get("success"):
             raise ProviderError(f"vastai destroy instance: {ended.get('msg') or ended}")
 
-    def _call(self, *words: str, stdin: str = "") -> Call:
-        return Call(login=self.login, words=("vastai", *words), stdin=stdin)
+    def _call(self, *words: str, stdin: str = "") -> ProviderCall:
+        return ProviderCall(login=self.login, words=("vastai", *words), stdin=stdin)
 
 
 class Prime(Provider):
@@ -115,7 +115,7 @@ class Prime(Provider):
     login: ClassVar[Login] = Login(install="`uv tool install prime`", remedy="`prime login`")
     default_image: ClassVar[str | None] = "ubuntu_22_cuda_12"
 
-    def offers_call(self, needs: Needs) -> Call:
+    def offers_call(self, needs: Needs) -> ProviderCall:
         return self._call(
             "availability", "list", "--gpu-count", str(needs.gpus), "--no-group-similar", "--output", "json"
         )
@@ -138,7 +138,7 @@ class Prime(Provider):
             if row.get("stock_status") != "Unavailable" and not row.get("is_spot")
         ]
 
-    def start_call(self, offer: Offer, order: Order) -> Call:
+    def start_call(self, offer: Offer, order: Order) -> ProviderCall:
         # Every value that is not given here would be asked for.
         terms = dict(offer.terms)
         disk = terms.get("disk_gb", "")
@@ -156,7 +156,7 @@ class Prime(Provider):
             raise ProviderError(f"prime pods create: no pod was created: {answer.strip()[-500:]}")
         return created[1]
 
-    def list_call(self) -> Call:
+    def list_call(self) -> ProviderCall:
         return self._call("pods", "list", "--limit", "1000", "--output", "json")
 
     def read_list(self, answer: str) -> list[Instance]:
@@ -170,17 +170,17 @@ class Prime(Provider):
             for row in field_of(json_of(answer, "prime pods list"), "pods", "prime pods list")
         ]
 
-    def stop_call(self, instance_id: str) -> Call:
+    def stop_call(self, instance_id: str) -> ProviderCall:
         return self._call("pods", "terminate", instance_id, "--yes")
 
     def read_stop(self, answer: str) -> None:
         if "Successfully terminated" not in answer:
             raise ProviderError(f"prime pods terminate: {answer.strip()[-500:]}")
 
-    def address_call(self, instance_id: str) -> Call | None:
+    def address_call(self, instance_id: str) -> ProviderCall | None:
         return self._call("pods", "status", instance_id, "--output", "json")
 
-    def setup_call(self, answer: str, order: Order) -> Call | None:
+    def setup_call(self, answer: str, order: Order) -> ProviderCall | None:
         status = json_of(answer, "prime pods status")
         place = re.match(r"(\S+@[^\s,]+)(?: -p (\d+))?", str(status.get("ssh") or ""))
         if status.get("status") != "ACTIVE" or place is None:
@@ -188,7 +188,7 @@ class Prime(Provider):
         key = ("-i", order.ssh_key) if order.ssh_key else ()
         # The script outlives the connection.
         command = "umask 077; cat > composer.sh; nohup bash composer.sh > composer.log 2>&1 < /dev/null &"
-        return Call(
+        return ProviderCall(
             login=self.login,
             words=("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=30",
                    *key, "-p", place[2] or "22", place[1], command),
@@ -196,8 +196,8 @@ class Prime(Provider):
             silent=True,
         )  # fmt: skip
 
-    def _call(self, *words: str) -> Call:
-        return Call(login=self.login, words=("prime", *words))
+    def _call(self, *words: str) -> ProviderCall:
+        return ProviderCall(login=self.login, words=("prime", *words))
 
 
 def _most_disk(shown: str) -> float | None:

@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from composer_prime.errors import ConfigError, ProviderError
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE
 from orchestrator.rent.cli_providers import Prime, Vast
-from orchestrator.rent.fleet import STOP_TIMEOUT_S, Budget, Fleet
+from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet
 from orchestrator.rent.http_providers import Lambda, RunPod
 from orchestrator.rent.provider import Needs, Offer, Order, Provider, choose
 from orchestrator.rent.rentals import RentalRecord
@@ -36,7 +36,7 @@ _INVITE_S = 24 * 3600.0
 """A machine may take this long to join; a node that has joined needs the invite no more."""
 
 
-def main(words: list[str], providers: dict[str, Provider] | None = None) -> int:
+def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> int:
     """Return the exit status. Raises ConfigError for a wrong command line and ProviderError for what went wrong."""
     providers = providers or PROVIDERS
     options = _parser(sorted(providers)).parse_args(words)
@@ -44,7 +44,7 @@ def main(words: list[str], providers: dict[str, Provider] | None = None) -> int:
     record = RentalRecord(options.run)
     if options.status or options.stop:
         rented = {rental.provider for rental in record.rentals()}
-        fleets = [Fleet(providers[name], record, _tell) for name in sorted(rented)]
+        fleets = [RentedFleet(providers[name], record, _tell) for name in sorted(rented)]
         return _status(fleets, record) if options.status else _stop(fleets, record, dry_run=options.dry_run)
     provider = providers[_required(options.provider, "--provider")]
     count, needs = _required(options.count, "--count"), _needs(options)
@@ -53,14 +53,14 @@ def main(words: list[str], providers: dict[str, Provider] | None = None) -> int:
     if options.dry_run:
         _dry_run(provider, options, needs, count)
         return 0
-    return _rent(Fleet(provider, record, _tell), options, needs, count, run_id)
+    return _rent(RentedFleet(provider, record, _tell), options, needs, count, run_id)
 
 
-def _rent(fleet: Fleet, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
+def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
     from orchestrator.rent.calls import answer_to
 
     provider = fleet.provider
-    budget = Budget(hours=options.max_hours, dollars=options.max_dollars)
+    budget = RentalBudget(hours=options.max_hours, dollars=options.max_dollars)
     if (reason := budget.spent(fleet.rentals(), time.time())) is not None:
         raise ConfigError(f"the budget of this run's machines of {provider.name} is spent already: {reason}")
     invite_of = _invite_source(options)
@@ -115,7 +115,7 @@ def _invite_source(options: argparse.Namespace) -> Callable[[], str]:
     return lambda: create_invite(run_dir, nodes=nodes, expires_s=_INVITE_S, addresses=addresses).text()
 
 
-def _guard(provider: Provider, budget: Budget) -> str:
+def _guard(provider: Provider, budget: RentalBudget) -> str:
     limits = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     limits += [f"${budget.dollars:.2f}"] if budget.dollars is not None else []
     text = f"this command ends the machines after {' or '.join(limits)}, or when it is ended. It must stay running"
@@ -124,7 +124,7 @@ def _guard(provider: Provider, budget: Budget) -> str:
     return f"{text}: after kill -9 or a power cut nothing ends them"
 
 
-def _end_at(budget: Budget, fleet: Fleet, rate: float) -> datetime | None:
+def _end_at(budget: RentalBudget, fleet: RentedFleet, rate: float) -> datetime | None:
     """Return when the provider itself should end new machines of `rate` dollars an hour.
 
     That is some time after this command should have done it.
@@ -148,7 +148,7 @@ def _stop_on_signals(watched: bool) -> None:
         signal.signal(number, interrupt)
 
 
-def _status(fleets: list[Fleet], record: RentalRecord) -> int:
+def _status(fleets: list[RentedFleet], record: RentalRecord) -> int:
     now = time.time()
     listed = {fleet.provider.name: {found.label: found for found in fleet.instances()} for fleet in fleets}
     rentals = record.rentals()
@@ -167,7 +167,7 @@ def _status(fleets: list[Fleet], record: RentalRecord) -> int:
     return 0
 
 
-def _stop(fleets: list[Fleet], record: RentalRecord, *, dry_run: bool) -> int:
+def _stop(fleets: list[RentedFleet], record: RentalRecord, *, dry_run: bool) -> int:
     troubles = []
     for fleet in fleets:
         if dry_run:

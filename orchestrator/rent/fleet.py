@@ -31,7 +31,7 @@ _MOST_FAILURES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class RentalBudget:
     """When the watch ends the machines that a run has rented of one provider. None is no limit."""
 
     hours: float | None = None
@@ -51,7 +51,7 @@ class Budget:
         return None
 
 
-class Fleet:
+class RentedFleet:
     """The machines of one provider. `tell` shows a line to the user."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Fleet:
             rounds += 1
 
     def _stop_calls(self, remaining: list[Instance], accepted: set[str]) -> str:
-        """Call for the end of each machine once, again where it was refused. Return the last refusal."""
+        """ProviderCall for the end of each machine once, again where it was refused. Return the last refusal."""
         trouble = ""
         for instance in remaining:
             if instance.instance_id in accepted:
@@ -199,7 +199,7 @@ class Fleet:
             if rental.open:
                 self.record.ended(rental.label)
 
-    def watch(self, budget: Budget) -> str:
+    def watch(self, budget: RentalBudget) -> str:
         """Wait until the budget is spent and return why. The caller stops the machines, also when this raises."""
         while True:
             rentals = self.rentals()

@@ -14,7 +14,7 @@ from datetime import UTC
 from typing import Any, ClassVar
 
 from composer_prime.errors import ProviderError
-from orchestrator.rent.calls import Call, Login, json_of
+from orchestrator.rent.calls import Login, ProviderCall, json_of
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, field_of
 
 _CLOUDS = {"secure": "SECURE", "community": "COMMUNITY"}
@@ -42,7 +42,7 @@ class RunPod(Provider):
     def __init__(self, url: str = "https://api.runpod.io/graphql") -> None:
         self.url = url
 
-    def offers_call(self, needs: Needs) -> Call:
+    def offers_call(self, needs: Needs) -> ProviderCall:
         wanted = {"gpuCount": needs.gpus, "totalDisk": needs.disk_gb}
         return self._call(
             _OFFERS, {"secure": {**wanted, "secureCloud": True}, "community": {**wanted, "secureCloud": False}}
@@ -66,7 +66,7 @@ class RunPod(Provider):
             if (price := kind.get(cloud)) and price.get("uninterruptablePrice") and kind.get("id") != "unknown"
         ]
 
-    def start_call(self, offer: Offer, order: Order) -> Call:
+    def start_call(self, offer: Offer, order: Order) -> ProviderCall:
         wanted: dict[str, Any] = {
             **dict(offer.terms),
             "gpuTypeId": offer.offer_id,
@@ -92,7 +92,7 @@ class RunPod(Provider):
         pod = field_of(self._data(answer), "podFindAndDeployOnDemand", "RunPod's new pod")
         return str(field_of(pod, "id", "RunPod's new pod"))
 
-    def list_call(self) -> Call:
+    def list_call(self) -> ProviderCall:
         return self._call(_LIST, {})
 
     def read_list(self, answer: str) -> list[Instance]:
@@ -108,15 +108,15 @@ class RunPod(Provider):
             for pod in account.get("pods") or []
         ]
 
-    def stop_call(self, instance_id: str) -> Call:
+    def stop_call(self, instance_id: str) -> ProviderCall:
         return self._call(_STOP, {"podId": instance_id})
 
     def read_stop(self, answer: str) -> None:
         self._data(answer)
 
-    def _call(self, query: str, variables: Mapping[str, Any]) -> Call:
+    def _call(self, query: str, variables: Mapping[str, Any]) -> ProviderCall:
         body = {"query": query, "variables": variables}
-        return Call(login=self.login, method="POST", url=self.url, key_variable="RUNPOD_API_KEY", body=body)
+        return ProviderCall(login=self.login, method="POST", url=self.url, key_variable="RUNPOD_API_KEY", body=body)
 
     def _data(self, answer: str) -> Any:
         """Return `data` of a GraphQL answer. Raises ProviderError with the first error's message."""
@@ -140,7 +140,7 @@ class Lambda(Provider):
     def __init__(self, url: str = "https://cloud.lambda.ai/api/v1") -> None:
         self.url = url
 
-    def offers_call(self, needs: Needs) -> Call:
+    def offers_call(self, needs: Needs) -> ProviderCall:
         return self._call("GET", "instance-types")
 
     def read_offers(self, answer: str, needs: Needs) -> list[Offer]:
@@ -163,7 +163,7 @@ class Lambda(Provider):
             for region in entry.get("regions_with_capacity_available") or []
         ]
 
-    def start_call(self, offer: Offer, order: Order) -> Call:
+    def start_call(self, offer: Offer, order: Order) -> ProviderCall:
         return self._call(
             "POST",
             "instance-operations/launch",
@@ -180,7 +180,7 @@ class Lambda(Provider):
         launched = field_of(json_of(answer, "Lambda's launch"), "data", "Lambda's launch")
         return str(field_of(launched, "instance_ids", "Lambda's launch")[0])
 
-    def list_call(self) -> Call:
+    def list_call(self) -> ProviderCall:
         return self._call("GET", "instances")
 
     def read_list(self, answer: str) -> list[Instance]:
@@ -195,7 +195,7 @@ class Lambda(Provider):
             for row in field_of(json_of(answer, "Lambda's instances"), "data", "Lambda's instances")
         ]
 
-    def stop_call(self, instance_id: str) -> Call:
+    def stop_call(self, instance_id: str) -> ProviderCall:
         return self._call("POST", "instance-operations/terminate", {"instance_ids": [instance_id]})
 
     def read_stop(self, answer: str) -> None:
@@ -203,9 +203,9 @@ class Lambda(Provider):
         if not ended.get("terminated_instances"):
             raise ProviderError(f"Lambda's terminate: nothing was terminated: {ended}")
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Call:
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ProviderCall:
         url = f"{self.url}/{path}"
-        return Call(login=self.login, method=method, url=url, key_variable="LAMBDA_API_KEY", body=body)
+        return ProviderCall(login=self.login, method=method, url=url, key_variable="LAMBDA_API_KEY", body=body)
 
 
 def _memory_of(description: str) -> float | None:

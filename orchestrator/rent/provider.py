@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from composer_prime.errors import ProviderError
-from orchestrator.rent.calls import Call, Login
+from orchestrator.rent.calls import Login, ProviderCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,38 +95,38 @@ class Provider(ABC):
     """Whether the provider ends a machine at `Order.end_at` without this program."""
 
     @abstractmethod
-    def offers_call(self, needs: Needs) -> Call: ...
+    def offers_call(self, needs: Needs) -> ProviderCall: ...
 
     @abstractmethod
     def read_offers(self, answer: str, needs: Needs) -> list[Offer]:
         """Return what is on offer, fitting or not."""
 
     @abstractmethod
-    def start_call(self, offer: Offer, order: Order) -> Call: ...
+    def start_call(self, offer: Offer, order: Order) -> ProviderCall: ...
 
     @abstractmethod
     def read_start(self, answer: str) -> str:
         """Return the id of the started instance."""
 
     @abstractmethod
-    def list_call(self) -> Call: ...
+    def list_call(self) -> ProviderCall: ...
 
     @abstractmethod
     def read_list(self, answer: str) -> list[Instance]:
         """Return all instances of the account."""
 
     @abstractmethod
-    def stop_call(self, instance_id: str) -> Call: ...
+    def stop_call(self, instance_id: str) -> ProviderCall: ...
 
     @abstractmethod
     def read_stop(self, answer: str) -> None:
         """Raise ProviderError when the provider did not accept the stop."""
 
-    def address_call(self, instance_id: str) -> Call | None:
+    def address_call(self, instance_id: str) -> ProviderCall | None:
         """Return the call that tells how to reach a machine that cannot run a script at its start, else None."""
         return None
 
-    def setup_call(self, answer: str, order: Order) -> Call | None:
+    def setup_call(self, answer: str, order: Order) -> ProviderCall | None:
         """Return the call that runs the script there, None while the machine is not ready."""
         return None
 

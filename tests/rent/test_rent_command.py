@@ -17,7 +17,7 @@ from provider_answers import vast_offer
 
 from composer_prime.errors import ConfigError, ProviderError
 from orchestrator.rent.command import main
-from orchestrator.rent.fleet import Budget
+from orchestrator.rent.fleet import RentalBudget
 from orchestrator.rent.rentals import Rental, RentalRecord
 
 
@@ -195,11 +195,11 @@ def test_watch_ended(vast, run):
 # A budget is spent when the hours are over, or when its dollars do not last for the time of stopping.
 def test_budget():
     rentals = [Rental(label="a", provider="vast", gpu="H100", usd_per_hour=12.0, asked_at=1000.0, instance_id="1")]
-    assert Budget(hours=1).spent(rentals, 1000.0 + 3599) is None
-    assert "1.00 hours of 1" in str(Budget(hours=1).spent(rentals, 1000.0 + 3600))
-    assert Budget(dollars=12).spent(rentals, 1000.0 + 3290) is None
-    assert "$11.00 of $12.00" in str(Budget(dollars=12).spent(rentals, 1000.0 + 3300))
-    assert Budget().spent(rentals, 1e12) is None
+    assert RentalBudget(hours=1).spent(rentals, 1000.0 + 3599) is None
+    assert "1.00 hours of 1" in str(RentalBudget(hours=1).spent(rentals, 1000.0 + 3600))
+    assert RentalBudget(dollars=12).spent(rentals, 1000.0 + 3290) is None
+    assert "$11.00 of $12.00" in str(RentalBudget(dollars=12).spent(rentals, 1000.0 + 3300))
+    assert RentalBudget().spent(rentals, 1e12) is None
 
 
 # A watch ends the machines by itself when the budget is spent.
