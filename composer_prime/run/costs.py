@@ -53,8 +53,8 @@ class NodeTotals:
     def since(self, earlier: NodeTotals) -> dict[str, Any]:
         """Return what was added since `earlier`, without an unknown price."""
         names = ("seconds", *_NODE_COUNTS)
-        added = {name: getattr(self, name) - getattr(earlier, name) for name in names}
-        return added if self.usd is None else {**added, "usd": self.usd - (earlier.usd or 0.0)}
+        added = {name: round(getattr(self, name) - getattr(earlier, name), 3) for name in names}
+        return added if self.usd is None else {**added, "usd": round(self.usd - (earlier.usd or 0.0), 8)}
 
     @property
     def usd_per_million(self) -> float | None:

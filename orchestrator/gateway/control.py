@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
@@ -72,13 +73,14 @@ class NodeControl:
         node = self._attached(name)
         held = len(node.leases)
         if name in self._leaving or node.draining:
-            raise RequestError(f"node {name} is drained already: it holds {held} requests", status=409)
+            raise RequestError(f"node {name} is drained already: it holds {pluralize(held, 'request')}", status=409)
         node.draining = True
         self._leaving[name] = (reason, time.monotonic() + self._drain_s)
         logger.warning("node %s is drained: %s", name, reason, extra=event("node", same_as=f"drain/{name}"))
         others = len(self._router.serving())
         alone = "" if others else "; no other node serves now, requests wait (orchestrator.no_node_timeout_s)"
-        return f"node {name} is drained: it gets no new request and leaves once it has answered {held}{alone}"
+        rest = f"once it has answered {pluralize(held, 'request')}" if held else "now"
+        return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
 
     def evict(self, name: str, reason: str = "evicted by the operator") -> str:
         """Send node `name` away, and refuse it until the orchestrator starts again. Return what happened.
@@ -103,8 +105,8 @@ class NodeControl:
             self._registry.revoke(registered.key, reason)
         self._banned[name] = reason
         self._write_banned()
-        key = "its name and its key are" if registered is not None else "its name is (it has no key of its own)"
-        return self._refuse(name, node, reason, f"for good: {key} remembered; `orchestrator unban {name}` ends that")
+        by = "by name and key" if registered is not None else "by name, as it has no key of its own"
+        return self._refuse(name, node, reason, f"{by}, until `orchestrator unban {name}`")
 
     def unban(self, name: str) -> str:
         """Let node `name` connect again. Return what happened. Raises RequestError when it is not refused."""
@@ -130,7 +132,7 @@ class NodeControl:
             self._send(node, Rejected(reason=f"this node was {reason}"))
             self._router.nodes.leave(node, reason)
         logger.warning("node %s was %s", name, reason, extra=event("node", same_as=f"{reason}/{name}"))
-        return f"node {name} was {reason}: {held} requests go elsewhere; it is refused {how_long}"
+        return f"node {name} was {reason}; requests that go elsewhere now: {held}. It is refused {how_long}"
 
     def _known(self, name: str) -> AttachedNode | None:
         """Return the node, None for one that enrolled and is not here. Raises RequestError for an unknown name."""

@@ -56,7 +56,7 @@ def test_drain_lets_a_node_answer(tmp_path):
         await its.fleet.ask(2)
         held = {name: list(sent) for name, sent in its.fleet.sent.items()}
         assert len(held["a"]) == len(held["b"]) == 1
-        assert "leaves once it has answered 1" in its.control.drain("a")
+        assert "leaves once it has answered 1 request" in its.control.drain("a")
         await its.fleet.ask(3)
         its.control.tick()
         assert its.fleet.sent["a"] == held["a"] and its.told == []
@@ -85,7 +85,7 @@ def test_evict_reissues_at_once(tmp_path):
     async def test(its: Controlled) -> None:
         await its.fleet.ask(2)
         text = its.control.evict("a")
-        assert "1 requests go elsewhere" in text and len(its.fleet.sent["b"]) == 2
+        assert "requests that go elsewhere now: 1." in text and len(its.fleet.sent["b"]) == 2
         assert [(name, type(message)) for name, message in its.told] == [("a", Rejected)]
         assert "evicted by the operator" in its.fleet.router.nodes.refused["a"]
         (row,) = [row for row in its.accounts.rows() if row.name == "a"]
@@ -104,7 +104,7 @@ def test_evict_reissues_at_once(tmp_path):
 # A ban outlasts the orchestrator, of a node without a key of its own by name; unban ends it for good.
 def test_a_ban_is_remembered(tmp_path):
     async def test(its: Controlled) -> None:
-        assert "it has no key of its own" in its.control.ban("a")
+        assert "by name, as it has no key of its own" in its.control.ban("a")
         later = Controlled(tmp_path)
         assert later.fleet.router.nodes.refused == {"a": "banned by the operator"}
         assert [(row.name, row.state) for row in later.accounts.rows()] == [("a", "banned")]
@@ -123,7 +123,7 @@ def test_a_ban_revokes_the_nodes_key(tmp_path):
     async def test(its: Controlled) -> None:
         key = b"k" * 40
         its.keys.registry.admit(key, "rented")
-        assert "its name and its key are remembered" in its.control.ban("rented")
+        assert "refused by name and key" in its.control.ban("rented")
         assert not its.keys.registry.is_known(key)
         its.control.unban("rented")
         assert its.keys.registry.is_known(key)

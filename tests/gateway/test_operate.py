@@ -124,8 +124,8 @@ def test_drain_evict_and_ban_real_nodes(tmp_path, capsys):
     asyncio.run(first_start())
     asyncio.run(second_start())
     told = capsys.readouterr().out
-    assert "node b was evicted by the operator: " in told and "node a is drained: " in told
-    assert "node b was banned by the operator: 0 requests" in told
+    assert "node b was evicted by the operator; requests" in told and "node a is drained: " in told
+    assert "node b was banned by the operator; requests that go elsewhere now: 0." in told
     table = "\n".join(report_run(RunDir(tmp_path), 10))
     assert "3 inference nodes, $0.0" in table and "2.50" in table
 
