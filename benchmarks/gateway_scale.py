@@ -10,11 +10,13 @@ turns     CPU of the gateway's process a turn, its threads included, with prompt
           conversation of 100 turns. Each in both forms of the request: whole prompts as JSON, and packed, where a
           turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts.
 placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
+flood     turns per second with and without a second node that floods the link, and the growth of resident memory.
 open      lag of the event loop with that many rollouts open, each with a request at the node or on its way.
 
 The exit status is 1 when the packed form costs more than JSON at any size, when its cost at 32k is above 1.5 times that
-at 205, when placing at 1000 nodes is above twice that at 1, or when the lag's 99th percentile reaches 50 ms. On a busy
-machine the loop is also late because others hold the CPU: `own` is what the gateway's work explains of the lag.
+at 205, when placing at 1000 nodes is above twice that at 1, when a flood costs more than 15 % of the turns per second
+or more than 32 MiB, or when the lag's 99th percentile reaches 50 ms. On a busy machine the loop is also late because
+others hold the CPU: `own` is what the gateway's work explains of the lag.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator_scale import HttpDriver, Load, measure, served_gateway
+from orchestrator_scale import HttpDriver, Load, measure, node_process, served_gateway
 
+from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 
 FLAT_TARGET, PLACING_TARGET, LAG_TARGET_S = 1.5, 2.0, 0.05
+FLOOD_TARGET, GROWTH_TARGET_MIB = 0.85, 32
 FORMS = ("json", "packed")
 _NUM_TOKENS = 16
 """Tokens of each answer in the parts turns and placing."""
@@ -143,12 +147,38 @@ async def _place(num_nodes: int, requests: int) -> float:
     return 1e6 * cpu / done
 
 
-async def measure_open(num_open: int, delay_s: float) -> dict[str, float]:
+async def measure_flood() -> dict[str, float]:
+    """Return turns per second with and without a node that floods, and how the resident memory grew, in MiB."""
+    print("flood: one node answers after 50 ms; a second one sends heartbeats as fast as the gateway takes them")
+    load = Load(concurrent=32, rollouts_per_slot=2, turns=10, spread_s=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        async with served_gateway(Path(folder), 64, 0.05, _NUM_TOKENS) as gateway:
+            driver, keys = HttpDriver(1, "--packed"), RunKeys(Path(folder) / "keys")
+            calm = await measure(gateway, driver, load, 0.05)
+            before = _resident_mib()
+            with node_process(gateway, keys, "flood"):
+                while not gateway.state()["link"]["evicted"]:
+                    await asyncio.sleep(0.01)
+                flooded = await measure(gateway, driver, load, 0.05)
+                ignored = gateway.state()["link"]["garbage"]
+            grown = _resident_mib() - before
+    print(f"calm {calm.requests_per_s:.0f} turns/s, {calm.cpu_ms_per_request:.2f} ms each; flooded "
+          f"{flooded.requests_per_s:.0f} turns/s, {flooded.cpu_ms_per_request:.2f} ms each; {ignored} messages of the "
+          f"evicted node ignored; resident memory {grown:+.1f} MiB")  # fmt: skip
+    return {"calm": calm.requests_per_s, "flooded": flooded.requests_per_s, "grown_mib": grown}
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+async def measure_open(num_open: int, delay_s: float, turns: int) -> dict[str, float]:
     """Return the lag in seconds and the CPU a turn in milliseconds with `num_open` rollouts open."""
-    print(f"open: {num_open} rollouts of 3 turns, the node answers after {delay_s:g} s, packed")
+    print(f"open: {num_open} rollouts of {turns} turns, the node answers after {delay_s:g} s, packed")
     with tempfile.TemporaryDirectory() as folder:
         async with served_gateway(Path(folder), num_open, delay_s, 64) as gateway:
-            load = Load(concurrent=num_open, rollouts_per_slot=1, turns=3, spread_s=delay_s)
+            load = Load(concurrent=num_open, rollouts_per_slot=1, turns=turns, spread_s=delay_s)
             result = await measure(gateway, HttpDriver(1, "--packed"), load, delay_s)
     ms = 1000.0
     rate, cpu_ms, share = result.requests_per_s, result.cpu_ms_per_request, result.cpu_share
@@ -176,6 +206,12 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
         ratio = placing[many] / placing[few]
         answers.append((f"placing, {many} nodes over {few}: {ratio:.2f}, at most {PLACING_TARGET}",
                         ratio <= PLACING_TARGET))  # fmt: skip
+    if flood := figures.get("flood"):
+        share, grown = flood["flooded"] / flood["calm"], flood["grown_mib"]
+        text = f"flooded over calm: {share:.0%} of the turns a second, at least {FLOOD_TARGET:.0%}"
+        answers.append((text, share >= FLOOD_TARGET))
+        answers.append((f"resident memory grew by {grown:.1f} MiB, at most {GROWTH_TARGET_MIB}",
+                        grown <= GROWTH_TARGET_MIB))  # fmt: skip
     if lag := figures.get("open"):
         text = f"lag p99 {1000 * lag['lag_p99_s']:.1f} ms, below {1000 * LAG_TARGET_S:.0f}"
         answers.append((f"{text} (own work {1000 * lag['own_lag_p99_s']:.1f} ms)", lag["lag_p99_s"] < LAG_TARGET_S))
@@ -189,20 +225,23 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         figures["turns"] = await measure_turns(args.repeats)
     if "placing" in args.parts:
         figures["placing"] = await measure_placing(args.nodes, args.placed)
+    if "flood" in args.parts:
+        figures["flood"] = await measure_flood()
     if "open" in args.parts:
-        figures["open"] = await measure_open(args.open_rollouts, args.delay_s)
+        figures["open"] = await measure_open(args.open_rollouts, args.delay_s, args.turns)
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parts = ("turns", "placing", "open")
+    parts = ("turns", "placing", "flood", "open")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case and form")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 256, 1000])
     parser.add_argument("--placed", type=int, default=3200, help="requests that are placed at each number of nodes")
     parser.add_argument("--open-rollouts", type=int, default=10_000)
     parser.add_argument("--delay-s", type=float, default=30.0, help="in the part open the node answers after this long")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each rollout in the part open")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     figures = asyncio.run(run(args))

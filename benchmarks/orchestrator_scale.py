@@ -154,9 +154,14 @@ async def measure(gateway: Gateway, driver: HttpDriver, load: Load, delay_s: flo
 @contextmanager
 def fixed_delay_node(gateway: Gateway, keys: RunKeys, delay_s: float, num_tokens: int):
     """A node process that is gone afterwards."""
-    reply = map(str, range(5, 5 + num_tokens))
-    command = [sys.executable, str(PEERS), "node", f"--endpoint={gateway.node_endpoint}", f"--delay-s={delay_s}",
-               "--reply", *reply]  # fmt: skip
+    with node_process(gateway, keys, "node", f"--delay-s={delay_s}", "--reply", *map(str, range(5, 5 + num_tokens))):
+        yield
+
+
+@contextmanager
+def node_process(gateway: Gateway, keys: RunKeys, role: str, *options: str):
+    """A process of scale_peers.py at the node port, which is gone afterwards."""
+    command = [sys.executable, str(PEERS), role, f"--endpoint={gateway.node_endpoint}", *options]
     environment = _environment() | {"COMPOSER_NODE_TOKEN": keys.client("node").token()}
     process = subprocess.Popen(command, env=environment)
     try:

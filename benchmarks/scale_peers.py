@@ -1,6 +1,7 @@
 """The two ends of orchestrator_scale.py and gateway_scale.py, as processes: a node with a fixed delay, HTTP clients.
 
 COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
+COMPOSER_NODE_TOKEN=cp1... python scale_peers.py flood --endpoint tcp://...
 python scale_peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
 """
 
@@ -81,6 +82,21 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
                 return
 
 
+def run_flood(endpoint: str, token: str) -> None:
+    """Say hello as a node, then send heartbeats as fast as they are taken, whatever the gateway answers."""
+    keys = ClientKeys.from_token(token)
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 1000)  # What the gateway does not read waits here, and then sending waits.
+    socket.curve_serverkey = keys.server_public
+    socket.curve_publickey, socket.curve_secretkey = keys.own.public, keys.own.secret
+    socket.connect(endpoint)
+    encode = msgspec.msgpack.Encoder().encode
+    socket.send(encode(NodeHello(node_id="flood", engine="none", run_id=None, version=0, max_concurrent=1)))
+    status = encode(Status(version=0, running=0, waiting=0, kv_used=1.0, tokens_per_s=0.0, canary_error=None))
+    while True:
+        socket.send(status)
+
+
 async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, name: str, talk: Conversation) -> None:
     """`slots` rollouts at a time, each slot plays `rollouts` of them; prints latencies of all requests as JSON."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
@@ -140,6 +156,7 @@ def main() -> None:
     node.add_argument("--endpoint", required=True)
     node.add_argument("--delay-s", type=float, required=True)
     node.add_argument("--reply", type=int, nargs="+", required=True, help="token ids of every answer")
+    roles.add_parser("flood").add_argument("--endpoint", required=True)
     clients = roles.add_parser("clients")
     clients.add_argument("--url", required=True)
     for number in ("slots", "rollouts", "turns"):
@@ -152,6 +169,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.role == "node":
         run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
+    elif args.role == "flood":
+        run_flood(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
     else:
         packed = TurnClient() if args.packed else None
         talk = Conversation(prompt=args.prompt, tool=args.tool, turns=args.turns, packed=packed)
