@@ -278,9 +278,11 @@ def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
     assignment, run_dir = replace(assignment, inference=inference, audits=True), assignment.run_dir
     if run_dir is None:
         return assignment, dry_run
+    # What the run's nodes compute on says nothing of this machine.
+    inference = inference.model_copy(update={"device": "auto"})
     keys, address = lambda: RunKeys(run_dir.keys).client("trainer"), lambda: _bound_address(run_dir, "audit")
     name = assignment.node_name if "--node-name" in words else "auditor"
-    return replace(assignment, node_name=name, keys=keys, address=address), dry_run
+    return replace(assignment, inference=inference, node_name=name, keys=keys, address=address), dry_run
 
 
 def _bound_address(run_dir: RunDir, role: str = "node") -> str | None:

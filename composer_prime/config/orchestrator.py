@@ -226,7 +226,7 @@ class AuditConfig(BaseConfig):
     enabled: bool = False
     """Whether answers are audited. Those of new nodes wait for their audit; a node that cheats gets no requests."""
     auditors: int = Field(default=1, ge=0)
-    """Auditors that the launcher starts on this machine; 0 waits for `orchestrator audit` from elsewhere."""
+    """Auditors that the launcher starts on this machine's CPU; 0 waits for `orchestrator audit`, which takes a GPU."""
     address: str = "tcp://127.0.0.1:0"
     """Where auditors connect (CURVE-encrypted, with the trainer's key)."""
     floor: float = Field(default=0.02, gt=0, le=1)

@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -203,9 +204,11 @@ class Audits:
         answers = self._open.pop(rollout_id, [])
         waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_held]
         if waits:
-            _, late = await asyncio.wait(waits, timeout=self._config.timeout_s)
-            for wait in late:
-                wait.cancel()
+            try:
+                _, late = await asyncio.wait(waits, timeout=self._config.timeout_s)
+            finally:
+                for wait in waits:
+                    wait.cancel()
             if late:
                 return self._too_late([answer for answer in answers if answer.is_held and not answer.done.is_set()])
         for answer in answers:
@@ -349,7 +352,10 @@ class Audits:
             name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=time.monotonic()
         )
         logger.info("auditor %s attached", hello.node_id)
-        kept = [self._store.manifest(version) for version in self._store.versions()]
+        kept = []
+        for version in self._store.versions():
+            with suppress(FileNotFoundError):  # The trainer prunes meanwhile.
+                kept.append(self._store.manifest(version))
         welcome = NodeWelcome(
             run_id=self._run_id,
             manifest=kept[-1] if kept else b"",

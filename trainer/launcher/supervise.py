@@ -88,8 +88,8 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
         audit = config.orchestrator.audit
         for index in range(audit.auditors if audit.enabled else 0):
             argv = [*console_script("inference"), "audit", *where, "--node-name", f"auditor-{index}"]
-            threads = _threads(config.inference.threads)
-            commands.append(RoleCommand(name=f"auditor-{index}", kind="node", argv=argv, env=threads))
+            env = {**_threads(config.inference.threads), "CUDA_VISIBLE_DEVICES": ""}  # The GPUs are dealt below.
+            commands.append(RoleCommand(name=f"auditor-{index}", kind="node", argv=argv, env=env))
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
