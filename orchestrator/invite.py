@@ -95,7 +95,7 @@ def uvx_line(text: str) -> str:
 def docker_line(text: str) -> str:
     """The volume keeps the node's key and the weights over a restart of the container."""
     return (
-        f"docker run --rm --gpus all --shm-size 8g -v composer-prime:/root/.local/state/composer-prime "
+        f"docker run --rm --gpus all --shm-size 8g -v composer-prime:/home/composer/.local/state/composer-prime "
         f"{IMAGE}:{release()} inference join {text}"
     )
 

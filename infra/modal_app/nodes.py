@@ -33,9 +33,9 @@ image = modal.Image.debian_slim(python_version="3.12").apt_install("gcc", "libc6
     secrets=[modal.Secret.from_name("composer-invite", required_keys=["COMPOSER_INVITE"])],
 )
 def node(number: int) -> int:
-    """Serve until the run is over. Return the exit status of `inference join`."""
+    """Serve until the run is over. Return the exit status of `inference join`, which reads $COMPOSER_INVITE."""
     name = f"modal-{os.environ.get('MODAL_TASK_ID', 'task')}-{number}"
-    return subprocess.run(["inference", "join", os.environ["COMPOSER_INVITE"], "--name", name]).returncode
+    return subprocess.run(["inference", "join", "--name", name]).returncode
 
 
 @app.local_entrypoint()

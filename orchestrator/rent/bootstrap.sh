@@ -38,11 +38,9 @@ main() {
     install_node
     say "joining as ${NAME:-$(hostname)}"
     set -- ${NAME:+--name "$NAME"} ${PRICE:+--price "$PRICE"} "$@"
-    if [ "$DRY_RUN" = 1 ]; then
-        say "would run: inference join STRING $*"
-        return
-    fi
-    exec inference join "$INVITE" "$@"
+    # In the environment, because every user of the machine can read command lines.
+    export COMPOSER_INVITE="$INVITE"
+    run exec inference join "$@"
 }
 
 say() { echo "bootstrap: $*" >&2; }

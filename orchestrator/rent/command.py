@@ -215,7 +215,7 @@ def _order(options: argparse.Namespace, label: str, offer: Offer, *, invite: str
         "COMPOSER_INVITE": invite,
         "COMPOSER_PACKAGE": package,
         "COMPOSER_NODE_NAME": label,
-        "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour:g}",
+        "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour / offer.gpus:g}",  # of one node; there is a node a GPU
     }
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
     bootstrap = Path(__file__).with_name("bootstrap.sh").read_text()

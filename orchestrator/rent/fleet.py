@@ -173,7 +173,7 @@ class RentedFleet:
             rounds += 1
 
     def _stop_calls(self, remaining: list[Instance], accepted: set[str]) -> str:
-        """ProviderCall for the end of each machine once, again where it was refused. Return the last refusal."""
+        """Ask for the end of each machine once, again where it was refused. Return the last refusal."""
         trouble = ""
         for instance in remaining:
             if instance.instance_id in accepted:

@@ -48,7 +48,7 @@ def test_dry_run(home):
     assert done.returncode == 0, done.stderr
     assert "apt-get install -yq --no-install-recommends ca-certificates curl gcc libc6-dev" in done.stderr
     assert "would run: uv tool install --python 3.12 composer-prime[vllm]" in done.stderr
-    assert "would run: inference join STRING --name box --engine local" in done.stderr
+    assert "would run: exec inference join --name box --engine local" in done.stderr
     assert "cpi1.secret" not in done.stderr
     assert [path.name for path in (home / ".local").rglob("*") if path.is_file()] == ["apt-get"]
 
@@ -59,12 +59,12 @@ def test_twice(home):
     put(home, "curl", "exit 1")
     put(home, "nvidia-smi", "echo 580.65.06")
     put(home, "uv", 'echo "uv $*" >> "$HOME/calls"; cp "$HOME/node" "$HOME/.local/bin/inference"')
-    (home / "node").write_text('#!/bin/sh\necho "inference $*" >> "$HOME/calls"\nexit 3\n')
+    (home / "node").write_text('#!/bin/sh\necho "inference $* $COMPOSER_INVITE" >> "$HOME/calls"\nexit 3\n')
     (home / "node").chmod(0o755)
     environment = {"COMPOSER_INVITE": "cpi1.x", "COMPOSER_NODE_NAME": "box", "COMPOSER_USD_PER_HOUR": "2.5"}
     for _ in range(2):
         assert bootstrap(home, "--package", "a.whl", **environment).returncode == 3
-    join = "inference join cpi1.x --name box --price 2.5"
+    join = "inference join --name box --price 2.5 cpi1.x"
     assert (home / "calls").read_text().splitlines() == ["uv tool install --python 3.12 a.whl", join, join]
 
 
