@@ -26,7 +26,7 @@ from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.weights import Manifest
-from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
+from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
 from inference.enrolling import Enrollment, NodeState, enroll, first_version, newest
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.main import FAILED, Assignment, join_config, run_node
@@ -62,10 +62,10 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
 
 def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
     text = options.address or os.environ.get(INVITE_VARIABLE, "")
-    if not text or text.startswith("tcp://"):
+    if not text.startswith(INVITE_PREFIX):
         raise InviteError(
-            f"give what `orchestrator invite RUN_DIR` printed, here or in ${INVITE_VARIABLE}; or tcp://HOST:PORT with "
-            "--model and a join token"
+            f"{text[:40]!r} is no invite, which starts with {INVITE_PREFIX!r}: give what `orchestrator invite RUN_DIR` "
+            f"printed, here or in ${INVITE_VARIABLE}; or tcp://HOST:PORT with --model and a join token"
         )
     invite = Invite.read(text)
     default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"

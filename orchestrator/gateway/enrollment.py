@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.errors import ComposerError, InviteError
+from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef
@@ -63,8 +63,11 @@ class Enrollment:
         self.refresh()
 
     def refresh(self) -> None:
-        """Learn of nodes that were revoked by other processes."""
-        self.revoked = self._registry.revoked()
+        """Learn of nodes that were revoked by other processes. What is known stays when the registry cannot be read."""
+        try:
+            self.revoked = self._registry.revoked()
+        except ConfigError as error:
+            logger.error("revoked nodes are those known before: %s", error)
         self._nodes -= self.revoked.keys()
 
     def is_admitted(self, key: bytes) -> bool:
@@ -118,7 +121,7 @@ class Enrollment:
                 return Rejected(reason="a node may enroll only itself: join with an invite")
             node = self._registry.enroll(key, message.key, message.name, str(message.machine))
             model = self._signed_model()
-        except (InviteError, ComposerError, OSError) as error:
+        except (ComposerError, OSError) as error:
             return Rejected(reason=str(error))
         logger.info("node %s enrolled: %s", node.name, message.machine)
         inference = self._config.inference.model_dump_json(include=_SETTINGS)

@@ -16,6 +16,7 @@ from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import Generated, Goodbye
 from inference.main import main
+from inference.sources import HttpSource
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 
@@ -84,6 +85,9 @@ assert not {{"torch", "transformers", "vllm"}} & set(sys.modules)
         (["join", "tcp://127.0.0.1:5500", "--model", "tiny"], "COMPOSER_JOIN_TOKEN"),
         (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "nonsense"], "join token"),
         (["join", "http://127.0.0.1", "--model", "tiny", "--token", "TOKEN"], "tcp://"),
+        (["join", "tcp://127.0.0.1:5500", "--token", "TOKEN"], "--model is missing"),
+        (["join"], "cpi1."),
+        (["join", "cpi1.abcdef"], "of 11 characters was cut or altered"),
         (["join", "tcp://127.0.0.1:5500", "--model", "/no/such/model", "--token", "TOKEN"], "/no/such/model"),
         (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "TOKEN", "--threads", "0"], "threads"),
         (["--run-dir", "/no/such/run"], "config.json"),
@@ -130,16 +134,22 @@ sys.exit(main())
 
 @pytest.mark.process
 def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
-    # `inference join` with the token in the environment: pulls weights, answers, and ends with Goodbye at SIGTERM.
+    # `inference join` with the token in the environment: pulls weights where it was told, relays them, answers, and ends
+    # with Goodbye at SIGTERM.
     async def scenario():
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = publisher.publish(1)
-        process = start("join", gateway.endpoint, "--model", str(folder), "--name", "rented", COMPOSER_JOIN_TOKEN=token)
+        ref = publisher.manifest(1).chunks[0]
+        words = ["--weights-from", publisher.store.root.as_uri(), "--relay", "127.0.0.1:0", "--name", "rented"]
+        process = start("join", gateway.endpoint, "--model", str(folder), *words, COMPOSER_JOIN_TOKEN=token)
         try:
             until = time.monotonic() + 240
             while not (gateway.statuses and gateway.statuses[-1].version == 1):
                 assert process.poll() is None and time.monotonic() < until
                 await asyncio.sleep(0.05)
+            relay = HttpSource(f"http://127.0.0.1:{gateway.hellos[0].relay_port}", 100.0)
+            assert await relay.read(ref.sha256, 0) == publisher.store.read(ref) and not gateway.chunk_requests
+            await relay.close()
             gateway.generate("r", [5, 6, 7])
             answer = await gateway.next()
             process.send_signal(signal.SIGTERM)
