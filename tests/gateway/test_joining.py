@@ -1,0 +1,143 @@
+"""A machine with nothing but an invite becomes a node that serves: the command, a real gateway, loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from gateway_config import MODEL
+from http_calls import generate_body, post
+from zmq.utils import z85
+
+from composer_prime.errors import DeadlineError, InviteError
+from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
+from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
+from inference.enrolling import NodeState, enroll
+from inference.joining import keep_running
+from tests.engines.reference import Reference
+from tests.inference.publisher import Publisher
+
+MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 30, disk=1 << 30, cores=2)
+
+
+def invite_for(keys: RunKeys, address: str, *, uses: int = 1, valid_s: float = 1000.0) -> Invite:
+    public, secret = zmq.curve_keypair()
+    keys.registry.invite(public, uses=uses, expires=time.time() + valid_s)
+    return Invite(
+        addresses=[address.removeprefix("tcp://")],
+        server=z85.decode(keys.curve("server").public),
+        secret=z85.decode(secret),
+        verify_key=keys.verifier().public_bytes_raw(),
+        run_id="run-1",
+        release=release(),
+        protocol=PROTOCOL,
+        expires=int(time.time() + valid_s),
+    )
+
+
+async def until(condition, what: str, timeout_s: float = 150.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.process
+async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
+    """The node proves the newest weights before it attaches, answers a request, and leaves when it is asked to."""
+    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
+    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+        gateway.publish(publisher.publish(3))
+        invite = invite_for(keys, gateway.node_endpoint)
+        command = ["-m", "inference.main", "join", invite.text(), "--state-dir", str(tmp_path), "--name", "box"]
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, "--threads", "1", "--device", "cpu")
+        try:
+            nodes = lambda: [node for node in gateway.state()["nodes"] if node["attached"]]
+            await until(nodes, "the node to attach")
+            assert [(node["node_id"], node["version"]) for node in nodes()] == [("box", 3)]
+            status, _ = await post(gateway.http_url, generate_body(5))
+            assert status == 200
+            assert [node.name for node in keys.registry.list()] == ["box"]
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 100) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+@pytest.mark.process
+async def test_a_process_that_crashes_is_started_again_a_few_times_and_no_more(tmp_path):
+    """It ends for good with status 0, with a wrong configuration, when it crashes too often, or when asked to."""
+    script = f"""
+import pathlib, sys, time
+starts = pathlib.Path({str(tmp_path / "starts")!r})
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+plan = sys.argv[1].split(",")
+status = plan[min(len(starts.read_text()), len(plan)) - 1]
+time.sleep(600) if status == "stay" else sys.exit(int(status))
+"""
+    starts = tmp_path / "starts"
+
+    async def run(plan: str, limit: int, stopping: asyncio.Event) -> tuple[int, int]:
+        status = await keep_running("node 0", [sys.executable, "-c", script, plan], {}, limit, stopping)
+        count = len(starts.read_text())
+        starts.unlink()
+        return status, count
+
+    stopping = asyncio.Event()
+    assert await run("7,0", 5, stopping) == (0, 2)
+    assert await run("2", 5, stopping) == (2, 1)
+    assert await run("7", 1, stopping) == (1, 2)
+    staying = asyncio.create_task(run("stay", 5, stopping))
+    await until(starts.exists, "the process to start")
+    stopping.set()
+    status, count = await asyncio.wait_for(staying, 100)
+    assert status == 0 and count == 1
+
+
+async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
+    """A port that nobody listens on, and one that belongs to something else."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.curve_server = True
+        other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        invite = invite_for(keys, "127.0.0.1:1")
+        with pytest.raises(DeadlineError, match=r"tried for 0\.5 s .* 127\.0\.0\.1:1 took no connection"):
+            await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 0.5)
+        invite = invite_for(keys, f"127.0.0.1:{port}")
+        with pytest.raises(DeadlineError, match=f"listens at 127.0.0.1:{port} does not hold the run's key"):
+            await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 2.0)
+
+
+async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):
+    """Used up; withdrawn or evicted, which the handshake itself refuses; expired by this machine's clock."""
+    async with open_gateway() as gateway:
+        invite = invite_for(keys, gateway.node_endpoint)
+        states = [NodeState(tmp_path / name, invite) for name in "ab"]
+        first = await enroll(invite, states[0], 0, "box", MACHINE, 100)
+        with pytest.raises(InviteError, match="for 1 nodes and 1 have used it"):
+            await enroll(invite, states[1], 0, "box", MACHINE, 100)
+        keys.registry.revoke(first.keys.own.public, "too slow")
+        with pytest.raises(InviteError, match=r"does not know this key: .*turned away for good"):
+            await enroll(invite, states[0], 0, "box", MACHINE, 100)
+        expired = invite_for(keys, gateway.node_endpoint, valid_s=-5)
+        with pytest.raises(InviteError, match=r"the invite expired at .* UTC, here it is"):
+            await enroll(expired, states[1], 0, "box", MACHINE, 100)
+
+
+async def test_a_node_keeps_its_key_in_a_private_file(keys, tmp_path):
+    """The same after a restart, another one for each node of the machine and for each run."""
+    invite = invite_for(keys, "127.0.0.1:1")
+    state = NodeState(tmp_path, invite)
+    pair = state.own_pair(0)
+    assert NodeState(tmp_path, invite).own_pair(0) == pair != state.own_pair(1)
+    assert isinstance(pair, CurvePair) and ClientKeys(b"s" * 40, pair).token()
+    assert [path.stat().st_mode & 0o077 for path in Path(state.path).glob("*.curve")] == [0, 0]
+    with state.locked("join", "busy"), pytest.raises(Exception, match="busy"), state.locked("join", "busy"):
+        pass
