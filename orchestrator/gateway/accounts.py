@@ -135,7 +135,7 @@ def worthless(work: Sequence[NodeWork], max_usd_per_million: float, span_s: floa
             continue
         minutes = f"in the last {span_s / 60:.1f} min"
         if not each.trained_tokens:
-            reasons[each.node_id] = f"none of its tokens was trained {minutes}, {trained:,} of the other nodes were"
+            reasons[each.node_id] = f"it had no trained token {minutes}, other nodes had {trained:,}"
         elif each.usd is not None and (usd := each.usd / each.trained_tokens * 1e6) > max_usd_per_million:
             reasons[each.node_id] = (
                 f"a million of its trained tokens cost ${usd:,.2f} {minutes}, inference.max_usd_per_million is "
@@ -201,7 +201,7 @@ class NodeAccounts:
         self.tick()
         self._write_sums(self._accounts)
         for account in self._accounts.values():
-            if account.line and account.line["node/state"] != AWAY and self._metrics is not None:
+            if account.line and account.seen is not None and self._metrics is not None:
                 self._metrics.log(self.step, {**account.line, "node/state": AWAY, "node/in_flight": 0})
 
     # -- lines -----------------------------------------------------------------------------------------------------

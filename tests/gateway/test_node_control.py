@@ -164,7 +164,7 @@ def test_a_useless_node_is_drained(tmp_path, caplog):
             its.control.tick()
         assert its.fleet.node("idle").draining and not its.fleet.node("a").draining
         (record,) = [record for record in caplog.records if getattr(record, "event_kind", None) == "node"]
-        assert "node idle is drained: none of its tokens was trained in the last" in record.getMessage()
+        assert "node idle is drained: it had no trained token in the last" in record.getMessage()
 
     caplog.set_level("WARNING", logger="orchestrator.gateway.control")
     with_control(tmp_path, test, "a", "idle")
