@@ -99,7 +99,7 @@ def run_flood(endpoint: str, token: str) -> None:
 
 async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, name: str, talk: Conversation) -> None:
     """`slots` rollouts at a time, each slot plays `rollouts` of them; prints latencies of all requests as JSON."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
     latencies: list[float] = []
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
 
