@@ -22,6 +22,8 @@ _PREFILL_GAIN = 20.0
 """Prompt tokens a second over sampled tokens a second, until the answers tell them apart."""
 _PRIOR = 0.2
 """How much of an answer that ratio counts as, in the fit."""
+_LEAST_SAMPLING = 0.25
+"""Share of an answer's time that its tokens took at least, however long its prompt."""
 _GAIN_RANGE = (0.5, 400.0)
 _MOST_ABOVE_MEDIAN = 16.0
 """No node counts as faster than this many times the fleet's median, whatever its answers look like."""
@@ -79,7 +81,7 @@ class NodeSpeed:
         low, high = _GAIN_RANGE
         prompt = min(max(prompt, token / high), token / low)
         # It rises slowly, so that a node that has slowed down is believed again.
-        fastest = max(0.0, elapsed_s - prompt * cold) / sampled
+        fastest = max(_LEAST_SAMPLING * elapsed_s, elapsed_s - prompt * cold) / sampled
         if self.pace is not None:
             fastest = min(fastest, 1.02 * self.pace.fastest_s)
         return Pace(prompt, token, fastest)
