@@ -5,7 +5,7 @@
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
-    orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (node_commands.py)
+    orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -35,7 +35,7 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 
 FAILED = 1
 _COMMANDS = {
-    **{name: f"orchestrator.node_commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
+    **{name: f"orchestrator.fleet.commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "audit": "orchestrator.audit.command",
     "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",

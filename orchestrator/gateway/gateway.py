@@ -33,10 +33,9 @@ from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
 from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
-from orchestrator.gateway.accounts import NodeAccounts
+from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.control import NodeControl, control_routes
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import POLICY, GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
@@ -100,57 +99,62 @@ class Gateway:
         self._verifier = keys.verifier()
         self._chunks = ChunkServer(weight_store, self._enrollment.chunk)
         if orchestrator.audit.enabled:
-            self.audits = Audits(
-                orchestrator.audit,
-                keys=keys,
-                run_id=run_id,
-                store=weight_store,
-                chunks=self._chunks,
-                trust=self.router.nodes.trust,
-                heartbeat_s=inference.heartbeat_s,
-                lost_after_s=inference.lost_after_s,
-                on_quarantine=partial(reclaim_quarantined, self.router),
-            )
+            self.audits = self._build_audits(keys, weight_store)
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
-        self._link = NodeLink(
-            self._nodes,
-            self.router,
-            self._chunks,
-            self._enrollment,
-            run_id=run_id,
-            verify_key=self._verifier.public_bytes_raw(),
-            heartbeat_s=inference.heartbeat_s,
-            sources=orchestrator.weights.urls,
-        )
-        self.accounts = NodeAccounts(self.router, run_dir, worth_window_s=inference.worth_window_s)
-        self._control = NodeControl(
-            self.router,
-            self.accounts,
-            keys,
-            lambda node, message: self._nodes.send(node.identity, message),
-            drain_s=self._request_timeout_s,
-            max_usd_per_million=inference.max_usd_per_million,
-        )
+        self._link = self._build_link()
+        send = lambda node, message: self._nodes.send(node.identity, message)
+        self._control = build_control(config, self.router, keys, run_dir, send)
+        self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
-        self._generator = Generator(
-            self.router,
-            self.records,
-            model_names=(POLICY, config.model.path),
-            vocab_size=vocab_size,
-            max_context=config.model.max_context,
-            run_id=run_id,
-        )
+        self._generator = self._build_generator(vocab_size)
         self._http = HttpServer(
             self._generator,
             self._chat,
             token=os.environ.get(TOKEN_VARIABLE),
             health=self._health,
             metrics=self.state,
-            control=control_routes(self._control, self.accounts, run_id=run_id, token=keys.operator_token()),
+            control=self._control.routes(run_id),
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
+
+    def _build_audits(self, keys: RunKeys, weight_store: WeightStore) -> Audits:
+        inference = self._config.inference
+        return Audits(
+            self._config.orchestrator.audit,
+            keys=keys,
+            run_id=self._run_id,
+            store=weight_store,
+            chunks=self._chunks,
+            trust=self.router.nodes.trust,
+            heartbeat_s=inference.heartbeat_s,
+            lost_after_s=inference.lost_after_s,
+            on_quarantine=partial(reclaim_quarantined, self.router),
+        )
+
+    def _build_link(self) -> NodeLink:
+        return NodeLink(
+            self._nodes,
+            self.router,
+            self._chunks,
+            self._enrollment,
+            run_id=self._run_id,
+            verify_key=self._verifier.public_bytes_raw(),
+            heartbeat_s=self._config.inference.heartbeat_s,
+            sources=self._config.orchestrator.weights.urls,
+        )
+
+    def _build_generator(self, vocab_size: int) -> Generator:
+        model = self._config.model
+        return Generator(
+            self.router,
+            self.records,
+            model_names=(POLICY, model.path),
+            vocab_size=vocab_size,
+            max_context=model.max_context,
+            run_id=self._run_id,
+        )
 
     async def start(self) -> None:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
@@ -266,7 +270,6 @@ class Gateway:
             start_twins(router)
             if (error := router.waits.enforce()) is not None:
                 self._fail(error)
-            self.accounts.tick()
             self._control.tick()
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s

@@ -16,7 +16,7 @@ from composer_prime.monitor.nodes import recorded_rows
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice
-from orchestrator.gateway.accounts import NodeAccounts, NodeWork, worthless
+from orchestrator.fleet.accounts import NodeAccounts, NodeWork, worthless
 
 
 class Clock:

@@ -12,8 +12,8 @@ from fleet import Fleet
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Drain, NodeHello, Rejected, ToNode
-from orchestrator.gateway.accounts import NodeAccounts
-from orchestrator.gateway.control import NodeControl
+from orchestrator.fleet.accounts import NodeAccounts
+from orchestrator.fleet.control import NodeControl
 from orchestrator.gateway.nodes import AttachedNode
 
 
@@ -166,7 +166,7 @@ def test_a_useless_node_is_drained(tmp_path, caplog):
         (record,) = [record for record in caplog.records if getattr(record, "event_kind", None) == "node"]
         assert "node idle is drained: it had no trained token in the last" in record.getMessage()
 
-    caplog.set_level("WARNING", logger="orchestrator.gateway.control")
+    caplog.set_level("WARNING", logger="orchestrator.fleet.control")
     with_control(tmp_path, test, "a", "idle")
 
 

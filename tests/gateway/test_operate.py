@@ -21,9 +21,10 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import ComputeDevice, NodeWelcome, Rejected
-from orchestrator import node_commands
+from inference.engines.base import build_engine
+from orchestrator.fleet import commands
+from orchestrator.fleet.commands import RunConnection
 from orchestrator.gateway import Gateway
-from orchestrator.node_commands import RunConnection
 
 PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}
 WAIT_S = 150.0
@@ -55,20 +56,19 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 async def command(*words: str) -> int:
     """Run a command as its console script would, in a thread: the gateway is in this event loop."""
-    return await asyncio.to_thread(getattr(node_commands, words[0]), list(words[1:]))
+    return await asyncio.to_thread(getattr(commands, words[0]), list(words[1:]))
 
 
 @asynccontextmanager
 async def local_node(name: str, address: str, keys: RunKeys):
     """A node with the local engine, as `inference join` makes it; yields the future of its end."""
-    from inference.engines.local.engine import LocalEngine
     from inference.node import GatewayLink, InferenceNode
     from inference.receiver import Receiver
 
     config = InferenceConfig(
         device="cpu", usd_per_hour=2.5, heartbeat_s=0.5, lost_after_s=100.0, connect_timeout_s=100.0
     )
-    engine = LocalEngine(MODEL, config, 512)
+    engine = build_engine(config, MODEL, 512)
     await engine.start()
     link = GatewayLink(lambda: address, keys.client("node"), config.chunk_timeout_s)
     receiver = Receiver(engine, link, MODEL, 0.05)
@@ -158,7 +158,7 @@ def test_errors_of_commands(tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
     with pytest.raises(NotLiveError, match="is not live on this machine: nothing of it answers at http://127"):
-        node_commands.drain(["peer-1", "--run", str(tmp_path)])
-    assert node_commands.nodes([str(tmp_path)]) == 0
+        commands.drain(["peer-1", "--run", str(tmp_path)])
+    assert commands.nodes([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "this is what it recorded" in told and "no price known of peer-1: pass --price" in told

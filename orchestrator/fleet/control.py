@@ -16,20 +16,23 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
+from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.run_dir import write_atomic
+from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.node import Drain, Rejected, ToNode
-from orchestrator.gateway.accounts import NodeAccounts
-from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.routing import Router
+from orchestrator.fleet.accounts import NodeAccounts
+
+if TYPE_CHECKING:  # the gateway imports this module
+    from orchestrator.gateway.nodes import AttachedNode
+    from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +54,9 @@ class NodeControl:
         max_usd_per_million: float | None,
     ) -> None:
         """`drain_s`: how long a drained node may answer what it holds. `max_usd_per_million`: as in [inference]."""
+        self.accounts = accounts
         self._router = router
-        self._accounts = accounts
+        self._operator_token = keys.operator_token
         self._registry = keys.registry
         self._path = keys.folder / "banned.json"
         self._send = send
@@ -157,7 +161,8 @@ class NodeControl:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Send away drained nodes that have answered, and drain those that are not worth their price."""
+        """Count, send away drained nodes that have answered, and drain those that are not worth their price."""
+        self.accounts.tick()
         now = time.monotonic()
         attached = {node.node_id: node for node in self._router.nodes.attached()}
         for name, (reason, until) in list(self._leaving.items()):
@@ -169,9 +174,13 @@ class NodeControl:
             if not node.leases or now > until:
                 self._send(node, Drain(reason=f"drained: {reason}"))
         if self._max_usd_per_million is not None:
-            for name, reason in self._accounts.not_worth_it(self._max_usd_per_million).items():
+            for name, reason in self.accounts.not_worth_it(self._max_usd_per_million).items():
                 if name not in self._leaving:
                     self.drain(name, reason)
+
+    def routes(self, run_id: str) -> list[web.RouteDef]:
+        """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""
+        return control_routes(self, run_id=run_id, token=self._operator_token())
 
     # -- what is remembered ----------------------------------------------------------------------------------------
 
@@ -195,11 +204,30 @@ def _listed(names: Any) -> str:
     return ", ".join(shown[:_NAMES_SHOWN]) + more
 
 
-def control_routes(control: NodeControl, accounts: NodeAccounts, *, run_id: str, token: str) -> list[web.RouteDef]:
-    """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for who has the `token`."""
+def build_control(
+    config: Config,
+    router: Router,
+    keys: RunKeys,
+    run_dir: RunDir | None,
+    send: Callable[[AttachedNode, ToNode], bool],
+) -> NodeControl:
+    """Return the control of a run's nodes. `run_dir`: where their figures are recorded; None records none."""
+    inference = config.inference
+    return NodeControl(
+        router,
+        NodeAccounts(router, run_dir, worth_window_s=inference.worth_window_s),
+        keys,
+        send,
+        drain_s=max((source.timeout_s for source in config.orchestrator.source), default=0.0),
+        max_usd_per_million=inference.max_usd_per_million,
+    )
+
+
+def control_routes(control: NodeControl, *, run_id: str, token: str) -> list[web.RouteDef]:
+    """Return the operator's routes, for who has the `token`."""
 
     async def show(_: web.Request) -> dict[str, Any]:
-        return {"run_id": run_id, "nodes": accounts.rows()}
+        return {"run_id": run_id, "nodes": control.accounts.rows()}
 
     async def act(request: web.Request) -> dict[str, Any]:
         action, name = request.match_info["action"], request.query.get("node", "")
