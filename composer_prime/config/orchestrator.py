@@ -233,7 +233,7 @@ class AuditConfig(BaseConfig):
     """Least share of a known node's answers that is audited; all of a new one's are."""
     tolerance: float = Field(default=0.02, gt=0, lt=1)
     """How far a draw may lie outside of its token's interval, as a probability; logprobs may be off by 2.5 times as
-    many nats on average and 25 times at most. Nodes in bfloat16 need 0.02; 0.002 is enough between float32."""
+    many nats on average and 25 times at most. 0.02 leaves room for bfloat16; 0.0001 suits float32 alone."""
     timeout_s: float = Field(default=300.0, gt=0)
     """How long a rollout waits for the audits of new nodes' answers before it counts as failed."""
     quarantine_s: float = Field(default=600.0, gt=0)

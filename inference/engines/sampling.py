@@ -1,7 +1,7 @@
 """The published rule of drawing: temperature, top-k, top-p, a draw by inverse CDF, log-probability, stop conditions.
 
 The uniform number of a draw is a hash of (request seed, position in the sequence). So a seeded request draws the same
-numbers in any batch, in any engine and on any node, and there is no generator state. An auditor that holds the model
+numbers in any batch and on any node, and there is no generator state. An auditor that holds the model
 checks with `draw_misses` that given tokens are those draws. docs/reference/generate-contract.md states the rule, with
 test vectors.
 """
@@ -88,11 +88,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.nda
     logprobs = (logits.gather(-1, tokens) - top).double() - cdf[:, -1:].log()
     both = torch.cat([tokens.double(), logprobs], dim=1).cpu().numpy()
     return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
-
-
-def draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return the tokens int64 [R] that the rule draws from logits [R, V] that `warp` has returned."""
-    return _draw(_weights_and_cdf(logits)[1], rows)[:, 0]
 
 
 def _draw(cdf: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

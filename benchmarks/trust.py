@@ -1,0 +1,368 @@
+"""Catch nodes that cheat, and leave honest ones alone: ten cheats against the audits of `orchestrator.audit`.
+
+    python benchmarks/trust.py                          a few minutes on two cores
+    python benchmarks/trust.py --answers 100000         as many honest answers: hours
+
+Every node answers the same requests, seeded as the gateway seeds them. An auditor in float32 checks each answer
+(inference/audit.py), and a NodeTrust (orchestrator/audit/trust.py) weighs the verdicts, as in a run. Each cheat is met
+in `--lives` orders of its answers; the table has the tokens that it samples under audit until the evidence is above the
+bound, median and 90th percentile. `distance` is the mean total variation between its distribution and the right one.
+
+    small       one layer of four left out           temperature  samples at 0.7, reports logprobs at 1
+    stale       weights of --stale steps before      spliced      six tokens in the middle are somebody's text
+    int8        weights rounded to int8 by row       invented     right tokens, logprobs off by 0.3 nats
+    unswapped   weights of --unswapped steps before  draft        the small model's tokens, the right model's logprobs
+    greedy      the likeliest token each time        early stop   half of the answer, then a stop
+
+A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
+float32 node is audited in bfloat16. The exit status is 1 when a cheat is not caught in every order at the tolerance
+for float32, or when an honest node is quarantined or more than 0.1 % of its answers are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.wire.audit import AuditRequest, AuditVerdict
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from inference.audit import OpenAudit, judge
+from inference.engines.local.engine import LocalEngine
+from orchestrator.audit.trust import NodeTrust, is_clean
+
+ASSETS = Path(__file__).parents[1] / "composer_prime" / "assets" / "tiny"
+POLICY = ASSETS / "policy"
+CONTEXT = 1024
+MAX_REFUSED = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    prompt_ids: list[int]
+    sampling: Sampling
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Audited:
+    """A node's answers and what the audit said of them."""
+
+    name: str
+    answers: list[Answer] = field(default_factory=list)
+    verdicts: list[AuditVerdict] = field(default_factory=list)
+    generated_s: float = 0.0
+    distance: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(verdict.tokens for verdict in self.verdicts)
+
+
+def prompts() -> list[list[int]]:
+    """The shipped tasks' conversations, as the policy's prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(POLICY, local_files_only=True)
+    found = []
+    for line in (ASSETS / "pairs.jsonl").read_text().splitlines():
+        state = json.loads(line)["state"]
+        text = tokenizer.apply_chat_template(
+            state["messages"], tools=state["tools"], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found += [ids] if len(ids) < CONTEXT // 2 else []
+    return found
+
+
+def request(name: str, number: int, all_prompts: list[list[int]], max_tokens: int) -> tuple[list[int], Sampling]:
+    seed = int.from_bytes(hashlib.blake2b(f"{name}/{number}".encode(), digest_size=8).digest(), "little") >> 11
+    return all_prompts[number % len(all_prompts)], Sampling(max_tokens=max_tokens, seed=seed)
+
+
+async def generate(engine: LocalEngine, requests: Iterable[tuple[list[int], Sampling]], tag: str) -> list[Answer]:
+    async def one(number: int, prompt: list[int], sampling: Sampling) -> Answer:
+        done = await engine.generate(f"{tag}-{number}", prompt, sampling, f"{tag}-{number}")
+        return Answer(
+            prompt_ids=prompt,
+            sampling=sampling,
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            finish_reason=done.finish_reason,
+        )
+
+    return await asyncio.gather(*(one(number, *asked) for number, asked in enumerate(requests)))
+
+
+async def started(folder: Path, dtype: str) -> LocalEngine:
+    settings = InferenceConfig(device="cpu", dtype=dtype, threads=2, local=LocalEngineConfig(max_batch=32))
+    made = LocalEngine(folder, settings, CONTEXT)
+    await made.start()
+    return made
+
+
+async def check(auditor: LocalEngine, answer: Answer, tolerance: float) -> AuditVerdict:
+    audit = OpenAudit(
+        AuditRequest(
+            audit=0,
+            prompt_ids=pack_ints(answer.prompt_ids),
+            token_ids=pack_ints(answer.token_ids),
+            logprobs=pack_floats(answer.logprobs),
+            version_spans=[VersionSpan(0, len(answer.token_ids), 0)],
+            finish_reason=answer.finish_reason,
+            sampling=answer.sampling,
+            tolerance=tolerance,
+        )
+    )
+    await audit.score(auditor, 0)
+    return judge(audit, await auditor.find_stop(np.array(answer.token_ids, np.int32), answer.sampling))
+
+
+async def rescored(engine: LocalEngine, answer: Answer) -> Answer:
+    """The answer with the logprobs that `engine` gives its tokens."""
+    tokens = np.array(answer.prompt_ids + answer.token_ids, np.int32)
+    _, logprobs = await engine.check_draws(tokens, len(answer.prompt_ids), len(tokens), answer.sampling)
+    return replace(answer, logprobs=logprobs.tolist())
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def changed(folder: Path, name: str, change: Callable[[str, torch.Tensor], torch.Tensor], **config: object) -> Path:
+    """Copy the policy to `folder`/`name` with changed tensors, in float32."""
+    target = folder / name
+    shutil.copytree(POLICY, target)
+    tensors = {key: change(key, tensor.float()) for key, tensor in load_file(POLICY / "model.safetensors").items()}
+    values = json.loads((POLICY / "config.json").read_text()) | {"dtype": "float32"} | config
+    layers = values["num_hidden_layers"]
+    kept = {key: tensor for key, tensor in tensors.items() if not _is_beyond(key, layers)}
+    values["layer_types"] = values["layer_types"][:layers]
+    save_file({key: tensor.contiguous() for key, tensor in kept.items()}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+def _is_beyond(key: str, layers: int) -> bool:
+    parts = key.split(".")
+    return "layers" in parts and int(parts[parts.index("layers") + 1]) >= layers
+
+
+def steps_before(steps: int, lr: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Move each weight by `lr` a step, in a direction of its own."""
+    generator = torch.Generator().manual_seed(1)
+    return lambda _, tensor: tensor + steps * lr * torch.randn(tensor.shape, generator=generator).sign()
+
+
+def rounded_to_int8(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() < 2:
+        return tensor
+    scale = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (tensor / scale).round() * scale
+
+
+# -- nodes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    args: argparse.Namespace
+    folder: Path
+    prompts: list[list[int]]
+    right: LocalEngine
+    """The policy in float32: what cheats copy logprobs from, and the auditor."""
+
+    def requests(self, name: str, count: int) -> list[tuple[list[int], Sampling]]:
+        return [request(name, number, self.prompts, self.args.tokens) for number in range(count)]
+
+    async def answers(self, name: str, folder: Path, **sampling: object) -> Audited:
+        """What a node with the weights in `folder` answers; sampling settings that differ from the request's."""
+        node = await started(folder, "float32")
+        asked = [(ids, msgspec.structs.replace(one, **sampling)) for ids, one in self.requests(name, self.args.pool)]
+        start = time.monotonic()
+        answers = await generate(node, asked, name)
+        spent_s = time.monotonic() - start
+        await node.close()
+        wanted = self.requests(name, self.args.pool)
+        answers = [replace(one, sampling=sampling) for one, (_, sampling) in zip(answers, wanted, strict=True)]
+        return Audited(name=name, answers=answers, generated_s=spent_s)
+
+    async def cheats(self) -> list[Audited]:
+        small = changed(self.folder, "small", lambda _, tensor: tensor, num_hidden_layers=3)
+        stale = changed(self.folder, "stale", steps_before(self.args.stale, self.args.lr))
+        unswapped = changed(self.folder, "unswapped", steps_before(self.args.unswapped, self.args.lr))
+        int8 = changed(self.folder, "int8", rounded_to_int8)
+        weights = {"small": small, "stale": stale, "int8": int8, "unswapped": unswapped}
+        made = [await self.answers(name, folder) for name, folder in weights.items()]
+        for node, folder in zip(made, weights.values(), strict=True):
+            node.distance = await self.distance(folder)
+        right = await self.answers("right", POLICY)
+        greedy = await self.answers("greedy", POLICY, temperature=0.0)
+        cold = await self.answers("temperature", POLICY, temperature=0.7)
+        cold.answers = [await rescored(self.right, answer) for answer in cold.answers]
+        draft = replace(made[0], name="draft")
+        draft.answers = [await rescored(self.right, answer) for answer in made[0].answers]
+        spliced = Audited(name="spliced", answers=[await self.spliced(answer) for answer in right.answers])
+        random = np.random.default_rng(0)
+        invented = [
+            replace(
+                one,
+                logprobs=(np.minimum(0, np.array(one.logprobs) + random.normal(0, 0.3, len(one.logprobs)))).tolist(),
+            )
+            for one in right.answers
+        ]
+        early = Audited(name="early stop", answers=[await self.cut(answer) for answer in right.answers])
+        return [*made, greedy, cold, spliced, Audited(name="invented", answers=invented), draft, early]
+
+    async def spliced(self, answer: Answer) -> Answer:
+        ids, middle = list(answer.token_ids), len(answer.token_ids) // 2
+        foreign = self.prompts[0][3 : 3 + min(6, len(ids) - middle)]
+        ids[middle : middle + len(foreign)] = foreign
+        return await rescored(self.right, replace(answer, token_ids=ids))
+
+    async def cut(self, answer: Answer) -> Answer:
+        ids = [*answer.token_ids[: len(answer.token_ids) // 2], self.args.eos]
+        return await rescored(self.right, replace(answer, token_ids=ids, finish_reason="stop"))
+
+    async def distance(self, folder: Path) -> float:
+        """Mean total variation from the policy, over the tokens of a few right answers."""
+        from transformers import AutoModelForCausalLM
+
+        models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (POLICY, folder)]
+        answers = await generate(self.right, self.requests("distance", 8), f"distance-{folder.name}")
+        values = []
+        for answer in answers:
+            ids = torch.tensor([answer.prompt_ids + answer.token_ids])
+            with torch.no_grad():
+                first, second = (model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].softmax(-1) for model in models)
+            values.append(0.5 * (first - second).abs().sum(-1))
+        return float(torch.cat(values).mean())
+
+
+async def audit_all(node: Audited, auditor: LocalEngine, tolerance: float) -> float:
+    start = time.monotonic()
+    node.verdicts = [await check(auditor, answer, tolerance) for answer in node.answers]
+    return time.monotonic() - start
+
+
+def tokens_to_catch(node: Audited, lives: int) -> list[float]:
+    """Tokens under audit until the bound is passed, for each order of the answers; infinite when it never is."""
+    caught = []
+    for life in range(lives):
+        order = np.random.default_rng(life).permutation(len(node.verdicts))
+        trust, tokens = NodeTrust(), 0
+        for index in order:
+            tokens += node.verdicts[index].tokens
+            if trust.note(node.verdicts[index]):
+                break
+        else:
+            tokens = float("inf")
+        caught.append(tokens)
+    return caught
+
+
+def quarantines(node: Audited, lives: int) -> int:
+    """In how many orders of the answers an honest node is quarantined."""
+    return sum(np.isfinite(tokens_to_catch(node, lives)))
+
+
+# -- the tables ----------------------------------------------------------------------------------------------------
+
+
+async def honest_rows(bench: Bench, auditor_bf16: LocalEngine) -> tuple[bool, float]:
+    """Print the honest nodes. Returns whether all were left alone, and the audit's seconds for one of generation."""
+    args, fine, ratio = bench.args, True, 0.0
+    kinds = [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")]
+    print(f"{'honest node':<12}{'auditor':<10}{'tolerance':>9}{'answers':>9}{'tokens':>9}{'refused':>9}"
+          f"{'quarantined':>12}{'mean gap':>10}{'max gap':>9}{'audit/gen':>11}")  # fmt: skip
+    for node_dtype, audit_dtype in kinds:
+        tolerance = args.tolerance if "bfloat16" in (node_dtype, audit_dtype) else args.tight
+        node = await started(POLICY, node_dtype)
+        auditor = bench.right if audit_dtype == "float32" else auditor_bf16
+        honest, checked_s = Audited(name=node_dtype), 0.0
+        wanted = bench.requests(f"honest-{node_dtype}", args.answers)
+        for batch in (wanted[first : first + 256] for first in range(0, len(wanted), 256)):
+            start = time.monotonic()
+            honest.answers = await generate(node, batch, node_dtype)
+            honest.generated_s += time.monotonic() - start
+            start = time.monotonic()
+            honest.verdicts += [await check(auditor, answer, tolerance) for answer in honest.answers]
+            checked_s += time.monotonic() - start
+        await node.close()
+        refused = sum(not is_clean(verdict) for verdict in honest.verdicts) / len(honest.verdicts)
+        caught = quarantines(honest, args.lives)
+        gaps = [verdict.gap_mean for verdict in honest.verdicts]
+        worst = max(verdict.gap_max for verdict in honest.verdicts)
+        fine &= caught == 0 and refused < MAX_REFUSED
+        cost = checked_s / honest.generated_s
+        ratio = cost if (node_dtype, audit_dtype) == ("float32", "float32") else ratio
+        print(f"{node_dtype:<12}{audit_dtype:<10}{tolerance:>9g}{len(honest.verdicts):>9}{honest.tokens:>9}{refused:>9.2%}"
+              f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost:>11.2f}")  # fmt: skip
+    return fine, ratio
+
+
+async def cheat_rows(bench: Bench) -> bool:
+    """Print the cheats under both tolerances. Returns whether each was caught in every order."""
+    args, fine = bench.args, True
+    print(f"\n{'cheat':<13}{'distance':>9}{'tolerance':>10}{'wrong tokens':>13}{'median':>8}{'p90':>8}{'caught':>9}")
+    for node in await bench.cheats():
+        for tolerance in (args.tight, args.tolerance):
+            await audit_all(node, bench.right, tolerance)
+            wrong = sum(len(verdict.wrong) for verdict in node.verdicts) / node.tokens
+            caught = tokens_to_catch(node, args.lives)
+            times = int(np.isfinite(caught).sum())
+            fine &= times == len(caught) or tolerance != args.tight
+            distance = "" if node.distance is None else f"{node.distance:.3f}"
+            print(f"{node.name:<13}{distance:>9}{tolerance:>10g}{wrong:>13.1%}{np.median(caught):>8.0f}"
+                  f"{np.quantile(caught, 0.9, method='higher'):>8.0f}{times:>6}/{args.lives}")  # fmt: skip
+    return fine
+
+
+async def main(args: argparse.Namespace) -> int:
+    torch.set_num_threads(2)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        right, narrow = await started(POLICY, "float32"), await started(POLICY, "bfloat16")
+        bench = Bench(args=args, folder=Path(folder), prompts=prompts(), right=right)
+        left_alone, ratio = await honest_rows(bench, narrow)
+        all_caught = await cheat_rows(bench)
+        await right.close()
+        await narrow.close()
+    print(f"\naudit cost at the floor of {args.floor:.0%}: {args.floor * ratio:.2%} of generation "
+          f"({time.monotonic() - start:.0f} s in all)")  # fmt: skip
+    if not all_caught:
+        print(f"FAILED: a cheat was not caught at tolerance {args.tight:g} in {args.pool} answers", file=sys.stderr)
+    if not left_alone:
+        print(f"FAILED: an honest node was quarantined, or {MAX_REFUSED:.1%} of its answers refused", file=sys.stderr)
+    return 0 if all_caught and left_alone else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=400, help="honest answers of each kind of node")
+    parser.add_argument("--pool", type=int, default=64, help="answers of each cheat")
+    parser.add_argument("--tokens", type=int, default=48, help="longest answer")
+    parser.add_argument("--lives", type=int, default=20, help="orders in which a node's answers are met")
+    parser.add_argument("--tight", type=float, default=1e-4, help="tolerance where all compute in float32")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="tolerance where some compute in bfloat16")
+    parser.add_argument("--floor", type=float, default=0.02, help="audited share of a known node's answers")
+    parser.add_argument("--stale", type=int, default=3, help="steps that stale weights are behind")
+    parser.add_argument("--unswapped", type=int, default=30, help="steps since a node swapped last")
+    parser.add_argument("--lr", type=float, default=2e-4, help="how far a step moves each weight")
+    parser.add_argument("--eos", type=int, default=2, help="the policy's end-of-sequence token")
+    raise SystemExit(asyncio.run(main(parser.parse_args())))
