@@ -285,7 +285,8 @@ class NodeSocket:
         if self._server is None:
             return None
         # A ROUTER without a high-water mark never blocks, so the returned future is done already.
-        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **options)
+        socket: Any = self._server.socket
+        sent = socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **options)
         error = sent.exception()
         if error is None:
             return sent

@@ -144,10 +144,11 @@ class TurnClient:
     def _held(self, session: str | None, token_ids: list[int]) -> TokenHash:
         """Return the hash of the longest start of `token_ids` that the gateway should hold; empty without one."""
         known = self._conversations.get(session) if session is not None else None
-        for held in () if known is None else (known.whole, known.prompt):
-            size = held.num_tokens
-            if token_ids[:size] == known.token_ids[:size]:
-                return held
+        if known is not None:
+            for held in (known.whole, known.prompt):
+                size = held.num_tokens
+                if token_ids[:size] == known.token_ids[:size]:
+                    return held
         return TokenHash()
 
     def _remember(self, session: str, token_ids: list[int], prompt: TokenHash, answer: PackedAnswer) -> None:

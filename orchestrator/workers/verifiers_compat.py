@@ -95,8 +95,9 @@ class GatewayHttp:
         self, method: str, url: str, headers: dict[str, str], data: bytes | None, more: Mapping[str, str]
     ) -> tuple[int, str, bytes]:
         """Return status, content type and body."""
+        headers = {**self._headers, **headers, **more}
         try:
-            async with self._session.request(method, url, data=data, headers=self._headers | headers | more) as reply:
+            async with self._session.request(method, url, data=data, headers=headers) as reply:
                 return reply.status, reply.content_type, await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
