@@ -95,7 +95,7 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     assert await run("2", 5, stopping) == (2, 1)
     assert await run("7", 1, stopping) == (1, 2)
     staying = asyncio.create_task(run("stay", 5, stopping))
-    await until(starts.exists, "the process to start")
+    await until(lambda: starts.exists() and starts.read_text(), "the process to start")
     stopping.set()
     status, count = await asyncio.wait_for(staying, 100)
     assert status == 0 and count == 1
