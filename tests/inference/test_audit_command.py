@@ -1,0 +1,50 @@
+"""The command lines that start an auditor."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_prime.config import Config, load
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, write_atomic
+from inference.main import _main
+from orchestrator.audit.command import main as orchestrator_audit
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run = RunDir(tmp_path / "run")
+    RunKeys.create(run.keys)
+    config = Config.model_validate(
+        {
+            "run": {"name": "audited"},
+            "model": {"path": "tiny"},
+            "inference": {"engine": "vllm", "device": "cuda"},
+            "orchestrator": {"source": [{"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}}]},
+        }
+    )
+    write_atomic(run.config, load.dump(config).encode())
+    return run
+
+
+def test_an_auditor_runs_the_local_engine_whatever_the_nodes_run(run_dir, monkeypatch, capsys):
+    # Only that engine says what it would draw, and the run's device is that of its nodes.
+    monkeypatch.setattr("sys.argv", ["inference", "audit", "--run-dir", str(run_dir.root), "--dry-run"])
+    assert _main() == 0
+    assert "auditor   auditor: local engine on auto" in capsys.readouterr().out
+
+
+def test_an_auditor_elsewhere_needs_the_address_the_model_and_a_token(run_dir, monkeypatch, capsys):
+    # As a node that joins.
+    token = RunKeys(run_dir.keys).client("trainer").token()
+    words = ["audit", "tcp://127.0.0.1:5501", "--model", "tiny", "--token", token, "--name", "checker", "--dry-run"]
+    monkeypatch.setattr("sys.argv", ["inference", *words])
+    assert _main() == 0
+    out = capsys.readouterr().out
+    assert "auditor   checker: local engine" in out and "pulled over the link" in out
+
+
+def test_orchestrator_audit_says_how_it_is_called(capsys):
+    # With --help, and without a word.
+    assert orchestrator_audit(["--help"]) == 0 and orchestrator_audit([]) == 2
+    assert "orchestrator audit RUN_DIR" in capsys.readouterr().out
