@@ -134,7 +134,7 @@ sys.exit(main())
 
 @pytest.mark.process
 def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
-    # `inference join` with the token in the environment: pulls weights where it was told, relays them, answers, and ends
+    # `inference join` with the token in the environment: pulls weights where it is told, relays them, answers, and ends
     # with Goodbye at SIGTERM.
     async def scenario():
         gateway = GatewayPeer(keys, publisher.store)
