@@ -14,6 +14,7 @@ from composer_prime.run import ledger
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+# Killed after step 3, between two checkpoints: the launcher stops the others, exits non-zero and names the role.
 def test_three_channels_survive_a_killed_orchestrator(tmp_path):
     run = QuickRun(tmp_path, f"e2e-{os.getpid()}-channels", steps=5, config="configs/a4.toml")
     try:
@@ -21,11 +22,14 @@ def test_three_channels_survive_a_killed_orchestrator(tmp_path):
         os.kill(run.pid_of("orchestrator"), signal.SIGKILL)
         assert run.wait() != 0
         run.wait_until_gone()
+        assert "orchestrator" in run.output()
         assert run.start("--resume").wait() == 0, run.output()[-3000:]
+        run.wait_until_gone()
     finally:
         run.stop()
     assert ledger.check_ledger(run.run_dir.ledger) == []
     assert sorted(ledger.effective(run.run_dir.ledger)) == [1, 2, 3, 4, 5]
+    assert (run.run_dir.final / "model.safetensors").exists()
     lines = {line["step"]: line for line in run.trainer_lines()}
     assert sorted(lines) == [1, 2, 3, 4, 5]
     for line in lines.values():
