@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq.asyncio
+from orch_peers import PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
@@ -221,3 +223,34 @@ async def test_an_audit_that_takes_too_long_is_given_up(audited):
         await auditor.next(AuditRequest)
         objection = await audits.cleared("r1") or ""
         assert "orchestrator.audit.timeout_s" in objection
+
+
+async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, tmp_path):
+    # Through the whole orchestrator: a rollout whose audit finds a wrong token fails, and is played again.
+    pool = ScriptedPool(lambda request: float(int(request.rollout_id.split("-")[1].split("r")[0]) % 2))
+    config = make_config(tmp_path, max_steps=1, audit={"enabled": True, "timeout_s": DEADLINE_S})
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        auditor = PeerAuditor(json.loads(run_dir.endpoints.read_text())["audit"], RunKeys(run_dir.keys))
+        refused: list[AuditRequest] = []
+
+        async def answer() -> None:
+            auditor.hello("a", max_concurrent=64)
+            while True:
+                request = await auditor.next(AuditRequest)
+                wrong = () if refused else (0,)
+                refused.extend([request] if wrong else [])
+                auditor.send(verdict(request, wrong))
+
+        answering = asyncio.create_task(answer())
+        try:
+            await trainer.train(1)
+            attempts = [line["failed_attempts"] for line in await run.rollouts(1)]
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+            auditor.close()
+        assert len(refused) == 1
+        [failures] = [kinds for kinds in attempts if kinds]
+        assert [failure["kind"] for failure in failures] == ["audit"]
+        assert run.pipeline.gateway.audits.metrics()["audit/audited"] >= len(attempts) + 1
