@@ -99,7 +99,7 @@ class NodeState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Enrollment:
+class EnrolledNode:
     """What a run told a node that it knows."""
 
     address: str
@@ -111,7 +111,7 @@ class Enrollment:
 
 async def enroll(
     invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float
-) -> Enrollment:
+) -> EnrolledNode:
     """Make node `slot` known to the run, or ask again under its own key. Tries all addresses for `patience_s`.
 
     Raises InviteError (refused, with the run's reason) or DeadlineError (which addresses, how long).
@@ -137,7 +137,7 @@ async def enroll(
                 faults[address] = str(error)
                 continue
             state.note_enrolled(slot)
-            return Enrollment(address=address, keys=own_keys, answer=answer)
+            return EnrolledNode(address=address, keys=own_keys, answer=answer)
         if time.monotonic() >= deadline:
             raise DeadlineError(
                 f"tried for {patience_s:g} s (--connect-timeout) to reach run {invite.run_id}: "
@@ -197,7 +197,7 @@ def _read(raw: bytes, address: str) -> Enrolled:
 
 
 async def first_version(invite: Invite, state: NodeState, slot: int, machine: NodeMachine, patience_s: float,
-                        enrollment: Enrollment) -> Enrollment:  # fmt: skip
+                        enrollment: EnrolledNode) -> EnrolledNode:  # fmt: skip
     """Ask until the run has published a version. Raises DeadlineError, or what `enroll` raises."""
     deadline = time.monotonic() + _FIRST_VERSION_S
     while not enrollment.answer.manifest:

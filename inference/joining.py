@@ -27,7 +27,7 @@ from composer_prime.run.process import child_options, end_with_parent, exit_text
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
-from inference.enrolling import Enrollment, NodeState, enroll, first_version, newest
+from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.main import FAILED, Assignment, join_config, run_node
 
@@ -142,7 +142,7 @@ class _Machine:
         ]
         return max(await asyncio.gather(*keepers))
 
-    def _plan(self, machine: NodeMachine, enrollment: Enrollment) -> list[NodeShare]:
+    def _plan(self, machine: NodeMachine, enrollment: EnrolledNode) -> list[NodeShare]:
         answer = enrollment.answer
         shares = plan_nodes(
             machine,
@@ -206,7 +206,7 @@ async def keep_running(
             pass
 
 
-def _parameters(invite: Invite, enrollment: Enrollment) -> int:
+def _parameters(invite: Invite, enrollment: EnrolledNode) -> int:
     """Return about how many parameters the model has, 0 before the first version is published."""
     answer = enrollment.answer
     if not answer.manifest:

@@ -21,7 +21,7 @@ from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest
 from composer_prime.wire.enrollment import Invite, ModelFile, ModelFiles
-from inference.enrolling import Enrollment, NodeState, newest
+from inference.enrolling import EnrolledNode, NodeState, newest
 from inference.machine import check_disk
 from inference.node import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
@@ -37,7 +37,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @asynccontextmanager
-async def connected(enrollment: Enrollment, chunk_timeout_s: float) -> AsyncIterator[GatewayLink]:
+async def connected(enrollment: EnrolledNode, chunk_timeout_s: float) -> AsyncIterator[GatewayLink]:
     """A link under the node's own key that only pulls."""
     link = GatewayLink(lambda: f"tcp://{enrollment.address}", enrollment.keys, chunk_timeout_s)
     link.reopen()
@@ -56,7 +56,7 @@ async def connected(enrollment: Enrollment, chunk_timeout_s: float) -> AsyncIter
 
 
 async def pull_model(
-    source: ChunkSource, invite: Invite, enrollment: Enrollment, state: NodeState, slot: int
+    source: ChunkSource, invite: Invite, enrollment: EnrolledNode, state: NodeState, slot: int
 ) -> Manifest:
     """Bring the newest version and the files of the model to the disk, and make the folder `state.model` of them.
 

@@ -17,7 +17,7 @@ from composer_prime.errors import CorruptWeightsError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import ChunkRef, sign
 from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, ModelFile, ModelFiles, release
-from inference.enrolling import Enrollment, NodeState
+from inference.enrolling import EnrolledNode, NodeState
 from inference.pulling import pull_file, pull_model
 from inference.versions import FolderSource
 
@@ -72,7 +72,7 @@ def invite(keys):
 def enrolled(keys, small_files):
     """What the gateway answers, with these model files and this manifest."""
 
-    def make(manifest: bytes, files: dict[str, bytes] = small_files) -> Enrollment:
+    def make(manifest: bytes, files: dict[str, bytes] = small_files) -> EnrolledNode:
         listed = [ModelFile(name, [ref_of(data)]) for name, data in files.items()]
         answer = Enrolled(
             node_id="box",
@@ -82,7 +82,7 @@ def enrolled(keys, small_files):
             inference=b"{}",
         )
         own = ClientKeys(keys.curve("server").public, CurvePair(*zmq.curve_keypair()))
-        return Enrollment(address="192.0.2.1:5500", keys=own, answer=answer)
+        return EnrolledNode(address="192.0.2.1:5500", keys=own, answer=answer)
 
     return make
 
