@@ -17,6 +17,9 @@ last step:
 
 `stall` is what the training step waits for (the copy), against copy and writing of a whole version. `node memory` is
 the peak of a process that applies the last delta and reads all tensors, over that before, in sizes of the snapshot.
+`pause` is what sampling waits for: reading all tensors through the overlay into those in use, against a copy in memory.
+With --cut every so many reads of the node break off and are taken up again; --steps 200 --cut 7 is the long test of
+bits. Every version is compared bit for bit, and one that differs ends the benchmark with an error.
 """
 
 from __future__ import annotations
@@ -29,15 +32,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 import zstandard
 
+from composer_prime.errors import DeadlineError
 from composer_prime.run.weights import Canary, Manifest, WeightStore
-from inference.versions import FolderSource, VersionFolder
+from inference.snapshot import Snapshot
+from inference.versions import ChunkSource, FolderSource, VersionFolder
 from trainer.weights.version_file import VersionWriter, safetensors_parts
 
 Tensors = dict[str, torch.Tensor]
@@ -97,10 +102,36 @@ def made_up(layers: int, lr: float) -> Iterator[Tensors]:
             tensor.add_(torch.rand(tensor.shape, generator=random).sub_(0.5), alpha=4 * lr)
 
 
-def measure(versions: Iterator[Tensors], steps: int, folder: Path) -> dict[str, float]:
+class Breaking(ChunkSource):
+    """A source of which every so many reads break off, in the middle of a chunk."""
+
+    def __init__(self, store: WeightStore, every: int) -> None:
+        """`every` = 0 never breaks off."""
+        self.inner, self.every, self.reads, self.broken = FolderSource(store), every, 0, 0
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        self.reads += 1
+        if self.every and self.reads % self.every == 0:
+            self.broken += 1
+            raise DeadlineError("broken off")
+        piece = await self.inner.read(sha256, offset)
+        return piece[: 1 + len(piece) // 2] if piece and self.every else piece
+
+
+def brought(node: VersionFolder, manifest: Manifest) -> Snapshot:
+    """Bring a version to the node's disk, however often the source breaks off."""
+    while True:
+        try:
+            return asyncio.run(node.fetch(manifest))
+        except DeadlineError:
+            continue
+
+
+def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> dict[str, float]:
     store = WeightStore(folder / "weights")
     writer = VersionWriter(store, steps + 2)
-    node = VersionFolder(FolderSource(store), folder)
+    source = Breaking(store, cut)
+    node = VersionFolder(source, folder)
     figures: dict[str, float] = {}
     old = b""
     for step in range(steps + 1):
@@ -122,12 +153,14 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path) -> dict[str, 
             if step < steps:
                 old = before
         start, pulled = time.perf_counter(), node.bytes_pulled
-        snapshot = asyncio.run(node.fetch(manifest))
+        snapshot = brought(node, manifest)
         apply_s = time.perf_counter() - start
         node.settle(manifest)
         wrong = [n for n, t in tensors.items() if not torch.equal(snapshot[n].view(torch.int16), t.view(torch.int16))]
         if wrong:
             raise SystemExit(f"version {step} came out different in {wrong[:5]}")
+    in_use = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    figures |= {"pause": _copy_s(snapshot, in_use), "copy": _copy_s(tensors, in_use), "broken": source.broken}
     node.close()
     zstd = zstandard.ZstdCompressor(level=3)
     xored = torch.frombuffer(bytearray(old), dtype=torch.uint8) ^ torch.frombuffer(bytearray(before), dtype=torch.uint8)
@@ -142,6 +175,14 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path) -> dict[str, 
         "apply": apply_s,
         "memory": _node_memory(folder, steps) / len(before),
     }
+
+
+def _copy_s(source: Mapping[str, torch.Tensor], target: Tensors) -> float:
+    """Return the seconds that it takes to read `source` tensor by tensor into `target`."""
+    start = time.perf_counter()
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+    return time.perf_counter() - start
 
 
 def _node_memory(folder: Path, last: int) -> int:
@@ -176,6 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=["tiny", "smollm2", "8b"], default="tiny")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--cut", type=int, default=0, metavar="N", help="break off every Nth read of the node; 0: none")
     parser.add_argument("--layers", type=int, default=2, help="of the 8B shapes")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
@@ -186,11 +228,13 @@ def main() -> int:
         return 0
     if options.steps < 2:
         parser.error(f"--steps {options.steps}: the last step is compared with one before, give 2 or more")
+    if options.cut == 1:
+        parser.error("--cut 1: every read would break off, give 2 or more")
     models = smollm2() if options.model == "smollm2" else small_model()
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as name:
             versions = made_up(options.layers, lr) if options.model == "8b" else trained(*next(models), lr)
-            of = measure(versions, options.steps, Path(name))
+            of = measure(versions, options.steps, Path(name), options.cut)
         print(f"{options.model}, lr {lr:g}, step {options.steps}: {of['changed']:.2f} % of the values changed, "
               f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
         for way in ("full", "zstd", "xor + zstd", "delta", "overlay"):
@@ -198,7 +242,9 @@ def main() -> int:
             print(
                 f"  {way:11} {of[way] / 1e6:9.3f} MB" + (f"   1 : {ratio:.0f}" if ratio else "   none: written whole")
             )
-        print(f"  node memory {of['memory']:.2f} snapshots")
+        print(f"  {options.steps + 1} versions bit for bit, {of['broken']:.0f} reads broken off; node memory "
+              f"{of['memory']:.2f} snapshots")  # fmt: skip
+        print(f"  pause {of['pause']:.2f} s, a copy in memory {of['copy']:.2f} s")
         print(f"  encode {of['encode']:.2f} s, pull and apply {of['apply']:.2f} s; stall {of['stall']:.2f} s of "
               f"{of['publish']:.2f} s to publish whole", flush=True)  # fmt: skip
     return 0
