@@ -294,13 +294,17 @@ class ConsistentHash(LeastLoaded):
     """The first free node on a ring of hashes, from the conversation's on."""
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
-        ring = sorted((_hash(f"{node.node_id}/{copy}"), node.node_id) for node in free for copy in range(64))
-        _, name = ring[bisect(ring, (_hash(request.session), "")) % len(ring)]
-        return next(node for node in free if node.node_id == name)
+        names = {node.node_id: node for node in free}
+        start = bisect(_RING, (_hash(request.session), ""))
+        return next(names[name] for _, name in (*_RING[start:], *_RING[:start]) if name in names)
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+_RING = sorted((_hash(f"{kind}{i}/{copy}"), f"{kind}{i}") for kind in ("fast", "slow") for i in range(4)
+               for copy in range(64))  # fmt: skip
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
