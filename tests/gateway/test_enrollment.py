@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 
@@ -122,7 +123,10 @@ async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, 
         stranger = joined(gateway, invite.keys)
         assert await stranger.is_silent(ChunkRequest(sha256=ref.sha256, offset=0))
         assert await stranger.is_silent(hello("box"))
-        assert gateway.state()["link"]["garbage"] == 2 and not gateway.state()["nodes"]
+        async with asyncio.timeout(100):
+            while gateway.state()["link"]["garbage"] < 2:
+                await asyncio.sleep(0.02)
+        assert await stranger.is_silent(hello("box"), 0.1) and not gateway.state()["nodes"]
 
 
 async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invite, joined):

@@ -112,7 +112,7 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
             await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 0.5)
         invite = invite_for(keys, f"127.0.0.1:{port}")
         with pytest.raises(DeadlineError, match=f"listens at 127.0.0.1:{port} does not hold the run's key"):
-            await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 2.0)
+            await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 3.0)
 
 
 async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):
