@@ -39,7 +39,7 @@ class GreedyEngine(LocalEngine):
 
 
 @asynccontextmanager
-async def process(role: type[InferenceNode], engine: LocalEngine, name: str, endpoint: str, keys, messages: Any):
+async def process(role: type[InferenceNode], engine: Any, name: str, endpoint: str, keys, messages: Any):
     """A node or an auditor, as inference/main.py builds it."""
     await engine.start()
     link = GatewayLink(lambda: endpoint, keys, 10.0, messages)
