@@ -113,7 +113,7 @@ def run_honest(endpoint: str, token: str) -> None:
                 socket.send(status(running=len(queue)))
         beat = beat + HEARTBEAT_S if now >= beat else beat
         nearest = min([beat, *(queue[0][0] for queue in due if queue)])
-        for socket, _ in poller.poll(max(0.0, 1000 * (nearest - time.monotonic()))):
+        for socket, _ in poller.poll(max(0, int(1000 * (nearest - time.monotonic())))):
             index = sockets.index(socket)
             message = _DECODER.decode(socket.recv())
             if isinstance(message, Generate):

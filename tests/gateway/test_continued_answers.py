@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from fleet import Fleet, status
@@ -144,7 +145,7 @@ class RealNode:
 
     def __init__(self, name: str, endpoint: str, keys) -> None:
         config = InferenceConfig(device="cpu", dtype="float32", local=LocalEngineConfig(max_batch=4), heartbeat_s=0.1)
-        self.engine = LocalEngine(MODEL, config, 512, SlowComputer)
+        self.engine: Any = LocalEngine(MODEL, config, 512, SlowComputer)
         self.link = GatewayLink(lambda: endpoint, keys, config.chunk_timeout_s)
         self.receiver = Receiver(self.engine, self.link, MODEL, 0.05)
         self.node = InferenceNode(name, self.engine, self.link, self.receiver, config)
