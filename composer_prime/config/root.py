@@ -316,6 +316,20 @@ def _draws_can_be_audited(config: Config) -> Iterator[str]:
         )
 
 
+def _of_joining_nodes(config: Config) -> Iterator[str]:
+    """Refuse what only a node that joins reads: nodes of the launcher read the run's weight store."""
+    inference = config.inference
+    for name, option, value in (
+        ("weights_from", "--weights-from", inference.weights_from),
+        ("relay", "--relay", inference.relay),
+    ):
+        if value:
+            yield (
+                f"inference.{name} is {value!r}, but that is of a node that joins, and this is a run's configuration: "
+                f"pass {option} to `inference join`, or name it in the file of its --settings"
+            )
+
+
 _RULES = (
     _joint_run,
     _context_fits,
@@ -326,4 +340,5 @@ _RULES = (
     _demonstrations,
     _concurrency_covers_a_group,
     _draws_can_be_audited,
+    _of_joining_nodes,
 )

@@ -369,3 +369,16 @@ def test_nodes_whose_draws_cannot_be_checked_are_not_audited(base):
     text = refused("@", base, "--orchestrator.audit.enabled", "--inference.engine", "vllm")
     assert "orchestrator.audit.enabled is true, but inference.engine is 'vllm'" in text
     assert resolve(["@", base, "--orchestrator.audit.enabled"]).config.orchestrator.audit.enabled
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--inference.relay", "0.0.0.0:5701"], ["inference.relay is '0.0.0.0:5701'", "pass --relay to"]),
+        (["--inference.weights_from", '["https://a.example"]'], ["inference.weights_from is", "pass --weights-from"]),
+    ],
+)
+def test_what_only_a_node_that_joins_reads_is_no_setting_of_a_run(base, words, parts):
+    # A run's own nodes would ignore it silently.
+    text = refused("@", base, *words)
+    assert all(part in text for part in [*parts, "`inference join`"]), text
