@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -33,7 +32,6 @@ _WEIGHTS = "model.safetensors"
 _TRIES = 10
 """Pulls in a row that brought nothing."""
 _RETRY_S = 1.0
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @asynccontextmanager

@@ -283,6 +283,9 @@ class RankedSources(ChunkSource):
         return {rated.source.name: rated.num_bytes for rated in self._rated.values() if rated.num_bytes}
 
     async def close(self) -> None:
+        if given := self.bytes_by_source():
+            amounts = ", ".join(f"{name} ({size / 1e6:.3f} MB)" for name, size in given.items())
+            logger.info("weights came from %s", amounts)
         for rated in self._rated.values():
             await rated.source.close()
 

@@ -23,6 +23,7 @@ from composer_prime.run.bucket import Bucket
 from composer_prime.run.weights import CHUNK_BYTES, Canary, Manifest, WeightStore
 from composer_prime.wire.weight_server import WeightServer
 from inference.engines.local.engine import LocalEngine
+from inference.main import join_config, join_parser
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 from inference.sources import BucketSource, HttpSource, RankedSources
@@ -320,8 +321,10 @@ async def pull_one_by_one(sources: RankedSources, refs: list) -> None:
         assert hashlib.sha256(data or b"").hexdigest() == ref.sha256
 
 
-# Each source is tried once; from then on the fastest gives all.
-def test_the_fastest_source_is_asked(tmp_path):
+# Each source is tried once; from then on the fastest gives all. The log says at the end who gave how much.
+def test_the_fastest_source_is_asked(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
     async def scenario() -> None:
         store, clock = WeightStore(tmp_path, chunk_bytes=1024), Clock()
         refs = store.put_chunks(random.Random(0).randbytes(10 * 1024))
@@ -330,8 +333,19 @@ def test_the_fastest_source_is_asked(tmp_path):
             await pull_one_by_one(sources, refs)
             assert sources.bytes_by_source() == {slow: 1024, fast: 9 * 1024}
             await sources.close()
+            assert f"weights came from {slow} (0.001 MB), {fast} (0.009 MB)" in caplog.text
 
     asyncio.run(scenario())
+
+
+# What a run's configuration may not name, a node's own settings file may; an option wins over it.
+def test_a_joining_nodes_settings_name_its_sources_and_its_relay(tmp_path):
+    path = tmp_path / "node.toml"
+    path.write_text('[inference]\nweights_from = ["https://a.example/run"]\nrelay = "0.0.0.0:5701"\n')
+    words = ["tcp://127.0.0.1:5500", "--settings", str(path)]
+    config = join_config(join_parser().parse_args(words), {})
+    assert (config.weights_from, config.relay) == (["https://a.example/run"], "0.0.0.0:5701")
+    assert join_config(join_parser().parse_args([*words, "--relay", "[::]:5702"]), {}).relay == "[::]:5702"
 
 
 # A source that fails is left alone for longer each time, and asked again after that.
