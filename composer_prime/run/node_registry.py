@@ -103,6 +103,11 @@ class NodeRegistry:
         """Return whether `key` is an invite's. Expired and used ones count: their holder hears the reason."""
         return bool(self._read("select 1 from invites where key = ?", key))
 
+    def uses_left(self, key: bytes) -> int | None:
+        """Return how many nodes the invite's public `key` still admits, None where the run has no such invite."""
+        rows = self._read("select uses - taken from invites where key = ?", key)
+        return rows[0][0] if rows else None
+
     def enroll(self, invite: bytes, key: bytes, name: str, machine: str) -> RegisteredNode:
         """Admit the node `key` and count a use of `invite`, both or neither. A node counts once, however often it asks.
 
