@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from composer_prime.errors import ProviderError
+from composer_prime.errors import ProviderError, ProviderLoginError, ProviderRefusedError
 
 CALL_TIMEOUT_S = 120.0
 """The longest wait for the answer to one call."""
@@ -27,6 +27,12 @@ _LONG_TEXT = 200
 
 _LOGGED_OUT = re.compile(r"\b(401|403)\b|unauthori[sz]ed|api[ -]?key|log ?in\b", re.IGNORECASE)
 """What providers answer to a call without a valid key."""
+
+_HTTP_STATUS = re.compile(
+    r"""(?:HTTP|"status_code":|error '?)\s?(\d{3})\b|\b(\d{3}) (?:client|server) error""", re.IGNORECASE
+)
+_WORDED_REFUSAL = re.compile(r"API key unauthorized|payment required", re.IGNORECASE)
+"""How the providers' commands print that HTTP answered with an error; Prime's has words for 401 and 402."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,11 @@ class ProviderCall:
 
 
 def answer_to(call: ProviderCall) -> str:
-    """Make the call and return what it answered. Raises ProviderError with the provider's own text."""
+    """Make the call and return what it answered. Raises ProviderError with the provider's own text.
+
+    That is a ProviderRefusedError where the provider answered no, and a ProviderLoginError where no call could be
+    made. After any other error the call may have worked.
+    """
     return _command_output(call) if call.words else _response(call)
 
 
@@ -84,20 +94,23 @@ def json_of(answer: str, subject: str, kind: type = dict) -> Any:
 
 def _command_output(call: ProviderCall) -> str:
     if shutil.which(call.words[0]) is None:
-        raise ProviderError(f"the command {call.words[0]} is not installed: {call.login.install}")
+        raise ProviderLoginError(f"the command {call.words[0]} is not installed: {call.login.install}")
     # rich breaks lines at the terminal's width, even in the middle of JSON.
     environment = {**os.environ, "COLUMNS": "10000", "NO_COLOR": "1", "TERM": "dumb"}
     try:
         done = subprocess.run(
-            call.words, input=call.stdin, capture_output=True, text=True, timeout=call.timeout_s, env=environment
-        )
+            call.words, input=call.stdin, capture_output=True, text=True, errors="replace", timeout=call.timeout_s,
+            env=environment,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ProviderError(f"`{call.text()}` gave no answer within {call.timeout_s:g} s") from None
     except OSError as error:
         raise ProviderError(f"`{call.text()}` could not start: {error}") from None
     # `vastai` exits with status 0 after an HTTP error, with the message on stderr and nothing on stdout.
     if done.returncode != 0 or not (done.stdout.strip() or call.silent):
-        raise ProviderError(_refusal(call, _tail(done.stderr) or _tail(done.stdout), f"status {done.returncode}"))
+        text = _tail(done.stderr) or _tail(done.stdout)
+        killed = done.returncode < 0 or done.returncode > 128
+        raise _failure(call, text, f"status {done.returncode}", refused=not killed and _says_refused(text))
     return done.stdout
 
 
@@ -106,7 +119,7 @@ def _response(call: ProviderCall) -> str:
 
     key = os.environ.get(call.key_variable, "").strip()
     if not key:
-        raise ProviderError(f"${call.key_variable} is not set: {call.login.remedy}")
+        raise ProviderLoginError(f"${call.key_variable} is not set: {call.login.remedy}")
     try:
         response = httpx.request(
             call.method,
@@ -119,7 +132,8 @@ def _response(call: ProviderCall) -> str:
     except httpx.HTTPError as error:
         raise ProviderError(f"{call.method} {call.url} failed: {type(error).__name__}: {error}") from None
     if response.is_error:
-        raise ProviderError(_refusal(call, _tail(response.text), f"HTTP {response.status_code}"))
+        refused = _is_refusal(response.status_code)
+        raise _failure(call, _tail(response.text), f"HTTP {response.status_code}", refused=refused)
     return response.text
 
 
@@ -131,10 +145,21 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def _refusal(call: ProviderCall, text: str, status: str) -> str:
+def _is_refusal(status: int) -> bool:
+    """Return whether an HTTP status says that nothing was done. 408 is a timeout: the request may have been done."""
+    return 400 <= status < 500 and status != 408
+
+
+def _says_refused(text: str) -> bool:
+    status = _HTTP_STATUS.search(text)
+    return _is_refusal(int(status[1] or status[2])) if status else bool(_WORDED_REFUSAL.search(text))
+
+
+def _failure(call: ProviderCall, text: str, status: str, *, refused: bool) -> ProviderError:
     login = f"; {call.login.remedy}" if _LOGGED_OUT.search(f"{text} {status}") else ""
     shown = shlex.join(call.words[:4]) if call.words else f"{call.method} {call.url}"
-    return f"`{shown}` was refused ({status}): {text or 'no message'}{login}"
+    message = f"`{shown}` {'was refused' if refused else 'failed'} ({status}): {text or 'no message'}{login}"
+    return ProviderRefusedError(message) if refused else ProviderError(message)
 
 
 def _tail(text: str) -> str:

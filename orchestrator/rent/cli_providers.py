@@ -10,7 +10,7 @@ import gzip
 import re
 from typing import ClassVar
 
-from composer_prime.errors import ProviderError
+from composer_prime.errors import ProviderError, ProviderRefusedError
 from orchestrator.rent.calls import Login, ProviderCall, json_of
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, field_of
 
@@ -79,7 +79,7 @@ class Vast(Provider):
     def read_start(self, answer: str) -> str:
         created = json_of(answer, "vastai create instance")
         if not created.get("success"):
-            raise ProviderError(f"vastai create instance: {created.get('msg') or created}")
+            raise ProviderRefusedError(f"vastai create instance: {created.get('msg') or created}")
         return str(field_of(created, "new_contract", "vastai create instance"))
 
     def list_call(self) -> ProviderCall:
@@ -186,12 +186,17 @@ class Prime(Provider):
         if status.get("status") != "ACTIVE" or place is None:
             return None
         key = ("-i", order.ssh_key) if order.ssh_key else ()
+        known: tuple[str, ...] = ()
+        if order.known_hosts is not None:
+            # Pods get addresses again that others had, with other host keys: each has its own name in the file.
+            file = str(order.known_hosts).replace("%", "%%")
+            known = ("-o", f'UserKnownHostsFile="{file}"', "-o", f"HostKeyAlias={order.label}")
         # The script outlives the connection.
         command = "umask 077; cat > composer.sh; nohup bash composer.sh > composer.log 2>&1 < /dev/null &"
         return ProviderCall(
             login=self.login,
             words=("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new", "-o", "ConnectTimeout=30",
-                   *key, "-p", place[2] or "22", place[1], command),
+                   *known, *key, "-p", place[2] or "22", place[1], command),
             stdin=order.script,
             silent=True,
         )  # fmt: skip

@@ -14,20 +14,23 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
 from composer_prime.console import pluralize
-from composer_prime.errors import ConfigError, ProviderError
+from composer_prime.errors import ConfigError, InviteError, ProviderError, ProviderLoginError
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import INVITE_VARIABLE
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
 from orchestrator.rent.cli_providers import Prime, Vast
-from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet
+from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet, find
 from orchestrator.rent.http_providers import Lambda, RunPod
 from orchestrator.rent.provider import Needs, Offer, Order, Provider, choose
-from orchestrator.rent.rentals import RentalRecord
+from orchestrator.rent.rentals import Rental, RentalRecord
 
 PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(), RunPod(), Lambda(), Prime())}
 _EXAMPLE_LABEL = "composer-RUN-01234567"
@@ -61,9 +64,13 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
 
     provider = fleet.provider
     budget = RentalBudget(hours=options.max_hours, dollars=options.max_dollars)
+    invite_of = _invite_source(options, run_id)
+    _refresh(fleet)
     if (reason := budget.spent(fleet.rentals(), time.time())) is not None:
-        raise ConfigError(f"the budget of this run's machines of {provider.name} is spent already: {reason}")
-    invite_of = _invite_source(options)
+        raise ConfigError(
+            f"the budget of this run's machines of {provider.name} is spent already: {reason}. Raise it, or end what "
+            f"is still open: {_stop_line(options.run)}"
+        )
     offers = provider.read_offers(answer_to(provider.offers_call(needs)), needs)
     machines = choose(offers, needs, count)
     _tell(_table(machines[:count]))
@@ -73,46 +80,80 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
         _ask()
     invite = invite_of()
     end_at = _end_at(budget, fleet, rate)
-    watched = budget.hours is not None or budget.dollars is not None
-    status = 0
-    try:
-        _stop_on_signals(watched)
-        started = fleet.start(
-            machines, count, run_id, lambda label, offer: _order(options, label, offer, invite=invite, end_at=end_at)
-        )
+
+    def start() -> int:
+        def order_of(label: str, offer: Offer) -> Order:
+            return _order(options, label, offer, invite=invite, end_at=end_at)
+
+        started = fleet.start(machines, count, run_id, order_of, budget)
         if started < count:
-            status = 1
             _tell(f"{started} of {count} machines were started. They cost money until: {_stop_line(options.run)}")
-        if watched and started:
+        return started
+
+    if budget.hours is None and budget.dollars is None:
+        try:
+            started = start()
+        except KeyboardInterrupt:
+            _tell(f"what was started costs money until: {_stop_line(options.run)}")
+            raise
+        if started:
+            _tell(f"nothing ends these machines by itself: {_stop_line(options.run)}")
+        return int(started < count)
+
+    def watch() -> int:
+        started = start()
+        if started:
             _tell(_guard(provider, budget))
             _tell(f"stopping the machines: {fleet.watch(budget)}")
-    except KeyboardInterrupt:
-        if not watched:
-            _tell(f"what was started costs money until: {_stop_line(options.run)}")
-        raise
-    finally:
-        if watched:
-            fleet.stop()
-            _tell("no machine is billed any more")
-    if not watched and started:
-        _tell(f"nothing ends these machines by itself: {_stop_line(options.run)}")
-    return status
+        return started
+
+    return int(_then_stop(fleet, options.run, watch) < count)
 
 
-def _invite_source(options: argparse.Namespace) -> Callable[[], str]:
+def _refresh(fleet: RentedFleet) -> None:
+    """Note which machines ended by themselves. What cannot be listed now counts as billed."""
+    if any(rental.open for rental in fleet.rentals()):
+        try:
+            fleet.refresh()
+        except ProviderLoginError:
+            raise
+        except ProviderError as error:
+            _tell(f"earlier machines count as billed, because they cannot be listed now: {error}")
+
+
+def _invite_source(options: argparse.Namespace, run_id: str) -> Callable[[], str]:
     """Return what gives the invite string; it is made only once the machines are agreed to.
 
-    Raises ConfigError at once where machines elsewhere could not reach the run.
+    Raises InviteError at once for a given one that does not admit the machines' nodes, and ConfigError where machines
+    elsewhere could not reach the run.
     """
+    run_dir = RunDir(options.run.absolute())
+    nodes = options.count * options.gpus
     given = options.invite or os.environ.get(INVITE_VARIABLE)
     if given:
+        _check_invite(Invite.read(given), run_dir, run_id, nodes)
         return lambda: given
     from orchestrator.invite import create_invite, node_addresses
 
-    run_dir = RunDir(options.run.absolute())
     addresses = node_addresses(run_dir, options.address)
-    nodes = options.count * options.gpus
     return lambda: create_invite(run_dir, nodes=nodes, expires_s=_INVITE_S, addresses=addresses).text()
+
+
+def _check_invite(invite: Invite, run_dir: RunDir, run_id: str, nodes: int) -> None:
+    """Raise InviteError unless `nodes` machines of this run can join with the invite."""
+    remedy = f"leave out --invite and ${INVITE_VARIABLE}, and one is made, or use `orchestrator invite {run_dir.root}`"
+    if invite.run_id != run_id:
+        raise InviteError(f"the invite is of run {invite.run_id}, {run_dir.root} is run {run_id}: {remedy}")
+    if invite.expires <= time.time():
+        raise InviteError(f"the invite expired at {utc_text(invite.expires)}, it is {utc_text(time.time())}: {remedy}")
+    registry = RunKeys(run_dir.keys).registry
+    if not registry.path.exists():  # the gateway runs elsewhere
+        return
+    left = registry.uses_left(invite.keys.own.public)
+    if left is None:
+        raise InviteError(f"the run {run_id} has no such invite: {remedy}")
+    if left < nodes:
+        raise InviteError(f"the invite admits {left} more nodes, the machines have {nodes} GPUs, one a node: {remedy}")
 
 
 def _guard(provider: Provider, budget: RentalBudget) -> str:
@@ -138,33 +179,60 @@ def _end_at(budget: RentalBudget, fleet: RentedFleet, rate: float) -> datetime |
     return datetime.now(UTC) + timedelta(hours=min(hours), seconds=2 * STOP_TIMEOUT_S)
 
 
-def _stop_on_signals(watched: bool) -> None:
-    """Make SIGTERM and SIGHUP end the command as Ctrl-C does, so that the machines are stopped with it."""
+def _then_stop(fleet: RentedFleet, run_dir: Path, work: Callable[[], int]) -> int:
+    """Return what `work` does, and stop the machines, whatever ends it: also Ctrl-C, SIGTERM and a closed terminal."""
+    # What the starter ignores stays ignored: nohup ignores SIGHUP.
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+               if signal.getsignal(number) is not signal.SIG_IGN]  # fmt: skip
+
+    def ignore() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        ignore()
         raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGHUP) if watched else ():
-        signal.signal(number, interrupt)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        return work()
+    finally:
+        try:
+            ignore()
+        finally:  # also when a signal comes in between
+            _tell(f"ending the billing; signals do not end this. Should it be killed: {_stop_line(run_dir)}")
+            try:
+                fleet.stop()
+            finally:
+                for number, handler in zip(numbers, before, strict=True):
+                    signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _status(fleets: list[RentedFleet], record: RentalRecord) -> int:
-    now = time.time()
-    listed = {fleet.provider.name: {found.label: found for found in fleet.instances()} for fleet in fleets}
-    rentals = record.rentals()
+    instances = {fleet.provider.name: fleet.refresh() for fleet in fleets}
+    now, rentals = time.time(), record.rentals()
     if not rentals:
         _tell(f"no machine was rented for this run ({record.path} is not there)")
+    rate = 0.0
     for rental in rentals:
-        found = listed[rental.provider].get(rental.label)
-        state = found.state if found else "start failed" if rental.failed else "not listed: no longer billed"
+        instance = find(rental, instances[rental.provider])
+        rate += rental.usd_per_hour if instance is not None else 0.0
         end = f"{(rental.ended_at or now) - rental.asked_at:,.0f} s, at most ${rental.usd(now):.2f}"
         _tell(f"{rental.label}  {rental.provider} {rental.instance_id or '-'}  {rental.gpu}  "
-              f"${rental.usd_per_hour:.2f}/h  {end}  {state}")  # fmt: skip
-    labels = {label for instances in listed.values() for label in instances}
-    rate = sum(rental.usd_per_hour for rental in rentals if rental.label in labels)
+              f"${rental.usd_per_hour:.2f}/h  {end}  {instance.state if instance else _unlisted(rental)}")  # fmt: skip
     total = sum(rental.usd(now) for rental in rentals)
-    _tell(f"billed now: {pluralize(len(labels), 'machine')}, ${rate:.2f} an hour; at most ${total:.2f} in all")
+    count = sum(len(listed) for listed in instances.values())
+    _tell(f"billed now: {pluralize(count, 'machine')}, ${rate:.2f} an hour; at most ${total:.2f} in all")
     return 0
+
+
+def _unlisted(rental: Rental) -> str:
+    """Return the state of a machine that the provider does not list."""
+    if rental.failed:
+        return "start failed"
+    if not rental.open:
+        return "not listed: no longer billed"
+    return "not listed yet" if rental.instance_id else "not listed; its start got no answer: --stop looks for it"
 
 
 def _stop(fleets: list[RentedFleet], record: RentalRecord, *, dry_run: bool) -> int:
@@ -178,8 +246,7 @@ def _stop(fleets: list[RentedFleet], record: RentalRecord, *, dry_run: bool) -> 
             continue
         try:
             fleet.stop()
-            _tell(f"{fleet.provider.name} lists none of this run's machines: their billing has ended")
-        except ProviderError as error:
+        except (ProviderError, OSError) as error:  # the other providers' machines are stopped first
             troubles.append(str(error))
     if not fleets:
         _tell(f"no machine was rented for this run ({record.path} is not there)")
@@ -215,7 +282,7 @@ def _order(options: argparse.Namespace, label: str, offer: Offer, *, invite: str
         "COMPOSER_INVITE": invite,
         "COMPOSER_PACKAGE": package,
         "COMPOSER_NODE_NAME": label,
-        "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour / offer.gpus:g}",  # of one node; there is a node a GPU
+        "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour / offer.gpus:g}",  # of one GPU, as --price takes it
     }
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
     bootstrap = Path(__file__).with_name("bootstrap.sh").read_text()
@@ -225,6 +292,7 @@ def _order(options: argparse.Namespace, label: str, offer: Offer, *, invite: str
         disk_gb=options.disk,
         image=options.image,
         ssh_key=options.ssh_key,
+        known_hosts=options.run.absolute() / "rentals.known_hosts",
         end_at=end_at,
     )
 
@@ -277,7 +345,9 @@ def _stop_line(run_dir: Path) -> str:
 
 
 def _tell(text: str) -> None:
-    print(text, flush=True)
+    """Print `text` where there is still somebody to read it: a closed terminal must not keep machines billed."""
+    with suppress(OSError, ValueError):  # ValueError: a closed stream, or text that the terminal cannot show
+        print(text, flush=True)
 
 
 def _positive(text: str) -> float:

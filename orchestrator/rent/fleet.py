@@ -3,6 +3,8 @@
     asked -> start call -> started ... stop call -> listed until it is gone -> ended
 
 The provider's list decides what is billed, not the record: a machine counts as ended only when it is listed no more.
+A start call whose answer is lost may have worked: its rental stays open, and counts as billed, until `stop` has looked
+for it.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from composer_prime.errors import ProviderError
+from composer_prime.errors import ProviderError, ProviderLoginError, ProviderRefusedError
 from composer_prime.run.retry import backoff_s
-from orchestrator.rent.calls import answer_to
+from orchestrator.rent.calls import CALL_TIMEOUT_S, answer_to
 from orchestrator.rent.provider import Instance, Offer, Order, Provider
 from orchestrator.rent.rentals import Rental, RentalRecord, new_label
 
@@ -24,7 +26,7 @@ SETUP_TIMEOUT_S = 1800.0
 """How long a machine that is set up over SSH may take until it can be reached."""
 
 LOST_ANSWER_S = 120.0
-"""How long a machine may take to be listed after a start call whose answer was lost."""
+"""How long a machine may take to be listed after the end of its start call."""
 
 _MOST_FAILURES = 5
 """Start calls that fail one after the other before no further offer is tried."""
@@ -62,68 +64,102 @@ class RentedFleet:
         self.tell = tell
         self.poll_s = poll_s
 
-    def start(self, machines: list[Offer], count: int, run_id: str, order_of: Callable[[str, Offer], Order]) -> int:
-        """Start `count` of `machines` in their order, return how many were started. Goes on after a refusal."""
+    def start(
+        self,
+        machines: list[Offer],
+        count: int,
+        run_id: str,
+        order_of: Callable[[str, Offer], Order],
+        budget: RentalBudget,
+    ) -> int:
+        """Start `count` of `machines` in their order. Return how many run, set up where that is needed.
+
+        Goes on after a refusal. A start whose answer is lost counts to `count`, because its machine may be billed. It
+        does not count to the result.
+        """
         orders: dict[str, Order] = {}
-        failures = 0
+        unknown = failures = 0
         for offer in machines:
-            if len(orders) == count or failures == _MOST_FAILURES:
+            if len(orders) + unknown == count or failures == _MOST_FAILURES:
                 break
             if orders or failures:
                 time.sleep(self.provider.pause_s)
             order = order_of(new_label(run_id), offer)
             self.record.asked(order.label, self.provider.name, offer)
-            instance_id = self._start_one(offer, order)
+            try:
+                instance_id = self._start_one(offer, order)
+            except (ProviderRefusedError, ProviderLoginError) as error:
+                self.tell(f"not started: {error}")
+                self.record.failed(order.label, str(error))
+                failures += 1
+                continue
             if instance_id is None:
+                unknown += 1
                 failures += 1
                 continue
             failures = 0
             orders[instance_id] = order
             self.tell(f"started {order.label}: {self.provider.name} {instance_id}, ${offer.usd_per_hour:.2f} an hour")
-        self._set_up(orders)
-        return len(orders)
+        return len(orders) - self._set_up(orders, budget)
 
     def _start_one(self, offer: Offer, order: Order) -> str | None:
+        """Return the id of the machine, None while it is not known whether there is one.
+
+        Raises ProviderRefusedError or ProviderLoginError when there is none.
+        """
         try:
             instance_id = self.provider.read_start(answer_to(self.provider.start_call(offer, order)))
+        except (ProviderRefusedError, ProviderLoginError):
+            raise
         except ProviderError as error:
-            self.tell(f"not started: {error}")
-            # The call may have worked although its answer was lost.
-            made = [instance for instance in self._listed() or [] if instance.label == order.label]
-            if not made:
-                self.record.failed(order.label, str(error))
+            self.record.unknown(order.label, str(error))
+            self.tell(f"it is not known whether {order.label} was started: {error}")
+            instance_id = self._listed_id(order.label)
+            if instance_id is None:
+                self.tell(f"{order.label} may still appear, and then costs money until it is stopped")
                 return None
-            instance_id = made[0].instance_id
+        except BaseException as error:
+            self.record.unknown(order.label, f"the call was cut off: {type(error).__name__}")
+            raise
         self.record.started(order.label, instance_id)
         return instance_id
 
-    def _listed(self) -> list[Instance] | None:
+    def _listed_id(self, label: str) -> str | None:
         try:
-            return self.instances()
+            return next((found.instance_id for found in self.instances() if found.label == label), None)
         except ProviderError as error:
             self.tell(f"the machines cannot be listed now: {error}")
             return None
 
-    def _set_up(self, orders: dict[str, Order]) -> None:
-        """Run the script on machines that cannot do so at their start. Raises ProviderError at the deadline."""
+    def _set_up(self, orders: dict[str, Order], budget: RentalBudget) -> int:
+        """Run the script on machines that cannot do so at their start. Return how many could not be reached.
+
+        Waits until the deadline, or until the budget is spent.
+        """
         waiting = {key: order for key, order in orders.items() if self.provider.address_call(key) is not None}
         deadline = time.monotonic() + SETUP_TIMEOUT_S
-        trouble = ""
-        while waiting:
+        troubles: dict[str, str] = {}
+        limit: str | None = None
+        while waiting and limit is None:
             for instance_id, order in list(waiting.items()):
+                limit = budget.spent(self.rentals(), time.time())
+                if limit is None and time.monotonic() > deadline:
+                    limit = f"{SETUP_TIMEOUT_S:g} s are over"
+                if limit is not None:
+                    break
                 try:
                     if self._set_up_one(instance_id, order):
                         del waiting[instance_id]
                         self.tell(f"set up {order.label}")
                 except ProviderError as error:
-                    trouble = f" (last: {error})"
-            if waiting and time.monotonic() > deadline:
-                raise ProviderError(
-                    f"{len(waiting)} machines could not be reached within {SETUP_TIMEOUT_S:g} s: "
-                    f"{', '.join(waiting)}{trouble}. They cost money until `orchestrator rent --stop`"
-                )
-            if waiting:
+                    if troubles.get(instance_id) != str(error):
+                        self.tell(f"{order.label} is not set up yet: {error}")
+                    troubles[instance_id] = str(error)
+            if waiting and limit is None:
                 time.sleep(self.poll_s)
+        for order in waiting.values():
+            self.tell(f"{order.label} could not be set up ({limit}): it costs money until it is stopped")
+        return len(waiting)
 
     def _set_up_one(self, instance_id: str, order: Order) -> bool:
         address = self.provider.address_call(instance_id)
@@ -148,21 +184,54 @@ class RentedFleet:
             if not instance.gone and (instance.label in labels or instance.instance_id in ids)
         ]
 
+    def refresh(self) -> list[Instance]:
+        """Bring the record to what the provider lists, and return that. Raises ProviderError.
+
+        A machine that ended by itself is recorded as ended, and one that runs although its start seemed to fail, or
+        although it seemed to have ended, as started.
+        """
+        rentals, now = self.rentals(), time.time()
+        instances = self.instances()
+        for rental in rentals:
+            instance = find(rental, instances)
+            if instance is not None and not (rental.open and rental.instance_id):
+                self.record.started(rental.label, instance.instance_id)
+            if instance is None and rental.open and rental.instance_id and not _appears_s(rental, now):
+                self.record.ended(rental.label)
+        return instances
+
     def stop(self) -> None:
-        """End the billing of every machine and wait until none is listed. Raises ProviderError if some remain."""
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        """End the billing of every machine, wait until none is listed, and tell how certain that is.
+
+        Raises ProviderError if some remain, and ProviderLoginError at once.
+        """
+        wait_s = max((_appears_s(rental, time.time()) for rental in self.rentals() if rental.open), default=0.0)
+        deadline = time.monotonic() + wait_s + STOP_TIMEOUT_S
         accepted: set[str] = set()
-        trouble, rounds = "", 0
+        seen: set[str] = set()
+        trouble, rounds, told_wait = "", 0, False
         while True:
+            remaining: list[Instance] | None = None
             try:
+                rentals, now = [rental for rental in self.rentals() if rental.open], time.time()
                 remaining = self.instances()
+                seen |= {rental.label for rental in rentals if find(rental, remaining) is not None}
                 trouble = self._stop_calls(remaining, accepted) or trouble
-                if not remaining and not self._may_appear():
-                    self._note_ended()
+                absent = [rental for rental in rentals if rental.label not in seen]
+                wait_s = max((_appears_s(rental, now) for rental in absent), default=0.0)
+                if not remaining and not wait_s:
+                    self._note_ended(rentals, absent)
                     return
-            except ProviderError as error:
+                if wait_s and not told_wait:
+                    told_wait = True
+                    names = ", ".join(rental.label for rental in absent)
+                    self.tell(f"waiting {wait_s:.0f} s for what may not be listed yet: {names}")
+            except ProviderLoginError:
+                raise
+            except Exception as error:  # whatever went wrong, the next list may work
+                if trouble != str(error):
+                    self.tell(f"the machines of {self.provider.name} cannot be listed now: {error}")
                 trouble = str(error)
-                remaining = None
             if time.monotonic() > deadline:
                 which = "unknown" if remaining is None else ", ".join(instance.instance_id for instance in remaining)
                 raise ProviderError(
@@ -173,7 +242,7 @@ class RentedFleet:
             rounds += 1
 
     def _stop_calls(self, remaining: list[Instance], accepted: set[str]) -> str:
-        """Ask for the end of each machine once, again where it was refused. Return the last refusal."""
+        """Ask for the end of each machine once, again where it was refused. Return the last trouble."""
         trouble = ""
         for instance in remaining:
             if instance.instance_id in accepted:
@@ -182,22 +251,21 @@ class RentedFleet:
                 self.provider.read_stop(answer_to(self.provider.stop_call(instance.instance_id)))
                 accepted.add(instance.instance_id)
                 self.tell(f"stopping {instance.label or instance.instance_id}")
-            except ProviderError as error:
+            except Exception as error:  # whatever went wrong with one machine, the others are stopped
                 trouble = str(error)
                 self.tell(f"not stopped yet: {error}")
         return trouble
 
-    def _may_appear(self) -> bool:
-        """Return whether a start call was cut off so lately that its machine may not be listed yet."""
-        return any(
-            rental.open and rental.instance_id is None and time.time() - rental.asked_at < LOST_ANSWER_S
-            for rental in self.rentals()
-        )
-
-    def _note_ended(self) -> None:
-        for rental in self.rentals():
-            if rental.open:
-                self.record.ended(rental.label)
+    def _note_ended(self, rentals: list[Rental], absent: list[Rental]) -> None:
+        for rental in rentals:
+            self.record.ended(rental.label)
+        text = f"{self.provider.name} lists none of this run's machines"
+        unknown = ", ".join(rental.label for rental in absent if rental.instance_id is None)
+        if unknown:
+            self.tell(f"{text}. Not certain is {unknown}: its start call got no answer, and no such machine was listed "
+                      f"within {LOST_ANSWER_S:g} s. Look for it on the provider's web page")  # fmt: skip
+        else:
+            self.tell(f"{text}: no machine is billed any more")
 
     def watch(self, budget: RentalBudget) -> str:
         """Wait until the budget is spent and return why. The caller stops the machines, also when this raises."""
@@ -209,3 +277,16 @@ class RentedFleet:
             if reason is not None:
                 return reason
             time.sleep(self.poll_s)
+
+
+def find(rental: Rental, instances: list[Instance]) -> Instance | None:
+    """Return the machine of a rental by its id, else by its label."""
+    by_id = (instance for instance in instances if instance.instance_id == rental.instance_id)
+    by_label = (instance for instance in instances if instance.label == rental.label)
+    return next(by_id, None) or next(by_label, None)
+
+
+def _appears_s(rental: Rental, now: float) -> float:
+    """Return for how many seconds the machine may yet appear in the provider's list; 0.0 when it should be there."""
+    call_ended_at = rental.call_ended_at or rental.asked_at + CALL_TIMEOUT_S
+    return max(call_ended_at + LOST_ANSWER_S - now, 0.0)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import UTC
 from typing import Any, ClassVar
 
-from composer_prime.errors import ProviderError
+from composer_prime.errors import ProviderError, ProviderRefusedError
 from orchestrator.rent.calls import Login, ProviderCall, json_of
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, field_of
 
@@ -119,10 +119,15 @@ class RunPod(Provider):
         return ProviderCall(login=self.login, method="POST", url=self.url, key_variable="RUNPOD_API_KEY", body=body)
 
     def _data(self, answer: str) -> Any:
-        """Return `data` of a GraphQL answer. Raises ProviderError with the first error's message."""
+        """Return `data` of a GraphQL answer. Raises ProviderError with the first error's message.
+
+        That is a refusal, but for an error inside RunPod: it may come after the pod was made.
+        """
         content = json_of(answer, "RunPod")
         if errors := content.get("errors"):
-            raise ProviderError(f"RunPod: {errors[0].get('message')}")
+            first = errors[0] if isinstance(errors, list) and isinstance(errors[0], dict) else {"message": errors}
+            inside = (first.get("extensions") or {}).get("code") == "INTERNAL_SERVER_ERROR"
+            raise (ProviderError if inside else ProviderRefusedError)(f"RunPod: {first.get('message')}")
         return content.get("data")
 
 

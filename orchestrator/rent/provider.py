@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, ClassVar
 
 from composer_prime.errors import ProviderError
@@ -64,6 +65,8 @@ class Order:
     """Container image; None takes the adapter's default."""
     ssh_key: str | None = None
     """Lambda: the name of a registered key. Prime: the path of the private key."""
+    known_hosts: Path | None = None
+    """Prime: where ssh keeps the host keys of this run's machines."""
     end_at: datetime | None = None
     """When the provider itself should end the machine, where it can."""
 

@@ -2,6 +2,7 @@
 
     asked    a machine is about to be started; its label is unique and is also its name at the provider
     started  the provider gave it this id
+    unknown  the start call ended without an answer: the machine may run, and is found by its label if it does
     failed   the provider refused
     ended    the provider lists it no more
 
@@ -32,6 +33,8 @@ class Rental:
     usd_per_hour: float
     asked_at: float
     """Seconds since 1970: billing cannot have begun earlier."""
+    call_ended_at: float | None = None
+    """When the start call ended, answered or not. None while it is under way, and where a crash cut it off."""
     instance_id: str | None = None
     """None where the start failed or its answer was lost."""
     failed: bool = False
@@ -68,6 +71,9 @@ class RentalRecord:
     def started(self, label: str, instance_id: str) -> None:
         self._append("started", label, instance_id=instance_id)
 
+    def unknown(self, label: str, reason: str) -> None:
+        self._append("unknown", label, reason=reason)
+
     def failed(self, label: str, reason: str) -> None:
         self._append("failed", label, reason=reason)
 
@@ -103,7 +109,9 @@ class RentalRecord:
 
 def _after(rental: Rental, entry: dict[str, Any], at: float) -> Rental:
     if entry["event"] == "started":
-        return replace(rental, instance_id=entry["instance_id"], failed=False, ended_at=None)
+        return replace(rental, instance_id=entry["instance_id"], failed=False, ended_at=None, call_ended_at=at)
+    if entry["event"] == "unknown":
+        return replace(rental, call_ended_at=at)
     if entry["event"] == "failed":
         return replace(rental, failed=True)
     return replace(rental, ended_at=at)

@@ -8,7 +8,25 @@ RunPod: the GraphQL specification, https://graphql-spec.runpod.io. Lambda: the O
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
+
+from composer_prime.wire.enrollment import PROTOCOL, Invite, release
+
+
+def new_invite(*, run_id: str = "a1-12345678", expires_s: float = 3600.0) -> Invite:
+    """Return an invite that no registry knows."""
+    key = bytes(range(32))
+    return Invite(
+        addresses=["198.51.100.2:5500"],
+        server=key,
+        secret=key,
+        verify_key=key,
+        run_id=run_id,
+        release=release(),
+        protocol=PROTOCOL,
+        expires=int(time.time() + expires_s),
+    )
 
 
 def vast_offer(number: int, price: float, *, gpu: str = "H100 SXM", reliability: float = 0.99) -> dict[str, Any]:

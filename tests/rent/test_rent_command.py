@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from provider_answers import vast_offer
+from provider_answers import new_invite, vast_offer
 
 from composer_prime.errors import ConfigError, ProviderError
 from orchestrator.rent.command import main
 from orchestrator.rent.fleet import RentalBudget
 from orchestrator.rent.rentals import Rental, RentalRecord
+
+INVITE = new_invite().text()
 
 
 class FakeVast:
@@ -59,7 +61,7 @@ def run(tmp_path) -> Path:
 
 def rent(run: Path, *words: str, count: int = 2) -> int:
     wanted = ["--run", str(run), "--provider", "vast", "--gpu", "H100", "--count", str(count), "--max-price", "2.5"]
-    return main([*wanted, "--invite", "cpi1.secret", *words])
+    return main([*wanted, "--invite", INVITE, *words])
 
 
 # The cheapest two are rented, recorded with their ids, shown, and ended: the provider then lists none.
@@ -87,9 +89,9 @@ def test_secret(vast, run, capsys):
     [script] = [call["stdin"] for call in vast.get()["calls"] if call["words"][0] == "create"]
     assert len(script) < 4048
     text = gzip.decompress(base64.b64decode(script.split()[1])).decode()
-    assert "export COMPOSER_INVITE=cpi1.secret\n" in text and "inference join" in text
+    assert f"export COMPOSER_INVITE={INVITE}\n" in text and "inference join" in text
     words = [word for call in vast.get()["calls"] for word in call["words"]]
-    assert "cpi1.secret" not in " ".join(words) + capsys.readouterr().out + (run / "rentals.jsonl").read_text()
+    assert INVITE not in " ".join(words) + capsys.readouterr().out + (run / "rentals.jsonl").read_text()
 
 
 # An offer that is taken meanwhile is passed over for the next one.
@@ -176,7 +178,7 @@ def test_logged_out(vast, run):
 def test_watch_ended(vast, run):
     vast.set(offers=[vast_offer(1, 1.0)])
     code = "import sys; from orchestrator.rent.command import main; sys.exit(main(sys.argv[1:]))"
-    words = ["--provider", "vast", "--count", "1", "--max-price", "2", "--max-hours", "5", "--invite", "x", "--yes"]
+    words = ["--provider", "vast", "--count", "1", "--max-price", "2", "--max-hours", "5", "--invite", INVITE, "--yes"]
     watch = subprocess.Popen(
         [sys.executable, "-c", code, "--run", str(run), *words],
         stdout=subprocess.PIPE,
