@@ -1,36 +1,38 @@
 """Which inference nodes may connect to a run: its open invites, and the identities that joined by them.
 
-    orchestrator invite --invite()--> keys/nodes.sqlite <--enroll(), is_known()-- gateway, at each handshake
-    orchestrator evict  --revoke()-->
+    orchestrator invite --invite(), withdraw()--> keys/nodes.sqlite <--enroll(), is_known()-- gateway, each handshake
+    orchestrator ban    --revoke(), withdraw()-->
 
 Several processes read and change it, each in single transactions. Public keys only: the secret of an invite is in its
 string, that of a node on its own disk. What is revoked is refused from the next handshake on; the gateway ends
-connections that are open.
+connections that are open. Machines that hold an open invite can draw another key: a ban withdraws the invite as well.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from composer_prime.errors import ConfigError, InviteError
 
-_WAIT_S = 10.0
-"""How long a change waits for that of another process."""
+_CHANGE_WAIT_S, _READ_WAIT_S = 2.0, 0.2
+"""How long a change, or a read, waits for the change of another process. An event loop may be what waits."""
 _KEEP_EXPIRED_S = 30 * 86400.0
 """An expired invite is refused with its reason for this long; then its key is unknown."""
 _TABLES = """
 create table if not exists invites (key blob primary key, uses integer not null, taken integer not null default 0,
     expires real not null);
 create table if not exists nodes (key blob primary key, name text not null unique, machine text not null,
-    admitted real not null, revoked real, reason text not null default '')
+    admitted real not null, revoked real, reason text not null default '', invite blob not null default x'')
 """
+_LAUNCHER_NAME = re.compile(r"node(-[0-9]+)?")
+"""The run's own nodes are node-0, node-1, ...; a second `node` would become one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class RegisteredNode:
     """Unix seconds; None while it may connect."""
     reason: str
     """Why it was revoked."""
+    invite: bytes
+    """The public key of the invite by which it came; empty for none."""
 
 
 class NodeRegistry:
@@ -58,7 +62,6 @@ class NodeRegistry:
         """`folder`: the run's keys/. Opens nothing: the file is made by the first change."""
         self.path = folder / "nodes.sqlite"
         self._clock = clock
-        self._lock = threading.Lock()
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
@@ -87,10 +90,6 @@ class NodeRegistry:
         """Return all nodes, revoked ones too, in the order in which they joined."""
         return [_node(row) for row in self._read("select * from nodes order by admitted")]
 
-    def revoked(self) -> dict[bytes, str]:
-        """Return the reason by revoked key."""
-        return dict(self._read("select key, reason from nodes where revoked is not null"))
-
     # -- invites -----------------------------------------------------------------------------------------------------
 
     def invite(self, key: bytes, *, uses: int, expires: float) -> None:
@@ -108,10 +107,23 @@ class NodeRegistry:
         rows = self._read("select uses - taken from invites where key = ?", key)
         return rows[0][0] if rows else None
 
-    def enroll(self, invite: bytes, key: bytes, name: str, machine: str) -> RegisteredNode:
+    def invites(self) -> Sequence[bytes]:
+        """Return the keys for which `is_invite` holds."""
+        return [key for (key,) in self._read("select key from invites")]
+
+    def withdraw(self, key: bytes | None = None) -> int:
+        """Let no further node enroll with the invite `key`; None for all. Return how many invites were still open."""
+        with self._change() as database:
+            sql = "update invites set uses = taken where uses > taken and expires > ? and coalesce(key = ?, true)"
+            return database.execute(sql, (self._clock(), key)).rowcount
+
+    def enroll(
+        self, invite: bytes, key: bytes, name: str, machine: str, taken_names: Collection[str] = ()
+    ) -> RegisteredNode:
         """Admit the node `key` and count a use of `invite`, both or neither. A node counts once, however often it asks.
 
-        Raises InviteError (expired, used up, unknown, or the node was revoked).
+        `taken_names`: of nodes that are not in here. Raises InviteError (expired, used up, unknown, or the node was
+        revoked).
         """
         with self._change() as database:
             row = database.execute("select * from nodes where key = ?", (key,)).fetchone()
@@ -131,31 +143,40 @@ class NodeRegistry:
                 )
             if taken >= uses:
                 raise InviteError(
-                    f"the invite was for {uses} nodes and {taken} have used it: make another with "
+                    f"the invite was for {uses} nodes and {taken} have used it, or it was withdrawn: make another with "
                     "`orchestrator invite RUN_DIR --nodes N` (a node that joined before needs its state folder)"
                 )
             database.execute("update invites set taken = taken + 1 where key = ?", (invite,))
-            return self._admit(database, key, name, machine)
+            return self._admit(database, key, name, machine, invite, taken_names)
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, database: sqlite3.Connection, key: bytes, name: str, machine: str) -> RegisteredNode:
+    def _admit(
+        self,
+        database: sqlite3.Connection,
+        key: bytes,
+        name: str,
+        machine: str,
+        invite: bytes = b"",
+        taken_names: Collection[str] = (),
+    ) -> RegisteredNode:
         row = database.execute("select * from nodes where key = ?", (key,)).fetchone()
         if row is not None:
             database.execute("update nodes set revoked = null, reason = '' where key = ?", (key,))
         else:
-            taken = {name for (name,) in database.execute("select name from nodes")}
-            free, number = name, 2
+            taken = {name for (name,) in database.execute("select name from nodes")}.union(taken_names)
+            base = f"{name}-joined" if _LAUNCHER_NAME.fullmatch(name) else name
+            free, number = base, 2
             while free in taken:
-                free, number = f"{name}-{number}", number + 1
-            sql = "insert into nodes (key, name, machine, admitted) values (?, ?, ?, ?)"
-            database.execute(sql, (key, free, machine, self._clock()))
+                free, number = f"{base}-{number}", number + 1
+            sql = "insert into nodes (key, name, machine, admitted, invite) values (?, ?, ?, ?, ?)"
+            database.execute(sql, (key, free, machine, self._clock(), invite))
         return _node(database.execute("select * from nodes where key = ?", (key,)).fetchone())
 
     def _read(self, sql: str, *values: bytes | str) -> Sequence[tuple]:
         if not self.path.exists():
             return []
-        with self._open() as database:
+        with self._open(_READ_WAIT_S) as database:
             return database.execute(sql, values).fetchall()
 
     @contextmanager
@@ -163,7 +184,7 @@ class NodeRegistry:
         """One transaction, written when the block ends without an error."""
         if not self.path.exists():
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600))
-        with self._open() as database:
+        with self._open(_CHANGE_WAIT_S) as database:
             database.execute("begin immediate")
             try:
                 yield database
@@ -173,19 +194,29 @@ class NodeRegistry:
             database.execute("commit")
 
     @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """Raises ConfigError when the file cannot be used."""
-        with self._lock:
-            database = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
-            try:
-                database.executescript(_TABLES)
-                yield database
-            except sqlite3.Error as error:
-                raise ConfigError(
-                    f"the registry of nodes {self.path} cannot be used: {error}; check that disk and its rights"
-                ) from error
-            finally:
+    def _open(self, wait_s: float) -> Iterator[sqlite3.Connection]:
+        """A connection of this call alone, so threads need no lock. Raises ConfigError when the file cannot be used."""
+        database = None
+        try:
+            database = sqlite3.connect(self.path, timeout=wait_s, isolation_level=None)
+            database.executescript(_TABLES)
+            if "invite" not in [column[1] for column in database.execute("pragma table_info(nodes)")]:
+                _add_invite_column(database)
+            yield database
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"the registry of nodes {self.path} cannot be used: {error}; check that disk and its rights"
+            ) from error
+        finally:
+            if database is not None:
                 database.close()
+
+
+def _add_invite_column(database: sqlite3.Connection) -> None:
+    """Bring a file of an earlier release up to date, unless another process just has."""
+    with suppress(sqlite3.OperationalError):
+        database.execute("alter table nodes add column invite blob not null default x''")
+    database.execute("select invite from nodes limit 0")
 
 
 def utc_text(unix_s: float) -> str:
@@ -194,5 +225,7 @@ def utc_text(unix_s: float) -> str:
 
 
 def _node(row: tuple) -> RegisteredNode:
-    key, name, machine, admitted, revoked, reason = row
-    return RegisteredNode(key=key, name=name, machine=machine, admitted=admitted, revoked=revoked, reason=reason)
+    key, name, machine, admitted, revoked, reason, invite = row
+    return RegisteredNode(
+        key=key, name=name, machine=machine, admitted=admitted, revoked=revoked, reason=reason, invite=invite
+    )

@@ -36,7 +36,7 @@ _BYTES_PER_TOKEN = 32
 """A token of a node's answer: id, logprob, and at worst a version span of its own."""
 _MAX_PEERS = 4096
 """Peers whose use of a MessageBudgets is remembered."""
-_ZAP_DOMAIN = b"composer-prime"
+_ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
 _SILENCE_MS = 30_000
 """A connection on which no whole message arrives for this long is dropped and made anew.
 
@@ -52,12 +52,19 @@ class _AllowList:
         self._is_admitted = is_admitted
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether `key` may connect. An error refuses it, and must not end the authenticator's thread."""
+        return self._is_admitted(key)
+
+
+class _Authenticator(ThreadAuthenticator):
+    """Sends away for now, not for good, a client whose key cannot be looked up."""
+
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
         try:
-            return self._is_admitted(key)
-        except Exception:
-            logger.exception("a connection was refused: its key could not be looked up")
-            return False
+            await super().handle_zap_message(msg)
+        except Exception as error:  # It must not end the thread, which admits everybody.
+            logger.error("a connection has to be made again, as its key could not be looked up: %s", error)
+            # 300 is a temporary error: the client hears nothing, and ZMQ connects it again after its handshake's 30 s.
+            self.zap_socket.send_multipart([_ZAP_VERSION, msg[1], b"300", b"", b"", b""])
 
 
 @dataclass(slots=True)
@@ -87,6 +94,7 @@ def bind_router(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_unread: int = 0,
     max_unsent: int = 0,
+    handover: bool = True,
 ) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
 
@@ -96,13 +104,14 @@ def bind_router(
     A peer that sends a frame above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
     messages are held (0: any number); then the peer's own queue grows, not this process. Neither bounds the number of
     frames in a message: a peer that holds a key can still send many. To each connection at most `max_unsent` messages
-    wait (0: any number); then sending waits, or raises zmq.Again.
+    wait (0: any number); then sending waits, or raises zmq.Again. With `handover`, a client that names an identity
+    gets it from whoever had it; without, identities stay with the connection that has them.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """
     is_ipv6 = tcp_address(address, "the address to listen on", bind=True).is_ipv6
     context = zmq.asyncio.Context()
-    authenticator = ThreadAuthenticator(context)
+    authenticator = _Authenticator(context)
     authenticator.start()
     is_admitted = clients if callable(clients) else frozenset(clients).__contains__
     authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=_AllowList(is_admitted))
@@ -111,7 +120,7 @@ def bind_router(
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, handover)
     socket.setsockopt(zmq.SNDHWM, max_unsent)
     socket.setsockopt(zmq.RCVHWM, max_unread)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
@@ -243,6 +252,7 @@ class NodeSocket:
             self._is_admitted or [self._keys.curve("node").public],
             max_message_bytes=self.max_message_bytes,
             max_unread=_MAX_UNREAD,
+            handover=False,  # Nodes name none.
         )
         self._direct = zmq.Socket.shadow(self._server.socket)
         self.endpoint = self._server.endpoint

@@ -14,12 +14,14 @@ import hashlib
 import logging
 import re
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.errors import ComposerError, ConfigError, InviteError
 from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, ModelFile, ModelFiles, other_release, release
 from composer_prime.wire.node import Rejected
@@ -32,7 +34,6 @@ _SETTINGS = {
     "drain_timeout_s", "canary_tolerance", "max_restarts",
 }  # fmt: skip
 """Of [inference]; the others describe machines of the run's own."""
-_MAX_REMEMBERED = 4096
 
 
 class Enrollment:
@@ -48,8 +49,10 @@ class Enrollment:
         self._run_id = run_id
         self._model_dir = model_dir
         self._shared_key = b""
-        self._nodes: set[bytes] = set()
-        """Keys that were looked up and are nodes'."""
+        self._known: dict[bytes, RegisteredNode] = {}
+        """Nodes by key, as of the last `refresh`: they count while the registry cannot be read."""
+        self._invites: Collection[bytes] = ()
+        """The same for invites."""
         self._lock = threading.Lock()
         self._model = b""
         self._places: dict[str, tuple[Path, int, int]] = {}
@@ -63,26 +66,37 @@ class Enrollment:
         self.refresh()
 
     def refresh(self) -> None:
-        """Learn of nodes that were revoked by other processes. What is known stays when the registry cannot be read."""
+        """Learn what other processes changed. What is known stays when the registry cannot be read."""
         try:
-            self.revoked = self._registry.revoked()
+            nodes, self._invites = self._registry.list(), self._registry.invites()
         except ConfigError as error:
-            logger.error("revoked nodes are those known before: %s", error)
-        self._nodes -= self.revoked.keys()
+            logger.error("nodes are those known before: %s", error)
+            return
+        self._known = {node.key: node for node in nodes}
+        self.revoked = {node.key: node.reason for node in nodes if node.revoked is not None}
 
     def is_admitted(self, key: bytes) -> bool:
-        """Return whether a connection with this key may send anything."""
-        return key == self._shared_key or self._registry.is_known(key) or self._registry.is_invite(key)
+        """Return whether a connection with this key may send anything.
+
+        Raises ConfigError for a key that is not known, or no more, while the registry cannot be read.
+        """
+        if key == self._shared_key:
+            return True
+        try:
+            return self._registry.is_known(key) or self._registry.is_invite(key)
+        except ConfigError:
+            if key in self.revoked or (key not in self._known and key not in self._invites):
+                raise
+            return True
 
     def is_node(self, key: bytes) -> bool:
         """Return whether `key` may do more than enroll."""
-        if key == self._shared_key or key in self._nodes:
+        if key == self._shared_key or (key in self._known and key not in self.revoked):
             return True
-        if not self._registry.is_known(key):
+        node = self._find(key)
+        if node is None or node.revoked is not None:
             return False
-        if len(self._nodes) >= _MAX_REMEMBERED:
-            self._nodes.clear()
-        self._nodes.add(key)
+        self._known[key] = node
         return True
 
     def is_own(self, key: bytes) -> bool:
@@ -91,21 +105,31 @@ class Enrollment:
 
     def name_refusal(self, key: bytes, node_id: str) -> str | None:
         """Return why a connection with `key` may not speak for `node_id`; a name belongs to the key that enrolled."""
-        own = self._registry.find(key)
+        own = self._find(key)
         if own is not None:
             if own.name == node_id:
                 return None
             return f"the key of node {own.name!r} says that it is {node_id!r}: start it as `inference join` does"
-        if self._registry.find(node_id) is None:
+        if self._find(node_id) is None:
             return None
         return f"the name {node_id!r} belongs to a node with a key of its own: give this one another (--name)"
 
+    def _find(self, key_or_name: bytes | str) -> RegisteredNode | None:
+        try:
+            return self._registry.find(key_or_name)
+        except ConfigError as error:
+            logger.error("nodes are those known before: %s", error)
+            return next((node for node in self._known.values() if key_or_name in (node.key, node.name)), None)
+
     # -- what a node is told -------------------------------------------------------------------------------------------
 
-    def answer(self, key: bytes, message: Enroll, manifest: bytes) -> Enrolled | Rejected:
+    def answer(
+        self, key: bytes, message: Enroll, manifest: bytes, taken_names: Collection[str] = ()
+    ) -> Enrolled | Rejected | None:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own. Reads and hashes files.
 
-        `manifest`: the newest, signed.
+        `manifest`: the newest, signed. `taken_names`: of nodes without a key of their own. Return None for a fault of
+        this machine, such as a full disk: who gets no answer asks again.
         """
         try:
             if (message.protocol, message.release) != (PROTOCOL, release()):
@@ -119,10 +143,15 @@ class Enrollment:
                 return Rejected(reason="the run's shared node key enrolls nobody: join with an invite")
             if key != message.key and self._registry.is_known(key):
                 return Rejected(reason="a node may enroll only itself: join with an invite")
-            node = self._registry.enroll(key, message.key, message.name, str(message.machine))
+            if message.key == self._shared_key or self._registry.is_invite(message.key):
+                return Rejected(reason="that key is not a node's own: remove its state folder and join again")
+            node = self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
             model = self._signed_model()
-        except (ComposerError, OSError) as error:
+        except InviteError as error:
             return Rejected(reason=str(error))
+        except (ComposerError, OSError) as error:
+            logger.error("node %s cannot be enrolled now, it will ask again: %s", message.name, error)
+            return None
         logger.info("node %s enrolled: %s", node.name, message.machine)
         inference = self._config.inference.model_dump_json(include=_SETTINGS)
         return Enrolled(

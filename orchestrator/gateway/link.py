@@ -130,6 +130,8 @@ class NodeLink:
         """When each unknown connection was last asked to say Hello."""
         self._garbage_bytes: dict[bytes, int] = {}
         """By connection; beyond the budget nothing from it is looked at."""
+        self._impostors: set[bytes] = set()
+        """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
 
     async def receive(self) -> None:
@@ -141,12 +143,15 @@ class NodeLink:
             await asyncio.sleep(_IGNORED_PAUSE_S if ignored > _BURST // 2 else 0)
 
     def _handle(self, received: FromConnection) -> bool:
-        """Return False for a message that was not looked at, because its connection is evicted."""
+        """Return False for a message that was not looked at: its connection is evicted, or is not its sender's."""
         identity, key = received.identity, received.key
         if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
             self.garbage += 1
             return False
         node = self._router.nodes.at(identity)
+        if node is not None and node.key != key:
+            self._drop_of_impostor(node, key)
+            return False
         try:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
@@ -248,6 +253,13 @@ class NodeLink:
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
 
+    def _drop_of_impostor(self, node: AttachedNode, key: bytes) -> None:
+        """Count a message that came by the connection of `node` under another key."""
+        self.garbage += 1
+        if key not in self._impostors:
+            self._impostors.add(key)
+            logger.warning("dropped what key %s sent in the name of node %s's connection", key.decode(), node.node_id)
+
     def _evict(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
         self.evicted += 1
         logger.warning("evicted: %s", reason)
@@ -259,9 +271,12 @@ class NodeLink:
         """Answer in a thread: a registry and files are read. What a connection asks meanwhile is dropped."""
         if identity in self._enrolling or len(self._enrolling) >= _MAX_ENROLLING:
             return
+        taken_names = {node.node_id for node in self._router.nodes if not self._enrollment.is_own(node.key)}
 
         async def answer() -> None:
-            reply = await asyncio.to_thread(self._enrollment.answer, key, message, self.newest_manifest)
+            reply = await asyncio.to_thread(self._enrollment.answer, key, message, self.newest_manifest, taken_names)
+            if reply is None:
+                return
             if isinstance(reply, Rejected):
                 logger.warning("rejected an enrollment: %s", reply.reason)
             else:

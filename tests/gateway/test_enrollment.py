@@ -13,6 +13,7 @@ import zmq.asyncio
 from gateway_config import MODEL
 from node_peer import PeerNode
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, ModelFiles, NodeMachine, release
@@ -51,6 +52,11 @@ class Joiner:
         await self._socket.send(msgspec.msgpack.encode(message))
         assert await self._socket.poll(100_000), f"no answer to {type(message).__name__}"
         return msgspec.msgpack.decode(await self._socket.recv(), type=ToNode)
+
+    def until_refused(self) -> asyncio.Task[None]:
+        """Ends when a handshake fails for good."""
+        events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        return asyncio.ensure_future(recv_monitor_message(events))
 
     async def is_silent(self, message, timeout_s: float = 0.5) -> bool:
         await self._socket.send(msgspec.msgpack.encode(message))
@@ -149,6 +155,49 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
         assert "only itself" in (await joined(gateway, first).ask(enroll(third))).reason
         keys.registry.revoke(first.own.public, "lied")
         assert "turned away for good: lied" in (await link.ask(enroll(first))).reason
+
+
+async def test_keys_that_are_not_a_nodes_own_are_not_enrolled(open_gateway, keys, invite, joined):
+    """The shared key would get a name that locks out all who hold it, an invite's key the rights of a node."""
+    public, _ = zmq.curve_keypair()
+    keys.registry.invite(public, uses=1, expires=time.time() + 1000)
+    async with open_gateway() as gateway:
+        link = joined(gateway, invite.keys)
+        for key in (keys.curve("node").public, invite.keys.own.public, public):
+            answer = await link.ask(enroll(own_keys(invite), key=key))
+            assert isinstance(answer, Rejected) and "not a node's own: remove its state folder" in answer.reason
+        assert not keys.registry.list()
+
+
+async def test_a_node_gets_no_name_of_one_with_the_shared_key(open_gateway, node_keys, invite, joined):
+    """Else the next hello of that one would be refused. The launcher's names are nobody's, attached or not."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "box"):
+        link = joined(gateway, invite.keys)
+        assert (await link.ask(enroll(own_keys(invite)))).node_id == "box-2"
+        assert (await link.ask(enroll(own_keys(invite), name="node-0"))).node_id == "node-0-joined"
+        assert isinstance(await joined(gateway, node_keys).ask(hello("node-0")), NodeWelcome)
+
+
+async def test_a_fault_of_this_machine_is_no_refusal(open_gateway, keys, invite, joined):
+    """While the registry cannot be read, nodes that are known connect, others try again, and nobody is turned away."""
+    first, second = own_keys(invite), own_keys(invite)
+    path, aside = keys.registry.path, keys.folder / "aside"
+    async with open_gateway() as gateway:
+        link = joined(gateway, invite.keys)
+        assert isinstance(await link.ask(enroll(first)), Enrolled)
+        gateway._link.end_revoked()  # learns of it, as every second
+        path.rename(aside)
+        path.mkdir()
+        assert await link.is_silent(enroll(second))
+        assert isinstance(await joined(gateway, first).ask(hello("box")), NodeWelcome)
+        stranger = joined(gateway, second)
+        refused = stranger.until_refused()
+        assert await stranger.is_silent(enroll(second)) and not refused.done()
+        refused.cancel()
+        path.rmdir()
+        aside.rename(path)
+        assert isinstance(await link.ask(enroll(second)), Enrolled)
+        assert isinstance(await joined(gateway, second).ask(enroll(second)), Enrolled)
 
 
 async def test_a_revoked_node_is_sent_away_and_stays_out_while_others_serve_on(

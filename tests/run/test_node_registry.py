@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 
 from composer_prime.errors import InviteError
@@ -57,11 +59,60 @@ def test_names_belong_to_keys(registry):
     assert registry.find("nobody") is None
 
 
+def test_no_node_takes_a_name_of_the_runs_own_nodes(registry):
+    """The launcher's are node-0, node-1, ...; neither a wish, a slot nor a number for a namesake makes one of them."""
+    registry.invite(b"many", uses=9, expires=registry._clock() + 100)
+    wishes = ["node-0", "node-0", "node", "node", "node-17", "node-0-joined", "nodes"]
+    names = [registry.enroll(b"many", b"%d" % number, wish, "").name for number, wish in enumerate(wishes)]
+    assert names == [
+        "node-0-joined", "node-0-joined-2", "node-joined", "node-joined-2", "node-17-joined",
+        "node-0-joined-3", "nodes",
+    ]  # fmt: skip
+    assert registry.enroll(b"many", b"last", "box", "", {"box", "box-2"}).name == "box-3"
+
+
+def test_a_withdrawn_invite_admits_no_further_node(registry, clock):
+    """Nodes that came by it stay, and are known to have. Without a key all that are open end."""
+    registry.invite(b"second", uses=1, expires=clock.now + 100)
+    registry.invite(b"third", uses=1, expires=clock.now + 100)
+    assert registry.enroll(b"invite", b"a", "box", "").invite == b"invite"
+    assert registry.admit(b"b", "other").invite == b""
+    assert registry.withdraw(b"invite") == 1 and registry.withdraw(b"invite") == 0
+    with pytest.raises(InviteError, match="1 have used it, or it was withdrawn"):
+        registry.enroll(b"invite", b"c", "late", "")
+    assert registry.enroll(b"invite", b"a", "box", "").name == "box" and registry.is_known(b"a")
+    registry.enroll(b"second", b"d", "second", "")
+    assert registry.withdraw() == 1 and set(registry.invites()) == {b"invite", b"second", b"third"}
+    with pytest.raises(InviteError, match="withdrawn"):
+        registry.enroll(b"third", b"e", "third", "")
+
+
+def test_a_file_without_the_column_of_invites_is_brought_up_to_date(tmp_path, clock):
+    with sqlite3.connect(tmp_path / "nodes.sqlite") as database:
+        database.execute("create table nodes (key blob primary key, name text not null unique, machine text not null, "
+                         "admitted real not null, revoked real, reason text not null default '')")  # fmt: skip
+        database.execute("insert into nodes (key, name, machine, admitted) values (x'61', 'box', '', 1.0)")
+    database.close()
+    registry = NodeRegistry(tmp_path, clock)
+    assert registry.find("box").invite == b"" and registry.find("box").key == b"a"
+    registry.invite(b"invite", uses=1, expires=clock.now + 100)
+    assert registry.enroll(b"invite", b"b", "box", "").invite == b"invite"
+
+
+def test_readers_do_not_wait_for_a_change_of_another_thread(tmp_path):
+    """The gateway's event loop asks while a thread has a change under way, as the clock does here."""
+    seen = []
+    registry = NodeRegistry(tmp_path, lambda: seen.append(registry.is_known(b"a")) or 0.0)
+    registry.admit(b"a", "box")
+    assert registry.revoke(b"a", "lied")
+    assert seen == [False, True] and not registry.is_known(b"a")
+
+
 def test_a_revoked_node_is_unknown_until_it_is_admitted_again(registry):
     """Also its invite does not let it in again."""
     registry.enroll(b"invite", b"a", "box", "")
     assert registry.revoke(b"a", "lied") and not registry.revoke(b"a", "lied")
-    assert not registry.is_known(b"a") and registry.revoked() == {b"a": "lied"}
+    assert not registry.is_known(b"a") and registry.find(b"a").reason == "lied"
     with pytest.raises(InviteError, match="box was turned away for good: lied"):
         registry.enroll(b"invite", b"a", "box", "")
     registry.admit(b"a", "box")
