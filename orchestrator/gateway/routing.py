@@ -272,17 +272,21 @@ class Router:
         """Put `request`, taken from its node, back at the front of the queue: it has waited before.
 
         With `keep` its next node continues after the tokens that were streamed. When it runs on a second node, that
-        one's work is all that goes on.
+        one's work is all that goes on, unless it continues tokens that are not to be kept.
         """
         first = self.open.get(request.request_id)
-        if first is None or first is not request:
+        if request.done.done() or first is not request:
             self.counters.tokens_lost += len(request.streamed)
-            if first is not None:
+            if first is not None and first.twin is request:
                 first.twin = None
             return
         if request.twin is not None:
-            self._adopt_twin(request)
-            return
+            if keep or self._goes_on_without(request):
+                self._adopt_twin(request)
+                return
+            self.counters.tokens_lost += len(request.twin.streamed)
+            self.take_back(request.twin)
+            request.twin = None
         if keep:
             self.counters.tokens_resumed += len(request.streamed)
             request.kept.extend(request.streamed)
@@ -294,19 +298,32 @@ class Router:
         self.queue[request.request_id] = request
         self.queue.move_to_end(request.request_id, last=False)
 
+    def _goes_on_without(self, request: GatewayRequest) -> bool:
+        """Whether a second node works on it too, and with none of the tokens that the node of `request` sampled."""
+        first = self.open.get(request.request_id)
+        if first is not request:
+            return True
+        return request.twin is not None and len(request.twin.kept) <= len(request.kept)
+
+    def _count_lost(self, request: GatewayRequest, twin: GatewayRequest) -> None:
+        """Count what the node of `request` streamed and `twin`, which goes on or has its answer, did not keep."""
+        self.counters.tokens_lost += max(0, len(request.kept) + len(request.streamed) - len(twin.kept))
+        request.streamed = PartialAnswer()
+
     def _adopt_twin(self, request: GatewayRequest) -> None:
         """Let `request`, which has lost its node, go on as its twin does."""
         twin, request.twin = request.twin, None
         assert twin is not None and twin.node is not None, "a twin is on a node"
-        self.counters.tokens_lost += max(0, len(request.kept) + len(request.streamed) - len(twin.kept))
+        self._count_lost(request, twin)
         request.node, request.lease, request.placed = twin.node, twin.lease, twin.placed
         request.kept, request.streamed, request.last_part = twin.kept, twin.streamed, twin.last_part
         request.load, request.cold = twin.load, twin.cold
         twin.node.leases[twin.lease] = request
 
     def _lose(self, request: GatewayRequest) -> None:
-        """Let `request` start anew."""
-        self.counters.tokens_lost += len(request.kept)
+        """Let `request` start anew. What a twin does not keep, the first one still has."""
+        if self.open.get(request.request_id) is request:
+            self.counters.tokens_lost += len(request.kept)
         request.kept = PartialAnswer()
 
     def close(self, reason: str) -> None:
@@ -350,15 +367,17 @@ class Router:
         request.streamed = PartialAnswer()
         self.counters.answered += 1
         self.counters.tokens += len(answer.token_ids)
-        self.counters.twins_won += self.open.get(request.request_id) is not request
-        if not request.done.done():
-            request.done.set_result(answer)
+        first = self.open.get(request.request_id)
+        if first is not None and first is not request:
+            self.counters.twins_won += 1
+            self._count_lost(first, request)
+        request.done.set_result(answer)
         self.place()
 
     def on_progress(self, node: AttachedNode, message: Progress) -> None:
         """Take in a part of an answer. A part that comes late, after its request was taken back, means nothing."""
         request = node.leases.get(message.lease)
-        if request is None or request.request_id != message.request_id:
+        if request is None or request.request_id != message.request_id or request.done.done():
             return
         try:
             part = check_progress(
@@ -396,8 +415,10 @@ class Router:
         if message.retryable:
             self._retry(request, node, message.error)
             return
-        request.refused_by.add(node.node_id)
-        if len(request.refused_by) < _MAX_FAILURES and self._has_other_node(request):
+        for one in (request, self.open.get(request.request_id, request)):
+            one.refused_by.add(node.node_id)
+        may_go_on = len(request.refused_by) < _MAX_FAILURES and self._has_other_node(request)
+        if may_go_on or self._goes_on_without(request):
             self.reissue(request, f"{node.node_id}: {message.error}", keep=False)
         else:
             self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
@@ -411,7 +432,10 @@ class Router:
         )
 
     def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
-        """Take the request that `node` holds under the message's lease; None for a late answer."""
+        """Take the request that `node` holds under the message's lease; None for a late answer.
+
+        In one burst with it, another node may have answered, or the deadline passed.
+        """
         request = node.leases.get(message.lease)
         if request is None or request.request_id != message.request_id:
             if not (isinstance(message, Generated) and message.finish_reason == "cancelled"):
@@ -420,16 +444,25 @@ class Router:
             return None
         self._release(request)
         node.last_progress = time.monotonic()
+        if request.done.done():
+            self.counters.tokens_lost += len(request.streamed)
+            self.place()
+            return None
         return request
 
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
-        """Count a failure of `node`, then reissue `request` or end it after _MAX_FAILURES."""
+        """Count a failure of `node`, then reissue `request` or end it after _MAX_FAILURES.
+
+        A twin's failure is one of the first request too, which goes on.
+        """
         node.failures_in_row += 1
         if node.failures_in_row >= _FAILURES_IN_ROW:
             node.suspended_until = time.monotonic() + self._suspend_s
         request.failures += 1
         request.avoid = node.node_id
-        if request.failures >= _MAX_FAILURES:
+        first = self.open.get(request.request_id, request)
+        first.failures = max(first.failures, request.failures)
+        if request.failures >= _MAX_FAILURES and not self._goes_on_without(request):
             message = (
                 f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
                 "see that node's log (another attempt may go better)"
@@ -440,9 +473,9 @@ class Router:
         self.place()
 
     def end(self, request: GatewayRequest, error: Exception) -> None:
-        """End `request` with `error`."""
-        self.counters.failed += 1
+        """End `request` with `error`, unless it has ended."""
         if not request.done.done():
+            self.counters.failed += 1
             request.done.set_exception(error)
 
     # -- nodes come and go ---------------------------------------------------------------------------------------
@@ -451,8 +484,9 @@ class Router:
         self.placing.drop(node)
         requests = list(node.leases.values())
         node.leases = {}
-        for request in reversed(requests):
+        for request in requests:
             request.node = None
+        for request in reversed(requests):
             self.reissue(request, f"node {node.node_id} is gone: {reason}")
         self.place()
 

@@ -118,12 +118,17 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
 
 
 def start_twins(router: Router) -> None:
-    """Start requests that hold up their group a second time, where a free node would be done much sooner."""
+    """Start requests that hold up their group a second time, where a free node would be done much sooner.
+
+    One that has failed anywhere is not: a second node may fail at each tick.
+    """
     if router.queue:
         return
     now = time.monotonic()
     for request in list(router.open.values()):
-        if request.node is None or request.twin is not None or not router.siblings.holds_up(request.session):
+        if request.node is None or request.twin is not None or request.failures or request.refused_by:
+            continue
+        if not router.siblings.holds_up(request.session):
             continue
         twin = _twin(request, request.node)
         free = router.placing.free(twin, now, router.oldest_version, router.newest_version)

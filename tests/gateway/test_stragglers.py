@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from fleet import Fleet
+from node_peer import failed
 
 from composer_prime.wire.types import ints
 from orchestrator.gateway.speed import Pace
-from orchestrator.gateway.stragglers import SiblingRequests, start_twins
+from orchestrator.gateway.stragglers import SiblingRequests, reclaim_quarantined, start_twins
 
 
 def test_a_group_ends_when_three_quarters_of_it_are_over():
@@ -25,7 +27,7 @@ def test_a_group_ends_when_three_quarters_of_it_are_over():
     assert not siblings.holds_up("g2-0") and not siblings.holds_up("alone")
 
 
-async def last_of_a_group() -> Fleet:
+async def last_of_a_group(streamed: Sequence[int] = (10, 11)) -> Fleet:
     """Three siblings are over; the last one's request has run on the slow node for some tokens."""
     fleet = Fleet(fast={}, slow={})
     placing = fleet.router.placing
@@ -38,7 +40,8 @@ async def last_of_a_group() -> Fleet:
         fleet.finish("slow", request, [9])
         fleet.router.forget(request.session)
     await asyncio.gather(*fleet.calls[:3])
-    fleet.stream("slow", fleet.sent["slow"][3], [10, 11])
+    if streamed:
+        fleet.stream("slow", fleet.sent["slow"][3], list(streamed))
     fleet.node("fast").places = 64
     placing.update(fleet.node("fast"))
     placing.mean_sampled = 256.0
@@ -90,4 +93,88 @@ async def test_nobody_tries_twice_while_requests_wait_or_the_node_is_as_fast():
     fleet.node("slow").speed.pace = fleet.node("fast").speed.pace
     start_twins(fleet.router)
     assert not fleet.sent["fast"]
+    await fleet.close()
+
+
+@pytest.mark.parametrize("first_to_go", ["slow", "fast"])
+async def test_an_answer_and_the_loss_of_the_other_node_may_come_in_one_burst(first_to_go):
+    """What the lost node held besides goes on, and an answer counts once: the caller has not run in between."""
+    fleet = await last_of_a_group()
+    start_twins(fleet.router)
+    slow, fast = fleet.sent["slow"][3], fleet.sent["fast"][0]
+    fleet.node("fast").places = 0
+    fleet.router.placing.update(fleet.node("fast"))
+    await fleet.ask(session="other")
+    if first_to_go == "slow":
+        fleet.finish("fast", fast, [12])
+        fleet.stream("slow", slow, [12], start=2)
+        fleet.node("fast").places = 64
+        fleet.router.placing.update(fleet.node("fast"))
+        fleet.router.nodes.leave(fleet.node("slow"), "silent")
+        assert [request.session for request in fleet.sent["fast"]] == ["g7-3", "other"]
+    else:
+        fleet.finish("slow", slow, [10, 11, 12])
+        fleet.finish("fast", fast, [12])
+        fleet.router.nodes.leave(fleet.node("fast"), "silent")
+    assert (await fleet.calls[3]).token_ids.tolist() == [10, 11, 12]
+    counters = fleet.router.counters
+    assert (counters.answered, counters.tokens, counters.bad_answers) == (4, 6, 0)
+    await fleet.close()
+
+
+@pytest.mark.parametrize(("winner", "lost"), [("fast", 1), ("slow", 2)])
+async def test_streamed_tokens_that_the_winner_kept_are_not_lost(winner, lost):
+    """Only what the slower node streamed after its twin began, or the twin itself, is in no answer."""
+    fleet = await last_of_a_group()
+    start_twins(fleet.router)
+    fleet.stream("slow", fleet.sent["slow"][3], [12], start=2)
+    fleet.stream("fast", fleet.sent["fast"][0], [12, 13])
+    if winner == "fast":
+        fleet.finish("fast", fleet.sent["fast"][0], [12, 13, 14])
+    else:
+        fleet.finish("slow", fleet.sent["slow"][3], [10, 11, 12, 13, 14])
+    await fleet.calls[3]
+    assert fleet.router.counters.tokens_lost == lost
+    await fleet.close()
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_a_twin_that_fails_is_not_tried_again_and_the_first_node_goes_on(retryable):
+    """A second node that fails at once would be asked again at each tick."""
+    fleet = await last_of_a_group()
+    start_twins(fleet.router)
+    [fast] = fleet.sent["fast"]
+    fleet.router.on_failed(fleet.node("fast"), failed(fast, "no room", retryable=retryable))
+    start_twins(fleet.router)
+    [request] = fleet.router.open.values()
+    assert len(fleet.sent["fast"]) == 1 and request.node is fleet.node("slow") and request.twin is None
+    assert (request.failures, request.refused_by) == ((1, set()) if retryable else (0, {"fast"}))
+    fleet.finish("slow", fleet.sent["slow"][3], [10, 11, 12])
+    assert (await fleet.calls[3]).token_ids.tolist() == [10, 11, 12]
+    await fleet.close()
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_a_last_failure_does_not_end_a_request_that_a_second_node_works_on(retryable):
+    """The twin began before anything was streamed, so it goes on whatever the first node did."""
+    fleet = await last_of_a_group(streamed=[])
+    start_twins(fleet.router)
+    [request] = fleet.router.open.values()
+    request.failures, request.refused_by = 2, {"fast", "other"}
+    fleet.router.on_failed(fleet.node("slow"), failed(fleet.sent["slow"][3], "broken", retryable=retryable))
+    fleet.finish("fast", fleet.sent["fast"][0], [9])
+    assert (await fleet.calls[3]).node_id == "fast"
+    await fleet.close()
+
+
+async def test_a_twin_does_not_save_the_tokens_of_a_node_whose_answers_are_wrong():
+    """It continues after what the node in quarantine streamed, so both are taken back and the request starts anew."""
+    fleet = await last_of_a_group()
+    start_twins(fleet.router)
+    reclaim_quarantined(fleet.router, "slow", "in quarantine")
+    assert fleet.cancelled == {"slow": [fleet.sent["slow"][3].lease], "fast": [fleet.sent["fast"][0].lease]}
+    again = fleet.sent["fast"][1]
+    assert ints(again.prompt_ids).tolist() == [5] and again.sampling.resumed == 0
+    fleet.finish("fast", again, [9])
+    assert (await fleet.calls[3]).sampled_by == (("fast", 1),)
     await fleet.close()
