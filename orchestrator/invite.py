@@ -20,11 +20,12 @@ from zmq.utils import z85
 
 from composer_prime.address import Address, tcp_address
 from composer_prime.config import load
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import PROTOCOL, Invite, release
+from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
@@ -37,6 +38,11 @@ _WILDCARDS = ("0.0.0.0", "::", "*")
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     run_dir = RunDir(options.run_dir.absolute())
+    if options.withdraw:
+        run_id = read_run_id(run_dir)
+        withdrawn = RunKeys(run_dir.keys).registry.withdraw()
+        print(f"withdrawn: {pluralize(withdrawn, 'invite')} of run {run_id}. Nodes that have joined serve on")
+        return 0
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback)
     invite = create_invite(run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses)
     text = invite.text()
@@ -85,18 +91,19 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
 
 
 def shell_line(text: str) -> str:
-    return f"inference join {text}"
+    """The string is in the environment: every user of a machine sees the arguments of its processes."""
+    return f"{INVITE_VARIABLE}={text} inference join"
 
 
 def uvx_line(text: str) -> str:
-    return f"uvx --from composer-prime=={release()} inference join {text}"
+    return f"{INVITE_VARIABLE}={text} uvx --from composer-prime=={release()} inference join"
 
 
 def docker_line(text: str) -> str:
     """The volume keeps the node's key and the weights over a restart of the container."""
     return (
-        f"docker run --rm --gpus all --shm-size 8g -v composer-prime:/home/composer/.local/state/composer-prime "
-        f"{IMAGE}:{release()} inference join {text}"
+        f"{INVITE_VARIABLE}={text} docker run --rm --gpus all --shm-size 8g -e {INVITE_VARIABLE} "
+        f"-v composer-prime:/home/composer/.local/state/composer-prime {IMAGE}:{release()} inference join"
     )
 
 
@@ -195,4 +202,5 @@ def _parser() -> argparse.ArgumentParser:
                         help="where nodes reach the run; default: where it listens. Several are tried")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
+    parser.add_argument("--withdraw", action="store_true", help="make none: end all invites of the run instead")
     return parser

@@ -5,7 +5,8 @@ gateway's tick --> NodeControl.tick: end drains, drain what is not worth it
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back.
 evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
-ban     evict that outlasts a restart: the name is in keys/banned.json, and a key of its own is revoked.
+ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by
+        which it came is withdrawn.
 """
 
 from __future__ import annotations
@@ -104,24 +105,29 @@ class NodeControl:
         if name in self._banned:
             raise RequestError(f"node {name} is banned already", status=409)
         node, reason = self._known(name), "banned by the operator"
-        registered = self._registry.find(name)
+        registered, by = self._registry.find(name), "by name, as it has no key of its own"
+        invite = ""
         if registered is not None:
+            by = "by name and key"
             self._registry.revoke(registered.key, reason)
+            if registered.invite and self._registry.withdraw(registered.invite):
+                invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
         self._banned[name] = reason
         self._write_banned()
-        by = "by name and key" if registered is not None else "by name, as it has no key of its own"
-        return self._refuse(name, node, reason, f"{by}, until `orchestrator unban {name}`")
+        return self._refuse(name, node, reason, f"{by}, until `orchestrator unban {name}`{invite}")
 
     def unban(self, name: str) -> str:
         """Let node `name` connect again. Return what happened. Raises RequestError when it is not refused."""
         refused = self._router.nodes.refused
-        if name not in refused:
-            known = f": refused are {_listed(refused)}" if refused else ": no node is refused"
+        # A revoked key may have no name beside it: banned.json was removed, or the ban was cut short.
+        revoked = {node.name: node for node in self._registry.list() if node.revoked is not None}
+        if name not in refused and name not in revoked:
+            names = {*refused, *revoked}
+            known = f": refused are {_listed(names)}" if names else ": no node is refused"
             raise RequestError(f"node {name} is not refused{known}", status=404)
-        registered = self._registry.find(name)
-        if registered is not None and registered.revoked is not None:
-            self._registry.admit(registered.key, registered.name, registered.machine)
-        del refused[name]
+        if (node := revoked.get(name)) is not None:
+            self._registry.admit(node.key, node.name, node.machine)
+        refused.pop(name, None)
         if self._banned.pop(name, None) is not None:
             self._write_banned()
         logger.info("node %s may connect again", name, extra=event("node", text=f"node {name} may connect again"))
@@ -191,7 +197,8 @@ class NodeControl:
             return {}
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(
-                f"{self._path} cannot be read ({error}): correct it, or remove it to admit every banned node again"
+                f"{self._path} cannot be read ({error}): correct it, or remove it to admit every banned name again "
+                "(nodes with a key of their own need `orchestrator unban`, too)"
             ) from None
 
     def _write_banned(self) -> None:
@@ -247,6 +254,8 @@ def control_routes(control: NodeControl, *, run_id: str, token: str) -> list[web
                     body, status = await handle(request), 200
                 except RequestError as error:
                     body, status = {"error": {"message": str(error)}}, error.status
+                except (ConfigError, OSError) as error:  # the registry, or the disk that it is on
+                    body, status = {"error": {"message": str(error)}}, 503
             return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
         return answer

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from fleet import Fleet
 
-from composer_prime.errors import ConfigError, RequestError
+from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Drain, NodeHello, Rejected, ToNode
 from orchestrator.fleet.accounts import NodeAccounts
@@ -131,6 +132,36 @@ def test_a_ban_revokes_the_nodes_key(tmp_path):
     with_control(tmp_path, test, "a")
 
 
+# So is the invite by which it came: its machine could draw another key. Nothing is said of one that is used up.
+def test_a_ban_withdraws_the_nodes_invite(tmp_path):
+    async def test(its: Controlled) -> None:
+        registry, expires = its.keys.registry, time.time() + 1000
+        for invite, uses in ((b"open", 2), (b"full", 1)):
+            registry.invite(invite, uses=uses, expires=expires)
+            registry.enroll(invite, invite * 10, f"by-{invite.decode()}", "")
+        assert "the invite by which it came admits no further node" in its.control.ban("by-open")
+        assert "invite by which" not in its.control.ban("by-full")
+        with pytest.raises(InviteError, match="withdrawn"):
+            registry.enroll(b"open", b"another", "again", "")
+
+    with_control(tmp_path, test, "a")
+
+
+# A revoked key without a name in banned.json, after a crash between the two or a removed file, is let in again.
+def test_unban_finds_a_key_that_is_revoked(tmp_path):
+    async def test(its: Controlled) -> None:
+        its.keys.registry.admit(b"k" * 40, "rented")
+        its.control.ban("rented")
+        (tmp_path / "banned.json").unlink()
+        later = Controlled(tmp_path)
+        with pytest.raises(RequestError, match="node x is not refused: refused are rented"):
+            later.control.unban("x")
+        assert "may connect again" in later.control.unban("rented")
+        assert its.keys.registry.is_known(b"k" * 40)
+
+    with_control(tmp_path, test, "a")
+
+
 # An unknown name is answered with the known ones and the nearest.
 @pytest.mark.parametrize("action", ["drain", "evict", "ban"])
 def test_unknown_names(tmp_path, action):
@@ -173,7 +204,7 @@ def test_a_useless_node_is_drained(tmp_path, caplog):
 # A damaged list of banned nodes stops the start: an empty one would admit them all.
 def test_a_damaged_list_admits_nobody(tmp_path):
     (tmp_path / "banned.json").write_text('{"a": ')
-    with pytest.raises(ConfigError, match="remove it to admit every banned node again"):
+    with pytest.raises(ConfigError, match="remove it to admit every banned name again"):
         asyncio.run(_make(tmp_path))
 
 

@@ -46,8 +46,12 @@ def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(st
     assert main([str(run_dir.root), "--nodes", "3", "--expires", "2h"]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
     assert string.startswith(INVITE_PREFIX) and len(lines) == 3
-    for line, word in zip(lines, ("shell   inference join", "uvx     uvx", "docker  docker run"), strict=True):
-        assert line.startswith(word) and line.endswith(string)
+    for line, (label, word) in zip(lines, (("shell", ""), ("uvx", "uvx "), ("docker", "docker run")), strict=True):
+        command = line.removeprefix(label).strip()
+        # As an argument every user of the machine would see it.
+        assert command.startswith(f"COMPOSER_INVITE={string} {word}") and command.endswith("inference join")
+        assert command.count(string) == 1
+    assert "-e COMPOSER_INVITE " in lines[2]
     invite, keys = Invite.read(string), RunKeys(run_dir.keys)
     assert invite.addresses == ["192.0.2.7:5500"]
     assert invite.run_id == (run_dir.root / "run_id").read_text().strip()
@@ -67,6 +71,21 @@ def test_the_secret_of_an_invite_is_in_its_string_only(started):
     stored = RunKeys(run_dir.keys).registry.path.read_bytes()
     assert invite.keys.own.public in stored
     assert invite.secret not in stored and invite.keys.own.secret not in stored
+
+
+def test_open_invites_can_be_withdrawn(started, capsys):
+    """Nobody joins by them any more; nodes that did serve on."""
+    run_dir = started()
+    invites = [create_invite(run_dir, nodes=2, expires_s=60, addresses=["192.0.2.7:5500"]) for _ in range(2)]
+    registry = RunKeys(run_dir.keys).registry
+    registry.enroll(invites[0].keys.own.public, b"first", "box", "")
+    for count in ("2 invites", "0 invites"):
+        assert main([str(run_dir.root), "--withdraw"]) == 0
+        assert capsys.readouterr().out.startswith(f"withdrawn: {count} of run r-")
+    assert registry.is_known(b"first")
+    for invite in invites:
+        with pytest.raises(InviteError, match="withdrawn"):
+            registry.enroll(invite.keys.own.public, b"second", "box", "")
 
 
 def test_a_string_that_was_cut_or_altered_is_refused_as_such(started):
