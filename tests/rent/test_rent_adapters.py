@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from provider_answers import (
@@ -112,6 +114,15 @@ def test_prime_setup():
     assert call is not None
     assert call.words[-5:-1] == ("key", "-p", "1234", "root@198.51.100.7")
     assert call.stdin == ORDER.script and ORDER.script not in call.words
+
+
+# Host keys of pods go to a file of the run, each under the pod's own name: pods get addresses that others had.
+def test_prime_host_keys():
+    order = replace(ORDER, known_hosts=Path("/runs/50% off/rentals.known_hosts"))
+    call = Prime().setup_call('{"status": "ACTIVE", "ssh": "root@198.51.100.7 -p 1234"}', order)
+    assert call is not None
+    assert 'UserKnownHostsFile="/runs/50%% off/rentals.known_hosts"' in call.words
+    assert f"HostKeyAlias={ORDER.label}" in call.words
 
 
 # RunPod's prices are of two clouds; the start names the cloud and the time at which RunPod ends it, and has the script.

@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
-from provider_answers import LAMBDA_KINDS, RUNPOD_OFFERS, lambda_instance, new_invite
+from provider_answers import LAMBDA_KINDS, RUNPOD_OFFERS, lambda_instance, new_invite, service
 
 from composer_prime.errors import ProviderError
 from orchestrator.rent.command import main
 from orchestrator.rent.http_providers import Lambda, RunPod
 
 INVITE = new_invite().text()
-Answer = Callable[[str, Any], tuple[int, Any]]
-
-
-@contextmanager
-def service(answer: Answer) -> Iterator[str]:
-    """Serve `answer(path, body)` -> (status, JSON or text) and yield the address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(None)
-
-        def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _answer(self, body: Any) -> None:
-            if self.headers["Authorization"] != "Bearer right-key":
-                status, content = 401, {"error": {"code": "global/invalid-api-key", "message": "API key is invalid."}}
-            else:
-                status, content = answer(self.path, body)
-            data = (content if isinstance(content, str) else json.dumps(content)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture
