@@ -1,7 +1,7 @@
 """Where weight chunks come from: HTTP hosts, buckets, other nodes, and last the gateway's own link.
 
     RankedSources.read --fastest per open read--> HttpSource | BucketSource
-         none of them has the chunk, after a short wait --> GatewayLink
+         none of them has the chunk, after a short wait, or all are far slower --> GatewayLink
 
 No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
 fails is put aside for a while; one whose chunk was wrong for ten minutes. Manifests never come from here: the gateway
@@ -43,7 +43,13 @@ _MAX_SOURCES = 64
 _MAX_GIVERS = 4096
 """Chunks of which it is known who gave them."""
 _NEWEST_SHARE = 0.5
-"""Of the last read in a source's measured speed."""
+"""Of the last whole piece in a source's measured speed; a smaller piece counts less."""
+_LONG_S = 2.0
+"""A read that took this long is the measured speed, however small its piece."""
+_SLOW_S = 5.0
+"""After this time at less than a whole piece in the time of a read, sources that were not tried are."""
+_FAR_FASTER = 4.0
+"""Times as fast: then another source is asked in the middle of a chunk, and the gateway beside the sources."""
 
 
 class HttpSource(ChunkSource):
@@ -182,7 +188,8 @@ def open_source(url: str, timeout_s: float) -> Opened:
 
 @dataclass(slots=True, eq=False)
 class _Rated:
-    source: Opened
+    source: ChunkSource
+    name: str
     is_relay: bool
     bytes_per_s: float | None = None
     """None before the first read that gave something."""
@@ -191,6 +198,8 @@ class _Rated:
     """In a row."""
     aside_until: float = 0.0
     num_bytes: int = 0
+    slow_s: float = 0.0
+    """Time of the newest reads, as far back as each was too slow for a whole piece."""
 
     @property
     def expected_bytes_per_s(self) -> float:
@@ -198,6 +207,10 @@ class _Rated:
         if self.bytes_per_s is None:
             return 0.0 if self.reading else float("inf")
         return self.bytes_per_s / (1 + self.reading)
+
+    async def close(self) -> None:
+        if isinstance(self.source, Opened):
+            await self.source.close()
 
 
 @dataclass(slots=True)
@@ -214,23 +227,25 @@ class RankedSources(ChunkSource):
     """Then it waits for no other relay."""
     clock: Callable[[], float] = time.monotonic
     _rated: dict[str, _Rated] = field(default_factory=dict)
+    _rated_last: _Rated = field(init=False)
     _refused_urls: set[str] = field(default_factory=set)
-    _givers: dict[str, list[_Rated | None]] = field(default_factory=dict)
-    """Who gave the bytes of a chunk so far; None is `last`."""
+    _givers: dict[str, list[_Rated]] = field(default_factory=dict)
+    """Who gave the bytes of a chunk so far."""
     _patient_until: float | None = None
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a URL of `own` that cannot be used."""
+        self._rated_last = _Rated(self.last, "the gateway", is_relay=False)
         for url in self.own:
-            self._rated[url] = _Rated(open_source(url, self.timeout_s), is_relay=False)
+            self._rate(url, is_relay=False)
 
     def learn(self, sources: Iterable[str], relays: Iterable[str], gateway_host: str) -> None:
         """Take what the gateway names at a new version: copies of the store, and nodes that relay."""
         named = {url.replace("://*", f"://{gateway_host}", 1): False for url in sources} | dict.fromkeys(relays, True)
         for url in [url for url in self._rated if url not in named and url not in self.own]:
             if not self._rated[url].reading:
-                closing = asyncio.ensure_future(self._rated.pop(url).source.close())
+                closing = asyncio.ensure_future(self._rated.pop(url).close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
         for url, is_relay in list(named.items())[:_MAX_SOURCES]:
@@ -239,11 +254,15 @@ class RankedSources(ChunkSource):
             try:
                 if is_relay and not url.startswith("http"):
                     raise ConfigError(f"{url!r} is no relay; expected http://HOST:PORT")
-                self._rated[url] = _Rated(open_source(url, self.timeout_s), is_relay)
+                self._rate(url, is_relay)
             except ConfigError as error:
                 self._refused_urls.add(url)
                 logger.warning("weights are not pulled from there: %s", error)
         self._patient_until = None
+
+    def _rate(self, url: str, is_relay: bool) -> None:
+        source = open_source(url, self.timeout_s)
+        self._rated[url] = _Rated(source, source.name, is_relay)
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises what `last` raises."""
@@ -260,67 +279,116 @@ class RankedSources(ChunkSource):
                 lacking = []
             else:
                 break
-        piece = await self.last.read(sha256, offset)
-        if piece is not None:
-            self._note_giver(sha256, offset, None)
-        return piece
+        return await self._timed(self._rated_last, sha256, offset)
 
     def refuse(self, sha256: str) -> bool:
-        """Put aside who gave a chunk that was wrong. Where several did, it is open who lied: all, for less long."""
+        """Put aside who gave a chunk that was wrong.
+
+        Where several did, it is open who lied: the relays, else all, for less long. One bad part puts no copy of the
+        store aside.
+        """
         givers = self._givers.pop(sha256, [])
-        liars = [giver for giver in givers if giver is not None]
-        for giver in liars:
+        suspects = [giver for giver in givers if giver.is_relay]
+        suspects = suspects or [giver for giver in givers if giver is not self._rated_last]
+        for giver in suspects:
             aside_s = _WRONG_ASIDE_S if len(givers) == 1 else _MIXED_ASIDE_S
             giver.aside_until = self.clock() + aside_s
             logger.warning(
-                "%s gave %s weight chunk %s: it is not asked for %g s", giver.source.name,
+                "%s gave %s weight chunk %s: it is not asked for %g s", giver.name,
                 "a wrong" if len(givers) == 1 else "a part of a wrong", sha256, aside_s,
             )  # fmt: skip
-        return bool(liars)
+        return bool(suspects)
 
     def bytes_by_source(self) -> dict[str, int]:
         """Return the bytes that each source gave, by its address; those of `last` are not counted."""
-        return {rated.source.name: rated.num_bytes for rated in self._rated.values() if rated.num_bytes}
+        return {rated.name: rated.num_bytes for rated in self._rated.values() if rated.num_bytes}
 
     async def close(self) -> None:
         if given := self.bytes_by_source():
             amounts = ", ".join(f"{name} ({size / 1e6:.3f} MB)" for name, size in given.items())
             logger.info("weights came from %s", amounts)
         for rated in self._rated.values():
-            await rated.source.close()
+            await rated.close()
 
     def _choose(self, sha256: str, offset: int, lacking: list[_Rated]) -> _Rated | None:
-        """Return whom to ask next: who gave the beginning of the chunk, so that a wrong one has one author."""
+        """Return whom to ask next; None when no source is left.
+
+        Who gave the beginning of the chunk is asked on, so that a wrong one has one author, unless that is slow.
+        """
         now = self.clock()
         ready = [each for each in self._rated.values() if each.aside_until <= now and each not in lacking]
-        begun = [each for each in ready if offset and each in self._givers.get(sha256, [])]
-        return max(begun or ready, key=lambda each: each.expected_bytes_per_s, default=None)
+        if not ready:
+            return None
+        givers = self._givers.get(sha256, []) if offset else []
+        last = [each for each in [self._rated_last] if each.aside_until <= now and each not in lacking]
+        begun = [each for each in [*ready, *last] if each in givers and not self._is_outdone(each, ready)]
+        chosen = max(begun or ready, key=lambda each: each.expected_bytes_per_s)
+        return self._rated_last if self._is_outdone(chosen, last) else chosen
+
+    def _is_outdone(self, rated: _Rated, others: list[_Rated]) -> bool:
+        """Whether one of `others` is far faster, or was not tried yet while `rated` has been slow for long."""
+        speed = rated.bytes_per_s
+        if speed is None:
+            return False
+        return any(
+            rated.slow_s >= _SLOW_S if other.bytes_per_s is None else other.bytes_per_s > _FAR_FASTER * speed
+            for other in others
+            if other is not rated
+        )
 
     async def _ask(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
         """Return a piece; None when the source fails or lacks the chunk, b"" when the chunk ends too early there."""
-        start = self.clock()
+        try:
+            return await self._timed(rated, sha256, offset)
+        except (ComposerError, OSError) as error:
+            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(rated), error)
+            return None
+
+    async def _timed(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
+        """Return what `rated` gives, and note how fast and for which chunk. Raises what it raises."""
+        start, piece = self.clock(), None
         rated.reading += 1
         try:
             piece = await rated.source.read(sha256, offset)
-        except (ComposerError, OSError) as error:
-            aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
-            rated.failures += 1
-            rated.aside_until = self.clock() + aside_s
-            logger.warning("weights come from elsewhere for %g s: %s", aside_s, error)
-            return None
+        except DeadlineError:
+            if rated is self._rated_last:
+                rated.bytes_per_s = 0.0  # So that slow sources are not given up for it.
+            raise
         finally:
             rated.reading -= 1
         if piece:
-            speed = len(piece) / max(self.clock() - start, 1e-6)
-            before = speed if rated.bytes_per_s is None else rated.bytes_per_s
-            rated.bytes_per_s = before + _NEWEST_SHARE * (speed - before)
-            rated.failures = 0
-            rated.num_bytes += len(piece)
+            self._note_speed(rated, len(piece), max(self.clock() - start, 1e-6))
         if piece is not None:
             self._note_giver(sha256, offset, rated)
         return piece
 
-    def _note_giver(self, sha256: str, offset: int, giver: _Rated | None) -> None:
+    def _note_speed(self, rated: _Rated, num_bytes: int, seconds: float) -> None:
+        """Take note of a piece. Put aside who used the whole time for it while another may do better."""
+        speed = num_bytes / seconds
+        before = speed if rated.bytes_per_s is None else rated.bytes_per_s
+        share = min(max(_NEWEST_SHARE * num_bytes / PIECE_BYTES, seconds / _LONG_S), 1.0)
+        rated.bytes_per_s = before + share * (speed - before)
+        rated.num_bytes += num_bytes
+        is_slow = speed < PIECE_BYTES / self.timeout_s
+        rated.slow_s = rated.slow_s + seconds if is_slow else 0.0
+        now = self.clock()
+        others = [each for each in [*self._rated.values(), self._rated_last] if each.aside_until <= now]
+        # A host without Range support sends many pieces in one read, and may take as many times the time.
+        is_timed_out = is_slow and seconds >= 0.99 * self.timeout_s
+        if rated is self._rated_last or not is_timed_out or not self._is_outdone(rated, others):
+            rated.failures = 0
+            return
+        logger.warning("weights come from elsewhere for %g s: %s gave %d bytes in %.1f s",
+                       self._put_aside(rated), rated.name, num_bytes, seconds)  # fmt: skip
+
+    def _put_aside(self, rated: _Rated) -> float:
+        """Return for how many seconds: longer after each failure in a row."""
+        aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
+        rated.failures += 1
+        rated.aside_until = self.clock() + aside_s
+        return aside_s
+
+    def _note_giver(self, sha256: str, offset: int, giver: _Rated) -> None:
         givers = self._givers.setdefault(sha256, []) if offset else []
         if giver not in givers:
             givers.append(giver)
@@ -331,7 +399,7 @@ class RankedSources(ChunkSource):
     def _waits(self, lacking: list[_Rated]) -> bool:
         """Whether to give the sources without the chunk some more time: a new version may be on its way to them."""
         now = self.clock()
-        alive = [rated for rated in lacking if rated.aside_until <= now]
+        alive = [rated for rated in lacking if rated.aside_until <= now and rated is not self._rated_last]
         if not alive or (self.relays_itself and all(rated.is_relay for rated in alive)):
             return False
         if self._patient_until is None:

@@ -315,10 +315,24 @@ def slowed(store: WeightStore, clock: Clock, seconds: float):
     return handler
 
 
+def ranged(store: WeightStore, clock: Clock, seconds: float = 0.1, limit: int = 128 << 10):
+    """A host of `store` whose answers take `seconds` and have at most `limit` bytes."""
+
+    async def handler(request: web.Request) -> web.Response:
+        clock.now += seconds
+        first = request.http_range.start or 0
+        data = store.chunk(request.path.rpartition("/")[2], first, limit)
+        return web.Response(body=data, status=206, headers={"Content-Range": f"bytes {first}-"})
+
+    return handler
+
+
 async def pull_one_by_one(sources: RankedSources, refs: list) -> None:
     for ref in refs:
-        data = await sources.read(ref.sha256, 0)
-        assert hashlib.sha256(data or b"").hexdigest() == ref.sha256
+        data = b""
+        while len(data) < ref.size and (piece := await sources.read(ref.sha256, len(data))):
+            data += piece
+        assert hashlib.sha256(data).hexdigest() == ref.sha256
 
 
 # Each source is tried once; from then on the fastest gives all. The log says at the end who gave how much.
@@ -346,6 +360,94 @@ def test_a_joining_nodes_settings_name_its_sources_and_its_relay(tmp_path):
     config = join_config(join_parser().parse_args(words), {})
     assert (config.weights_from, config.relay) == (["https://a.example/run"], "0.0.0.0:5701")
     assert join_config(join_parser().parse_args([*words, "--relay", "[::]:5702"]), {}).relay == "[::]:5702"
+
+
+# A relay that trickles 64 KiB through the whole time of each read gets one read, even in the middle of a chunk: the
+# others give the rest. Where the gateway alone is left it is measured, and preferred from then on.
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_a_trickling_relay_does_not_stall_a_pull(tmp_path, has_copy):
+    async def scenario() -> None:
+        store, clock, asked = WeightStore(tmp_path), Clock(), []
+        refs = [ref for seed in range(3) for ref in store.put_chunks(random.Random(seed).randbytes(1 << 20))]
+
+        trickle = ranged(store, clock, TIMEOUT_S, 64 << 10)
+
+        async def handler(request: web.Request) -> web.Response:
+            asked.append(clock.now)
+            return await trickle(request)
+
+        async with scripted(handler) as relay, scripted(ranged(store, clock)) as copy:
+            last = Untouchable() if has_copy else FolderSource(store)
+            sources = RankedSources(last, TIMEOUT_S, [copy] if has_copy else [], clock=clock)
+            sources.learn([], [relay], "127.0.0.1")
+            sources._rated[relay].bytes_per_s = 1e12  # It was fast until now.
+            await pull_one_by_one(sources, refs)
+            clock.now += 60
+            await pull_one_by_one(sources, refs)
+            assert len(asked) == 1
+            assert sources._rated[relay].failures == 1
+            await sources.close()
+
+    asyncio.run(scenario())
+
+
+# A node whose own line is slow puts nobody aside for that: the gateway, once measured, is no faster.
+def test_a_slow_node_keeps_its_sources(tmp_path):
+    async def scenario() -> None:
+        store, clock = WeightStore(tmp_path), Clock()
+        refs = store.put_chunks(random.Random(0).randbytes(1 << 20))
+
+        class Silent(ChunkSource):
+            async def read(self, sha256: str, offset: int) -> bytes | None:
+                clock.now += TIMEOUT_S
+                raise DeadlineError("nothing came")
+
+        async with scripted(ranged(store, clock, TIMEOUT_S, 256 << 10)) as url:
+            sources = RankedSources(Silent(), TIMEOUT_S, [url], clock=clock)
+            with pytest.raises(DeadlineError):  # It was put aside once, for the gateway to be tried.
+                await pull_one_by_one(sources, refs)
+            await pull_one_by_one(sources, refs)
+            assert sources._rated[url].aside_until < clock.now
+            await sources.close()
+
+    asyncio.run(scenario())
+
+
+# One bad part of a chunk that several gave: the relay is left alone, the copies of the store are not.
+def test_a_part_of_a_wrong_chunk_puts_relays_aside_only(caplog):
+    async def scenario() -> None:
+        sources = RankedSources(Lacking(), TIMEOUT_S, ["http://copy"], clock=Clock())
+        sources.learn([], ["http://10.0.0.1:5701"], "gate.example")
+        copy, relay = sources._rated.values()
+        for offset, giver in enumerate([relay, copy, sources._rated_last]):
+            sources._note_giver("a" * 64, offset, giver)
+        assert sources.refuse("a" * 64)
+        assert (copy.aside_until, relay.aside_until) == (0.0, 1060.0)
+        sources._note_giver("b" * 64, 0, copy)
+        assert sources.refuse("b" * 64)
+        assert copy.aside_until == 1600.0
+        await sources.close()
+
+    asyncio.run(scenario())
+    assert "http://10.0.0.1:5701 gave a part of a wrong weight chunk" in caplog.text
+
+
+# The end of a chunk, a few bytes, says little about a source's speed.
+def test_small_pieces_count_little():
+    async def scenario() -> None:
+        clock = Clock()
+        sources = RankedSources(Lacking(), TIMEOUT_S, ["http://copy"], clock=clock)
+        (copy,) = sources._rated.values()
+        sources._note_speed(copy, PIECE_BYTES, 0.1)
+        whole = copy.bytes_per_s
+        for _ in range(3):
+            sources._note_speed(copy, 100, 0.01)
+        assert copy.bytes_per_s > 0.9 * whole
+        sources._note_speed(copy, 100, 5.0)
+        assert copy.bytes_per_s == 20.0
+        await sources.close()
+
+    asyncio.run(scenario())
 
 
 # A source that fails is left alone for longer each time, and asked again after that.
