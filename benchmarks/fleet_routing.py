@@ -44,7 +44,7 @@ import numpy as np
 
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status, ToNode
 from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.stragglers import start_twins
@@ -141,7 +141,7 @@ class SimulatedEngine:
     def attach(self) -> None:
         self.alive, self.running = True, {}
         self.cache.clear()
-        hello = NodeHello(node_id=self.name, engine="simulated", run_id=None, version=0, max_concurrent=PLACES,
+        hello = NodeHello(node_id=self.name, engine="local", run_id=None, version=0, max_concurrent=PLACES,
                           instance=f"{self.name}-{self.fleet.loop.now}")  # fmt: skip
         self.node = self.fleet.router.nodes.attach(self.name.encode(), hello)
         self.fleet.router.place()
@@ -276,7 +276,11 @@ class LeastLoaded(Placing):
                 if len(node.leases) < node.places and node.cannot_serve(now, oldest, newest) is None]  # fmt: skip
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
-        return min(free, key=lambda node: (node.cache_is_full, len(node.leases) / node.credible_places, node.node_id))
+        def load(node: AttachedNode) -> float:
+            """A node that claims many places gets more than others only after it has answered that many."""
+            return len(node.leases) / min(node.max_concurrent, UNPROVEN_PLACES + node.answers)
+
+        return min(free, key=lambda node: (node.cache_is_full, load(node), node.node_id))
 
 
 class StickySession(LeastLoaded):

@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 _COUNTERS = ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out")
 UNPROVEN_PLACES = 32
-"""As how many places a node counts, at most, that has not answered anything yet."""
+"""As how many places a node counts, at most, whose speed is not measured yet."""
+_CONTINUES = "local"
+"""The engine that goes on with another node's answer as if it were its own."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,9 +120,6 @@ class AttachedNode:
     """Places that it claims."""
     places: int
     """Requests that it may hold now: what it claims, or 1 after a stall until it has answered."""
-    credible_places: int
-    """What its load is measured by. A node that claims many places gets a larger share of the requests than others only
-    after it has answered that many."""
     version: int
     """Policy version it samples with, from its last report."""
     last_heard: float
@@ -147,6 +146,8 @@ class AttachedNode:
     """Measured here, from its answers."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
+    streams: bool = False
+    """Whether it has ever delivered a part of an answer."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
     """Requests it holds, by lease."""
     suspended_until: float = 0.0
@@ -186,22 +187,28 @@ class AttachedNode:
         """Expected share of right answers, by its audits; 0 in quarantine, None before the first audit."""
         return self.audited.expectation(time.monotonic())
 
+    @property
+    def continues(self) -> bool:
+        """Whether it goes on with another such node's answer with the same draws, and finds stops that began there."""
+        return self.engine == _CONTINUES
+
     def note_answer(self, num_tokens: int) -> None:
-        """Count an accepted answer: the node is as good as it claims for one request more."""
+        """Count an accepted answer."""
         self.answers += 1
         self.tokens_out += num_tokens
         self.last_delivered = time.monotonic()
         self.failures_in_row = self.stalls_in_row = 0
         self.places = self.max_concurrent
-        self.credible_places = min(self.max_concurrent, UNPROVEN_PLACES + self.answers)
 
     def stalled_s(self, now: float) -> float:
         """Return for how long it has held requests without any progress.
 
-        What it reports, and does not deliver, halves the time that counts: it may be slow, and it may be lying.
+        Of a node that streams, what it reports and does not deliver halves the time that counts: it may be slow, and it
+        may be lying. Others deliver whole answers, however long those take.
         """
         oldest = min((request.placed for request in self.leases.values()), default=now)
-        return max(now - max(oldest, self.last_progress), (now - max(oldest, self.last_delivered)) / 2)
+        silent_s = now - max(oldest, self.last_progress)
+        return max(silent_s, (now - max(oldest, self.last_delivered)) / 2) if self.streams else silent_s
 
     @property
     def credible_status(self) -> Status | None:
@@ -268,7 +275,6 @@ class Nodes:
             audited=self.trust[hello.node_id],
             max_concurrent=hello.max_concurrent,
             places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,
-            credible_places=min(hello.max_concurrent, UNPROVEN_PLACES + (former.answers if former else 0)),
             version=hello.version,
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
@@ -282,7 +288,7 @@ class Nodes:
                 setattr(node, counter, getattr(former, counter))
             node.attachments = former.attachments + 1
             if is_same_process:
-                node.speed = former.speed
+                node.speed, node.streams = former.speed, former.streams
                 node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node

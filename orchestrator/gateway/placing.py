@@ -101,7 +101,7 @@ class Placing:
 
     def pace(self, node: AttachedNode) -> Pace:
         """Return the pace to reckon with for `node`."""
-        return self.fleet.of(node.speed, min(node.credible_places, UNPROVEN_PLACES) / UNPROVEN_PLACES)
+        return self.fleet.of(node.speed, min(node.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES)
 
     # -- the choice ----------------------------------------------------------------------------------------------
 
@@ -136,9 +136,9 @@ class Placing:
                 found.append(node)
         return found or avoided
 
-    def any_free(self) -> bool:
+    def any_free(self, now: float) -> bool:
         """Whether a node may have a free place. `free` finds out whether it can serve."""
-        return bool(self._order) or bool(self._aside)
+        return bool(self._order) or now >= self._look_again
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         """Return the node of `free` on which `request` takes the least time, or its conversation's own."""

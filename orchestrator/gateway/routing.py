@@ -37,8 +37,6 @@ _MAX_FAILURES = 3
 """Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
 _FAILURES_IN_ROW = 4
 """After this many failed answers in a row a node gets no request for a while."""
-_CONTINUES_STOPS = "local"
-"""The engine that finds stop strings which begin in another node's tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,12 +214,16 @@ class Router:
         Requests that need a node that is not free, or that is away for a while, keep their position.
         """
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
+        serving: list[AttachedNode] | None = None
         for request in self.queue.values():
-            if not self.placing.any_free():
+            if not self.placing.any_free(now):
                 return None
             free = self.placing.free(request, now, oldest, newest)
             if not free:
-                outcome = self._able_and_free(request)
+                serving = self.serving() if serving is None else serving
+                if not any(len(node.leases) < node.places for node in serving):
+                    return None
+                outcome = self._able_and_free(request, serving)
                 if isinstance(outcome, RequestError):
                     return request, outcome
                 free = outcome
@@ -229,14 +231,11 @@ class Router:
                 return request, self.placing.choose(request, free)
         return None
 
-    def _able_and_free(self, request: GatewayRequest) -> list[AttachedNode] | RequestError:
+    def _able_and_free(self, request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode] | RequestError:
         """Return the free nodes that may take `request` though none has room for all that it may become.
 
         A request that no serving node can continue starts anew. The error is for one that no known node has room for.
         """
-        serving = self.serving()
-        if not any(len(node.leases) < node.places for node in serving):
-            return []
         able = able_nodes(request, serving)
         if request.kept and not able:
             self._lose(request)
@@ -248,7 +247,7 @@ class Router:
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
-        if request.kept and request.sampling.stop and node.engine != _CONTINUES_STOPS:
+        if request.kept and request.sampling.stop and not node.continues:
             self._lose(request)
         self.placing.note_placed(request, node)
         request.node = node
@@ -393,6 +392,7 @@ class Router:
             self._refuse(request, node, error)
             return
         request.streamed.extend(part)
+        node.streams = True
         node.last_progress = node.last_delivered = request.last_part = time.monotonic()
 
     def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError) -> None:

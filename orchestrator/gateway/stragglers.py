@@ -130,16 +130,26 @@ def start_twins(router: Router) -> None:
             continue
         if not router.siblings.holds_up(request.session):
             continue
-        twin = _twin(request, request.node)
+        slow, twin = request.node, _twin(request, request.node)
+        is_silent = _is_overdue(router, request, slow, now) and slow.stalled_s(now) > _QUIET_S
         free = router.placing.free(twin, now, router.oldest_version, router.newest_version)
-        free = [node for node in free if node is not request.node and not node.cache_is_full]
+        free = [node for node in free if node is not slow and not node.cache_is_full]
+        free = [node for node in free if is_silent or _samples_the_same(slow, node)]
         if not free:
             continue
         node = min(free, key=lambda node: router.placing.seconds(twin, node))
-        if _is_slow(router, request, request.node, router.placing.seconds(twin, node), now):
+        if is_silent or _is_slow(router, request, slow, router.placing.seconds(twin, node), now):
             request.twin = twin
             router.counters.twins += 1
             router.assign(twin, node)
+
+
+def _samples_the_same(slow: AttachedNode, other: AttachedNode) -> bool:
+    """Whether `other` goes on with the tokens that `slow` streams and samples those that `slow` would.
+
+    Otherwise the shorter of two answers would win, and training would see too many of those.
+    """
+    return slow.streams and slow.continues and other.continues and slow.version == other.version
 
 
 def _twin(request: GatewayRequest, node: AttachedNode) -> GatewayRequest:
@@ -164,9 +174,12 @@ def _is_slow(router: Router, request: GatewayRequest, node: AttachedNode, elsewh
     left_s = router.placing.seconds_left(request, node)
     if left_s > _TWIN_GAIN * elsewhere_s + _LEAST_GAIN_S and node.speed.pace is not None:
         return True
+    return _is_overdue(router, request, node, now) and now - request.last_part > _QUIET_S
+
+
+def _is_overdue(router: Router, request: GatewayRequest, node: AttachedNode, now: float) -> bool:
     expected_s = router.placing.pace(node).seconds(request.cold, router.placing.mean_sampled, request.load)
-    is_overdue = now - request.placed > max(_OVERDUE * expected_s, _QUIET_S)
-    return is_overdue and now - request.last_part > _QUIET_S
+    return now - request.placed > max(_OVERDUE * expected_s, _QUIET_S)
 
 
 def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:

@@ -105,6 +105,24 @@ async def test_nodes_that_cannot_serve_are_looked_at_once_and_come_back():
     await fleet.close()
 
 
+async def test_nodes_that_wait_for_weights_cost_requests_nothing(monkeypatch):
+    """With 64 outdated nodes and 350 queued requests, each node is asked about itself a few times, not per request."""
+    fleet, asked, usual = Fleet(**{f"n{i}": {} for i in range(64)}), [0], AttachedNode.cannot_serve
+
+    def counted(node, *args):
+        asked[0] += 1
+        return usual(node, *args)
+
+    fleet.router.newest_version = fleet.router.oldest_version = 1
+    monkeypatch.setattr(AttachedNode, "cannot_serve", counted)
+    await fleet.ask(350)
+    fleet.router.place()
+    fleet.router.nodes.update_status(fleet.node("n0"), status())
+    fleet.router.place()
+    assert fleet.router.queued == 350 and asked[0] <= 64 + 350
+    await fleet.close()
+
+
 async def test_placing_compares_few_nodes_however_many_there_are():
     """A request and its answer touch the order at a logarithm of places: 1,000 nodes cost no more looks than 10."""
     looks = {}

@@ -27,9 +27,9 @@ def test_a_group_ends_when_three_quarters_of_it_are_over():
     assert not siblings.holds_up("g2-0") and not siblings.holds_up("alone")
 
 
-async def last_of_a_group(streamed: Sequence[int] = (10, 11)) -> Fleet:
+async def last_of_a_group(streamed: Sequence[int] = (10, 11), engine: str = "local") -> Fleet:
     """Three siblings are over; the last one's request has run on the slow node for some tokens."""
-    fleet = Fleet(fast={}, slow={})
+    fleet = Fleet(fast={"engine": "local"}, slow={"engine": engine})
     placing = fleet.router.placing
     placing.fleet.median = Pace(1e-3, 1e-2)
     fleet.node("fast").places = 0
@@ -96,6 +96,22 @@ async def test_nobody_tries_twice_while_requests_wait_or_the_node_is_as_fast():
     await fleet.close()
 
 
+@pytest.mark.parametrize(("engine", "streamed"), [("vllm", []), ("vllm", [10]), ("local", [])])
+async def test_a_node_whose_draws_nobody_continues_gets_a_twin_only_when_it_is_silent(engine, streamed):
+    """Else the first answer to end would be taken, which is the shorter one more often."""
+    fleet = await last_of_a_group(streamed, engine)
+    [request], slow = fleet.router.open.values(), fleet.node("slow")
+    for past in (0.0, 1000.0):
+        request.placed -= past
+        request.last_part -= past
+        start_twins(fleet.router)
+        assert not fleet.sent["fast"]
+    slow.last_progress = slow.last_delivered = request.placed
+    start_twins(fleet.router)
+    assert len(fleet.sent["fast"]) == 1
+    await fleet.close()
+
+
 @pytest.mark.parametrize("first_to_go", ["slow", "fast"])
 async def test_an_answer_and_the_loss_of_the_other_node_may_come_in_one_burst(first_to_go):
     """What the lost node held besides goes on, and an answer counts once: the caller has not run in between."""
@@ -158,6 +174,7 @@ async def test_a_twin_that_fails_is_not_tried_again_and_the_first_node_goes_on(r
 async def test_a_last_failure_does_not_end_a_request_that_a_second_node_works_on(retryable):
     """The twin began before anything was streamed, so it goes on whatever the first node did."""
     fleet = await last_of_a_group(streamed=[])
+    fleet.node("slow").streams = True
     start_twins(fleet.router)
     [request] = fleet.router.open.values()
     request.failures, request.refused_by = 2, {"fast", "other"}

@@ -96,11 +96,18 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
 
 
 async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_long():
-    """A node that claims to sample, and delivers nothing, loses its requests after twice the time."""
+    """A node that claims to sample, and streams no more, loses its requests after twice the time.
+
+    One that never streams keeps them: it delivers whole answers, and long ones take long.
+    """
     fleet = Fleet(a={}, b={})
     await fleet.ask(2)
     node = fleet.node("a")
-    for waited_s, holds in ((100.0, True), (60.0, False)):
+    for waited_s, holds in ((1000.0, True), (100.0, True), (60.0, False)):
+        if waited_s == 100.0:
+            fleet.stream("a", fleet.sent["a"][0], [10])
+            for request in node.leases.values():
+                request.placed = node.last_delivered
         stall(node)
         node.last_delivered -= waited_s
         fleet.router.nodes.update_status(node, status(tokens_per_s=1e12))
