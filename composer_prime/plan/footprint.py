@@ -14,6 +14,7 @@ from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.config.channels import AVERAGES, weight_sets
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.model_source import tensor_shapes, weight_files
@@ -133,28 +134,43 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
     vLLM on a GPU takes its configured share of `device_bytes`, whatever the model.
     """
     inference = config.inference
-    half = inference.dtype == "bfloat16" or (inference.dtype == "auto" and cuda)
-    width = 2 if half else 4
-    weights = shape.parameters * width
-    swap = weights
+    per_token = 2 * shape.layers * shape.kv_width * _node_width(inference, cuda=cuda)
+    cache = per_token * inference.local.max_batch * config.model.max_context
     if inference.engine == "vllm":
-        swap = 0 if cuda else weights
         cache = inference.vllm.cpu_kv_cache_gib * GIB
         if cuda and device_bytes:
-            cache = max(0, int(inference.vllm.gpu_memory_utilization * device_bytes) - weights - _CUDA_CONTEXT_BYTES)
-    else:
-        per_token = 2 * shape.layers * shape.kv_width * width
-        cache = per_token * inference.local.max_batch * config.model.max_context
-        cache = min(cache, int(inference.local.kv_cache_gib * GIB))
-    batch = inference.local.max_batch if inference.engine == "local" else inference.vllm.max_num_seqs
-    logits = 0 if inference.engine == "vllm" and cuda else 12 * shape.vocabulary * batch
-    runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
-    if inference.engine == "vllm" and not cuda:
-        runtime += GIB
-    parts = {"weights": weights, "swap": swap, "KV cache": cache, "logits": logits, "runtime": runtime}
+            cache = int(inference.vllm.gpu_memory_utilization * device_bytes) - _CUDA_CONTEXT_BYTES
+            cache = max(0, cache - shape.parameters * _node_width(inference, cuda=cuda))
+    parts = node_parts(inference, shape.parameters, cuda=cuda, cache=cache, vocabulary=shape.vocabulary)
     total = sum(parts.values())
-    host = _RUNTIME_BYTES["node"] + weights if cuda else total
+    host = _RUNTIME_BYTES["node"] + parts["weights"] if cuda else total
     return Need(role="inference node", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
+
+
+def node_parts(
+    inference: InferenceConfig, parameters: int, *, cuda: bool, cache: int | None = None, vocabulary: int = 0
+) -> dict[str, int]:
+    """Return the bytes of a node where it computes, by purpose.
+
+    `cache`: of the KV cache; None while only the number of parameters is known, which counts an eighth of the weights.
+    """
+    vllm = inference.engine == "vllm"
+    weights = parameters * _node_width(inference, cuda=cuda)
+    cache = weights // 8 if cache is None else cache
+    batch = inference.vllm.max_num_seqs if vllm else inference.local.max_batch
+    runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
+    return {
+        "weights": weights,
+        "swap": 0 if vllm and cuda else weights,
+        "KV cache": cache if vllm else min(cache, int(inference.local.kv_cache_gib * GIB)),
+        "logits": 0 if vllm and cuda else 12 * vocabulary * batch,
+        "runtime": runtime + (GIB if vllm and not cuda else 0),
+    }
+
+
+def _node_width(inference: InferenceConfig, *, cuda: bool) -> int:
+    """Return the bytes of a node's parameter."""
+    return 2 if inference.dtype == "bfloat16" or (inference.dtype == "auto" and cuda) else 4
 
 
 def orchestrator_need(config: Config) -> Need:

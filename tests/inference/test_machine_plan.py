@@ -32,6 +32,7 @@ def plan(found: NodeMachine, parameters: int, *, engine: str | None = None, vllm
         (8, 8, True, 8, 1, "vllm"),  # one a GPU
         (8, 70, True, 2, 4, "vllm"),  # bfloat16: two of 80 GiB would hold the weights and little else
         (8, 200, True, 1, 8, "vllm"),
+        (1, 19, True, 1, 1, "vllm"),
         (1, 8, False, 1, 1, "local"),  # vllm is not installed
         (0, 1, True, 1, 0, "local"),  # no GPU: one node on the CPU
         (3, 50, True, 1, 2, "vllm"),  # the third is left
@@ -53,8 +54,11 @@ def test_before_the_first_version_nothing_is_known_to_be_too_large():
 @pytest.mark.parametrize(
     ("found", "parameters", "options", "error", "parts"),
     [
-        (machine(1), 70 * BILLION, {}, EngineError, ["GiB on each of 1 GPU", "73.6 GiB of 80.0 usable"]),
+        (machine(1), 70 * BILLION, {}, EngineError, ["GiB on each of 1 GPU", "68.0 GiB of 80.0 usable"]),
         (machine(8), 70 * BILLION, {"vllm": False}, EngineError, ["install vllm, which splits a model"]),
+        # A swap holds the weights twice, and a KV cache stands beside them, as in the forecast of a run's own nodes.
+        (machine(1), 19 * BILLION, {"vllm": False}, EngineError, ["needs 75.4 GiB", "73.6 GiB of 80.0 usable"]),
+        (machine(0, memory_gib=8), BILLION, {}, EngineError, ["needs 8.5 GiB", "8.0 GiB are free"]),
         (machine(0, memory_gib=4), 8 * BILLION, {}, EngineError, ["GiB of memory on the CPU, 4.0 GiB are free"]),
         (machine(1, driver="11.8"), BILLION, {}, ConfigError, ["driver knows CUDA 11.8", "needs 13.0", "--device cpu"]),
         (machine(1), BILLION, {"cuda": ""}, ConfigError, ["built without CUDA"]),
