@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -32,6 +33,7 @@ from composer_prime.run.run_dir import remove_partials, write_atomic
 CHUNK_BYTES = 16 << 20
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+Body = TypeVar("Body", bound=msgspec.Struct)
 _PULL_S = 60.0
 """A version counts as being pulled for this long after one of its chunks was read."""
 
@@ -116,10 +118,20 @@ class Envelope(msgspec.Struct, frozen=True):
     signature: bytes
 
 
-def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
-    """Return the manifest's wire form: msgpack of (manifest bytes, ed25519 signature over them)."""
-    body = msgspec.msgpack.encode(manifest)
+def sign(signed: msgspec.Struct, key: Ed25519PrivateKey) -> bytes:
+    """Return the wire form of a manifest or another message: msgpack of (its bytes, ed25519 signature over them)."""
+    body = msgspec.msgpack.encode(signed)
     return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
+
+
+def opened(raw: bytes, key: Ed25519PublicKey, body: type[Body]) -> Body:
+    """Return what `sign` made `raw` of.
+
+    Raises msgspec.DecodeError when it is no signed `body`, InvalidSignature when another key signed it.
+    """
+    envelope = msgspec.msgpack.decode(raw, type=Envelope)
+    key.verify(envelope.signature, envelope.manifest)
+    return msgspec.msgpack.decode(envelope.manifest, type=body)
 
 
 def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
@@ -129,20 +141,16 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     it or it is of another run.
     """
     try:
-        envelope = msgspec.msgpack.decode(raw, type=Envelope)
-    except msgspec.DecodeError as error:
-        raise WireError(f"{len(raw)} bytes are not a signed weight manifest: {error}") from None
-    try:
-        key.verify(envelope.signature, envelope.manifest)
+        manifest = opened(raw, key, Manifest)
     except InvalidSignature:
         raise SignatureError(
             "the weight manifest's signature does not match the run's key: its weights are refused; "
             "check that the node joined the right run"
         ) from None
-    try:
-        manifest = msgspec.msgpack.decode(envelope.manifest, type=Manifest)
     except msgspec.DecodeError as error:
-        raise WireError(f"the signed manifest has an unknown layout: {error}; use one release everywhere") from None
+        raise WireError(
+            f"{len(raw)} bytes are not a signed weight manifest: {error}; use one release everywhere"
+        ) from None
     if manifest.run_id != run_id:
         raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
     for ref in manifest.refs:  # The hash becomes a file name: "../" would lead out of the folder.

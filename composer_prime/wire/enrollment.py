@@ -28,14 +28,13 @@ from composer_prime.address import tcp_address
 from composer_prime.console import GIB
 from composer_prime.errors import ConfigError, InviteError, SignatureError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
-from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, Envelope
+from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, is_chunk_name, opened, sign
 
 PROTOCOL = 1
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi1."
 _CHECK_BYTES = 4
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Word = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[ -~]*$")]
@@ -112,16 +111,13 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True, tag="model_files"):
     files: list[ModelFile]
 
     def sign(self, key: Ed25519PrivateKey) -> bytes:
-        body = msgspec.msgpack.encode(self)
-        return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
+        return sign(self, key)
 
     @classmethod
     def open_signed(cls, raw: bytes, verify_key: bytes, *, run_id: str) -> Self:
         """Raises WireError (no such list, or a name that leaves the folder), SignatureError (not this run's)."""
         try:
-            envelope = msgspec.msgpack.decode(raw, type=Envelope)
-            Ed25519PublicKey.from_public_bytes(verify_key).verify(envelope.signature, envelope.manifest)
-            files = msgspec.msgpack.decode(envelope.manifest, type=cls)
+            files = opened(raw, Ed25519PublicKey.from_public_bytes(verify_key), cls)
         except InvalidSignature:
             raise SignatureError(
                 f"the list of model files is not signed by run {run_id!r}: join the right run with a fresh invite"
@@ -134,7 +130,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True, tag="model_files"):
             if not _FILE_NAME.fullmatch(file.name):
                 raise WireError(f"model file {file.name[:80]!r} has no plain name: its run is not to be trusted")
             for ref in file.chunks:
-                if not _SHA256.fullmatch(ref.sha256) or not 0 < ref.size <= CHUNK_BYTES:
+                if not is_chunk_name(ref.sha256) or not 0 < ref.size <= CHUNK_BYTES:
                     raise WireError(f"model file {file.name} has a chunk of {ref.size} bytes, {ref.sha256[:80]!r}")
         return files
 
