@@ -5,12 +5,12 @@
       ├── orchestrator ┐
       ├── trainer-0 .. ┘            an end with an error ends the run
       ├── node-0 ..                 started again after a pause, up to inference.max_restarts times
-      └── weights, teachers         likewise; after that the run goes on without them
+      └── auditor-0 .., weights, teachers       likewise; after that the run goes on without them
 
 `role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
 and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
-still work and get trainer.checkpoint.stop_timeout_s more for it; then nodes; then the orchestrator, with more time for
-paid answers; then teachers.
+still work and get trainer.checkpoint.stop_timeout_s more for it; then nodes and auditors; then the orchestrator, with
+more time for paid answers; then weights and teachers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from composer_prime.run.process import (
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.run_dir import RunDir
 
-Kind = Literal["orchestrator", "node", "rank", "weights", "teachers"]
+Kind = Literal["orchestrator", "node", "auditor", "rank", "weights", "teachers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class RoleCommand:
     """One process to start."""
 
     name: str
-    """Name of its log: orchestrator, node-0, trainer-0, weights, teachers."""
+    """Name of its log: orchestrator, node-0, auditor-0, trainer-0, weights, teachers."""
     kind: Kind
-    """Nodes, weights and teachers are started again when they die; an error of any other kind ends the run."""
+    """An error of the orchestrator or a rank ends the run; the others are started again when they die."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
@@ -89,7 +89,7 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
         for index in range(audit.auditors if audit.enabled else 0):
             argv = [*console_script("inference"), "audit", *where, "--node-name", f"auditor-{index}"]
             env = {**_threads(config.inference.threads), "CUDA_VISIBLE_DEVICES": ""}  # The GPUs are dealt below.
-            commands.append(RoleCommand(name=f"auditor-{index}", kind="node", argv=argv, env=env))
+            commands.append(RoleCommand(name=f"auditor-{index}", kind="auditor", argv=argv, env=env))
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
@@ -136,11 +136,11 @@ def _devices(devices: tuple[int, ...]) -> dict[str, str]:
 FIRST_RESTART_S = 1.0
 """Pause before a role's first restart; doubles with each."""
 FORGET_RESTARTS_S = 600.0
-"""A node that lived this long starts with no restarts counted."""
+"""A role that lived this long starts with no restarts counted."""
 CAUSE_WAIT_S = 3.0
 """How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
-_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "orchestrator", "weights", "teachers")
-_RESTARTED = ("node", "weights", "teachers")
+_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "weights", "teachers")
+_RESTARTED = ("node", "auditor", "weights", "teachers")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class Supervisor:
             self.children.append(RoleProcess(role=role, process=process, log_offset=log_offset, started=started))
 
     def poll(self) -> Literal["running", "finished"]:
-        """Look at every child and start nodes again that are due.
+        """Look at every child and start those again that are due.
 
         Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot go on.
         """
@@ -277,11 +277,11 @@ class Supervisor:
         return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
 
     def _plan_restart(self, child: RoleProcess) -> None:
-        """Raises RoleFailedError when the last node is lost, or one refuses its configuration, or `weights` does."""
+        """Raises RoleFailedError when the last node is lost, or a role refuses its configuration."""
         if time.monotonic() - child.started > FORGET_RESTARTS_S:
             child.restarts = 0
-        refused = child.role.kind == "node" or (child.role.kind == "weights" and not child.restarts)
-        if refused and child.code == EXIT_USAGE:
+        ends_run = child.role.kind in ("node", "auditor") or (child.role.kind == "weights" and not child.restarts)
+        if ends_run and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
         max_restarts = self.config.inference.max_restarts
         if child.restarts >= max_restarts:
