@@ -250,6 +250,8 @@ class InferenceNode:
                 self._attach(message)
             case HelloAgain():
                 self._repeat_hello()
+            case Rejected() if self._stop_reason.done():
+                pass  # An evicted node is told to drain; a Hello of it that crosses that is refused.
             case Rejected(reason=reason):
                 raise RunMismatchError(f"the gateway at {self._link.endpoint} turned this node away: {reason}")
             case Drain(reason=reason):

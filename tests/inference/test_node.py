@@ -261,6 +261,18 @@ def test_a_rejected_node_ends(loop, serving):
         loop.run(scenario())
 
 
+def test_an_evicted_node_ends_without_an_error(loop, serving):
+    # Whoever started it would start it again after an error. It is drained, and a Hello on the way is refused.
+    async def scenario():
+        async with serving() as (gateway, _, ended):
+            await gateway.until(lambda: gateway.node, "a node")
+            gateway.send(Drain(reason="this node was evicted by the operator"))
+            gateway.send(Rejected(reason="evicted by the operator"))
+            await asyncio.wait_for(ended, 100)
+
+    loop.run(scenario())
+
+
 @pytest.mark.parametrize("by", ["gateway", "signal"])
 def test_drain_finishes_and_says_goodbye(loop, serving, by):
     # A drained node answers what runs, gives new requests back untried, says Goodbye and ends.
