@@ -68,7 +68,7 @@ class OfferedAnswer:
     rollout_id: str
     quarantines: dict[str, int]
     """Of each of its nodes when the answer came."""
-    is_held: bool
+    is_awaited: bool
     """Whether its rollout waits for the audit."""
     request: AuditRequest | None = None
     """None when it is not audited."""
@@ -171,7 +171,7 @@ class Audits:
             parts=parts,
             rollout_id=rollout_id,
             quarantines={node_id: trust.quarantines for node_id, trust in nodes.items()},
-            is_held=any(trust.is_new for trust in nodes.values()),
+            is_awaited=any(trust.is_new for trust in nodes.values()),
         )
         self._open.setdefault(rollout_id, []).append(answer)
         self.counters["answers"] += 1
@@ -202,7 +202,7 @@ class Audits:
         Waits for the audits of new nodes' answers, at most orchestrator.audit.timeout_s.
         """
         answers = self._open.pop(rollout_id, [])
-        waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_held]
+        waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_awaited]
         if waits:
             try:
                 _, late = await asyncio.wait(waits, timeout=self._config.timeout_s)
@@ -210,7 +210,7 @@ class Audits:
                 for wait in waits:
                     wait.cancel()
             if late:
-                return self._too_late([answer for answer in answers if answer.is_held and not answer.done.is_set()])
+                return self._too_late([answer for answer in answers if answer.is_awaited and not answer.done.is_set()])
         for answer in answers:
             if (objection := self._objection(answer)) is not None:
                 return objection
@@ -243,7 +243,7 @@ class Audits:
         for node_id, quarantines in answer.quarantines.items():
             if self._trust[node_id].quarantines != quarantines:
                 return f"node {node_id} was quarantined, and this answer of it was not audited"
-        if answer.is_held and answer.error is not None:
+        if answer.is_awaited and answer.error is not None:
             return f"an answer of a new node ({answer.nodes}) could not be audited: {answer.error}"
         return None
 
