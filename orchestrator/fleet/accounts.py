@@ -63,8 +63,8 @@ class NodeAccount:
     """What costs.jsonl has."""
     written_at: float = -math.inf
     history: deque[Moment] = field(default_factory=deque)
-    counted: dict[str, int] = field(default_factory=dict)
-    """The gateway's counters and the node's own, as of the last tick."""
+    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
+    """The gateway's counters, and from its first report on the node's own, as of the last tick."""
     seen: float | None = None
     """When it was last counted as attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
@@ -73,21 +73,25 @@ class NodeAccount:
 
     def add(self, node: AttachedNode, now: float) -> None:
         """Take in what `node` did since the last call."""
-        status = node.status
-        counters = {
-            "tokens": node.tokens_out,
-            "failures": node.failures + node.bad_answers,
-            "weight_bytes": status.weight_bytes if status is not None else 0,
-        }
-        # The node's own counter begins again with its process.
+        if not node.is_known:
+            self.counted.setdefault("weight_bytes", 0)
+        counters = {"tokens": node.tokens_out, "failures": node.failures + node.bad_answers}
+        if node.status is not None:
+            counters["weight_bytes"] = node.status.weight_bytes
         added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.usd_per_hour is None else node.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
-        self.counted, self.seen = counters, now if node.attached else None
+        self.counted |= counters
+        self.seen = now if node.attached else None
 
     def _before(self, name: str, count: int) -> int:
-        before = self.counted.get(name, 0)
+        """Return what of `count` was counted before.
+
+        The node's own counter begins again with its process. All that it has when a new orchestrator meets it was
+        counted by an earlier one.
+        """
+        before = self.counted.get(name, count)
         return before if count >= before else 0
 
     def remember(self, now: float, start: float) -> None:

@@ -144,6 +144,8 @@ class AttachedNode:
     """What audits of its answers tell; belongs to its name."""
     speed: NodeSpeed = field(default_factory=NodeSpeed)
     """Measured here, from its answers."""
+    is_known: bool = False
+    """Whether its process served this run before its Hello, perhaps under an earlier start of the orchestrator."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
     streams: bool = False
@@ -282,6 +284,7 @@ class Nodes:
             context=math.inf if hello.max_context is None else hello.max_context,
             device=hello.device,
             usd_per_hour=hello.usd_per_hour,
+            is_known=hello.run_id is not None,
         )
         if former is not None:
             for counter in _COUNTERS:

@@ -15,7 +15,7 @@ from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.nodes import recorded_rows
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node import ComputeDevice
+from composer_prime.wire.node import ComputeDevice, NodeHello
 from orchestrator.fleet.accounts import NodeAccounts, NodeWork, worthless
 
 
@@ -121,6 +121,33 @@ def test_a_line_for_each_change(tmp_path):
         lines = [json.loads(raw) for raw in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         found = [(line["node/state"], line["node/version"], line["node/in_flight"]) for line in lines]
         assert found == [("serving", 0, 0), ("loading", 0, 2), ("serving", 1, 2)]
+
+    with_fleet(test, a={})
+
+
+# The first tick after a Hello may come before the first report: what was pulled is not counted again, and a node that
+# outlives its orchestrator pulled nothing for the next one. A process that starts anew pulls anew.
+def test_pulled_bytes_count_once():
+    def pulled(fleet: Fleet, accounts: NodeAccounts, count: int) -> int:
+        fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=count))
+        return accounts.rows()[0].totals.weight_bytes
+
+    def hello(fleet: Fleet, accounts: NodeAccounts, instance: str, run_id: str | None) -> None:
+        said = NodeHello(node_id="a", engine="e", run_id=run_id, version=0, max_concurrent=1, instance=instance)
+        fleet.router.nodes.attach(b"again", said)
+        accounts.tick()
+
+    async def test(fleet: Fleet) -> None:
+        accounts = accounts_of(fleet, Clock(), None)
+        accounts.tick()
+        assert pulled(fleet, accounts, 5000) == 5000
+        hello(fleet, accounts, "a", "run-1")
+        assert pulled(fleet, accounts, 5000) == 5000 and pulled(fleet, accounts, 5100) == 5100
+        hello(fleet, accounts, "new", None)
+        assert pulled(fleet, accounts, 3000) == 8100
+        after_restart = accounts_of(fleet, Clock(), None)
+        hello(fleet, after_restart, "new", "run-1")
+        assert pulled(fleet, after_restart, 3000) == 0 and pulled(fleet, after_restart, 3500) == 500
 
     with_fleet(test, a={})
 
