@@ -9,7 +9,7 @@ A node's line in metrics.jsonl: {"node": name, "node/state", "node/version", "no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -52,9 +52,8 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
 def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> list[NodeRow]:
     """Return the rows of a run that is over, or that another process serves; rates are means over the whole run."""
     last: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        if isinstance(name := line.get("node"), str):
-            last.setdefault(name, {}).update(line)
+    for line in _node_lines(lines):
+        last.setdefault(line["node"], {}).update(line)
     rows = []
     for name in dict.fromkeys([*last, *totals]):
         line, sums = last.get(name, {}), totals.get(name, NodeTotals())
@@ -73,6 +72,21 @@ def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> li
             )
         )
     return rows
+
+
+def _node_lines(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield the lines of nodes. At a resume every node is away until its next one: a crash writes no last lines."""
+    last: dict[str, Line] = {}
+    for line in lines:
+        if isinstance(name := line.get("node"), str):
+            last[name] = line
+            yield line
+        elif line.get("event") == "resume":
+            for name, known in last.items():
+                if known.get("node/state") != AWAY:
+                    version = known.get("node/version")
+                    last[name] = {"time": line.get("time"), "node": name, "node/state": AWAY, "node/version": version}
+                    yield last[name]
 
 
 # -- text ----------------------------------------------------------------------------------------------------------
@@ -153,14 +167,13 @@ class NodeLane(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_lanes(lines: Iterable[Line], *, end: float, most: int, most_points: int) -> list[NodeLane]:
-    """Return the lanes of the first `most` nodes up to `end`, with about `most_points` moments each at most."""
+    """Return the lanes up to `end` of the `most` nodes that changed last, with at most `most_points` moments each."""
     by_node: dict[str, list[Line]] = {}
-    for line in lines:
-        if isinstance(name := line.get("node"), str) and numeric_field(line, "time") is not None:
-            known = by_node.setdefault(name, []) if len(by_node) < most else by_node.get(name)
-            if known is not None:
-                known.append(line)
-    return [_lane(name, changes, end, most_points) for name, changes in by_node.items()]
+    for line in _node_lines(lines):
+        if numeric_field(line, "time") is not None:
+            by_node.setdefault(line["node"], []).append(line)
+    newest = set(sorted(by_node, key=lambda name: by_node[name][-1]["time"])[-most:])
+    return [_lane(name, changes, end, most_points) for name, changes in by_node.items() if name in newest]
 
 
 def _lane(name: str, changes: list[Line], end: float, most_points: int) -> NodeLane:
@@ -179,4 +192,4 @@ def _lane(name: str, changes: list[Line], end: float, most_points: int) -> NodeL
     state, begun, _, version = spans[-1]
     spans[-1] = (state, begun, max(end, begun), version)
     stride = -(-len(held) // most_points) or 1
-    return NodeLane(name=name, spans=spans[-most_points:], held=held[::stride])
+    return NodeLane(name=name, spans=spans[-most_points:], held=held[::-stride][::-1])

@@ -71,6 +71,23 @@ def test_lanes_are_cut_at_changes():
     assert [lane.name for lane in node_lanes(LINES, end=10.0, most=1, most_points=100)] == ["a"]
 
 
+# With more nodes than lanes those that changed last are shown, and of many moments the newest is.
+def test_lanes_end_with_what_is_newest():
+    later = [*LINES, line(9.5, "b", "serving", 1, 7)]
+    [b] = node_lanes(later, end=10.0, most=1, most_points=1)
+    assert (b.name, b.held) == ("b", [(9.5, 7)])
+
+
+# A crash writes no last lines: at the resume every node is away, until it is back.
+def test_nodes_are_away_after_a_crash():
+    lines = [*LINES, {"step": 0, "time": 12.0, "event": "resume"}, line(13.0, "c", "serving", 1, 0)]
+    assert [row.state for row in recorded_rows(lines, {})] == ["away", "away", "serving"]
+    _, b, _ = node_lanes(lines, end=14.0, most=8, most_points=100)
+    assert b.spans == [("serving", 7.0, 12.0, 1), ("away", 12.0, 14.0, 1)]
+    lines.append(line(13.5, "b", "serving", 1, 0))
+    assert [row.state for row in recorded_rows(lines, {})] == ["away", "serving", "serving"]
+
+
 # What a node said when it attached stays, its state is the last one, and a node that only costs.jsonl knows has a row.
 def test_rows_of_a_run_that_is_over():
     totals = {"a": NodeTotals(seconds=8.0, usd=0.004, tokens=80, trained_tokens=40), "c": NodeTotals(seconds=1.0)}
