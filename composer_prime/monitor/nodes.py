@@ -19,9 +19,11 @@ from composer_prime.monitor.metrics_file import Line
 from composer_prime.monitor.progress import numeric_field
 from composer_prime.run.costs import NodeTotals
 
-SERVING, LOADING, DRAINING, AWAY = "serving", "loading", "draining", "away"
-"""States of a node: takes requests; has no accepted weights yet; finishes its requests; not connected. There is also
-`held` (suspended after failures, or not trusted), `evicted` and `banned`."""
+SERVING, LOADING, SUSPENDED, DRAINING, AWAY = "serving", "loading", "suspended", "draining", "away"
+"""States of a node: takes requests; has no accepted weights yet; gets none for a while, after failures or in
+quarantine; finishes its requests; not connected."""
+EVICTED, BANNED = "evicted", "banned"
+"""States of a node that is not let in: until the orchestrator starts again; for good."""
 _UNKNOWN = "-"
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.monitor.nodes import AWAY, DRAINING, LOADING, SERVING, NodeRow
+from composer_prime.monitor.nodes import AWAY, DRAINING, LOADING, SERVING, SUSPENDED, NodeRow
 from composer_prime.run.costs import CostLedger, NodeTotals, spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice
@@ -270,7 +270,7 @@ class NodeAccounts:
             behind=max(0, router.newest_version - node.version),
             tokens_per_s=account.rate("tokens", now, _RATE_S),
             trained_tokens_per_s=account.rate("trained_tokens", now, self._worth_window_s),
-            trust=node.trust,
+            trust=node.expectation,
             usd_per_hour=node.usd_per_hour,
             in_flight=len(node.leases),
             totals=account.totals,
@@ -284,11 +284,12 @@ class NodeAccounts:
             return DRAINING
         if not oldest <= node.version <= newest:
             return LOADING
-        return SERVING if node.cannot_serve(now, oldest, newest) is None else "held"
+        return SERVING if node.cannot_serve(now, oldest, newest) is None else SUSPENDED
 
     def _absence(self, name: str) -> str:
-        """Return `evicted` or `banned`, the first word of why the node is refused, else `away`."""
-        return self._router.nodes.refused.get(name, AWAY).partition(" ")[0]
+        """Return `evicted` or `banned` of a node that is refused, else `away`."""
+        state, _ = self._router.nodes.refused.get(name, (AWAY, ""))
+        return state
 
     # -- worth -----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ gateway's tick --> NodeControl.tick: end drains, drain what is not worth it
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back.
 evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
+        Its process ends without an error, so nothing starts it again.
 ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by
         which it came is withdrawn.
 """
@@ -26,9 +27,10 @@ from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
+from composer_prime.monitor.nodes import AWAY, BANNED, EVICTED
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
-from composer_prime.wire.node import Drain, Rejected, ToNode
+from composer_prime.wire.node import Drain, ToNode
 from orchestrator.fleet.accounts import NodeAccounts
 
 if TYPE_CHECKING:  # the gateway imports this module
@@ -66,7 +68,7 @@ class NodeControl:
         self._leaving: dict[str, tuple[str, float]] = {}
         """Why nodes are drained, and until when they may answer, monotonic seconds."""
         self._banned = self._read_banned()
-        router.nodes.refused |= self._banned
+        router.nodes.refused |= {name: (BANNED, reason) for name, reason in self._banned.items()}
 
     # -- the operator's words --------------------------------------------------------------------------------------
 
@@ -92,10 +94,12 @@ class NodeControl:
 
         Raises RequestError for an unknown node and one that is evicted already.
         """
-        if (refused := self._router.nodes.refused.get(name)) is not None:
-            raise RequestError(f"node {name} is refused already ({refused})", status=409)
+        if name in self._router.nodes.refused:
+            _, why = self._router.nodes.refused[name]
+            raise RequestError(f"node {name} is refused already ({why})", status=409)
         node = self._known(name)
-        return self._refuse(name, node, reason, "until the orchestrator starts again, or `orchestrator unban`")
+        how_long = "until the orchestrator starts again, or `orchestrator unban`"
+        return self._refuse(name, node, EVICTED, reason, how_long)
 
     def ban(self, name: str) -> str:
         """Evict node `name`, and refuse it after restarts too. Return what happened.
@@ -114,7 +118,7 @@ class NodeControl:
                 invite = "; the invite by which it came admits no further node (`orchestrator invite` makes another)"
         self._banned[name] = reason
         self._write_banned()
-        return self._refuse(name, node, reason, f"{by}, until `orchestrator unban {name}`{invite}")
+        return self._refuse(name, node, BANNED, reason, f"{by}, until `orchestrator unban {name}`{invite}")
 
     def unban(self, name: str) -> str:
         """Let node `name` connect again. Return what happened. Raises RequestError when it is not refused."""
@@ -133,13 +137,14 @@ class NodeControl:
         logger.info("node %s may connect again", name, extra=event("node", text=f"node {name} may connect again"))
         return f"node {name} may connect again"
 
-    def _refuse(self, name: str, node: AttachedNode | None, reason: str, how_long: str) -> str:
-        self._router.nodes.refused[name] = reason
+    def _refuse(self, name: str, node: AttachedNode | None, state: str, reason: str, how_long: str) -> str:
+        self._router.nodes.refused[name] = state, reason
         self._leaving.pop(name, None)
         held = 0
         if node is not None and node.attached:
             held = len(node.leases)
-            self._send(node, Rejected(reason=f"this node was {reason}"))
+            # Not Rejected, which is an error: the launcher would start it again, and end the run after the last try.
+            self._send(node, Drain(reason=f"this node was {reason}"))
             self._router.nodes.leave(node, reason)
         logger.warning("node %s was %s", name, reason, extra=event("node", same_as=f"{reason}/{name}"))
         return f"node {name} was {reason}; requests that go elsewhere now: {held}. It is refused {how_long}"
@@ -160,8 +165,8 @@ class NodeControl:
     def _attached(self, name: str) -> AttachedNode:
         node = self._known(name)
         if node is None or not node.attached:
-            state = self._router.nodes.refused.get(name, "not connected now")
-            raise RequestError(f"node {name} is {state}: only a connected node can be drained", status=409)
+            _, why = self._router.nodes.refused.get(name, (AWAY, "not connected now"))
+            raise RequestError(f"node {name} is {why}: only a connected node can be drained", status=409)
         return node
 
     # -- upkeep ----------------------------------------------------------------------------------------------------

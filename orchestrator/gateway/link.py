@@ -8,9 +8,9 @@ Nodes hold the run's CURVE key or one of their own, so a stranger never gets a b
 enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A
 message is one frame of bounded size, and few are held unread. Of a message with more frames, only the first is copied;
 ZMQ itself holds all of them until then. Bytes that do not decode to a message are counted, logged and
-dropped. A connection that sent more of them than its budget is evicted: nothing from it is looked at any more. So is
+dropped. A connection that sent more of them than its budget is cut off: nothing from it is looked at any more. So is
 one that sends too many messages that nobody asked for: heartbeats, hellos, answers to requests that it does not hold,
-requests for chunks that it gets no piece for. ZMQ cannot close one connection, so what an evicted one still sends is
+requests for chunks that it gets no piece for. ZMQ cannot close one connection, so what such a one still sends is
 read slowly, and waits in its sender's queue.
 
 Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
@@ -58,13 +58,15 @@ from orchestrator.gateway.routing import Router
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
+_AUDITED_ENGINE = "local"
+"""The engine that draws by the rule which auditors check."""
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
 _MAX_UNKNOWN = 4096
 """Connections without a Hello that are remembered."""
 _MAX_OFFSET = 1 << 40
 _GARBAGE_BUDGET_BYTES = 1 << 20
-"""Garbage after which a connection is evicted."""
+"""Garbage after which a connection is cut off."""
 _UNASKED_MESSAGES = 4096
 """Messages that nobody asked for which a node may send at once. Each of its places allows two more: when its requests
 were taken back, their answers come late."""
@@ -74,7 +76,7 @@ _HELLO_COST = 16
 _UNASKED_BYTES = 1 << 16
 """As many bytes count as one message more."""
 _IGNORED_PAUSE_S = 0.01
-"""Pause after a burst of messages most of which came from evicted connections."""
+"""Pause after a burst of messages most of which came from connections that are cut off."""
 _READERS = 4
 _MAX_RELAYS = 32
 """Relays that a node is told of, those that came last."""
@@ -105,8 +107,9 @@ class NodeLink:
         verify_key: bytes,
         heartbeat_s: float,
         sources: Sequence[str] = (),
+        is_audited: bool = False,
     ) -> None:
-        """`verify_key`: the public key with which nodes check manifests."""
+        """`verify_key`: the public key with which nodes check manifests. `is_audited`: whether draws are checked."""
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.evicted = 0
@@ -123,6 +126,7 @@ class NodeLink:
         self._verify_key = verify_key
         self._heartbeat_s = heartbeat_s
         self._sources = list(sources)
+        self._is_audited = is_audited
         self._relays: dict[bytes, str] = {}
         """Where a connection's node serves its chunks to others."""
         self._decoder = msgspec.msgpack.Decoder(FromNode)
@@ -143,7 +147,7 @@ class NodeLink:
             await asyncio.sleep(_IGNORED_PAUSE_S if ignored > _BURST // 2 else 0)
 
     def _handle(self, received: FromConnection) -> bool:
-        """Return False for a message that was not looked at: its connection is evicted, or is not its sender's."""
+        """Return False for a message that was not looked at: its connection is cut off, or is not its sender's."""
         identity, key = received.identity, received.key
         if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
             self.garbage += 1
@@ -175,7 +179,7 @@ class NodeLink:
         return True
 
     def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
-        """Count a message that nobody asked for. Evict its sender, and return False, when its budget is spent.
+        """Count a message that nobody asked for. Cut its sender off, and return False, when its budget is spent.
 
         A node with a key of its own keeps its account over a reconnect.
         """
@@ -192,7 +196,7 @@ class NodeLink:
             "both sides, and look for a loop in that node's log"
         )
         self._garbage_bytes[received.identity] = _GARBAGE_BUDGET_BYTES + 1
-        self._evict(received.identity, node, reason, "evicted for a flood of messages")
+        self._cut_off(received.identity, node, reason, "cut off for a flood of messages")
         return False
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
@@ -247,9 +251,9 @@ class NodeLink:
             self._garbage_bytes.clear()
         total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
         if total > _GARBAGE_BUDGET_BYTES:
-            self._evict(identity, node, f"{sender} sent {total} bytes that are no messages, at most "
+            self._cut_off(identity, node, f"{sender} sent {total} bytes that are no messages, at most "
                         f"{_GARBAGE_BUDGET_BYTES} are borne: install the same release on both sides",
-                        "evicted for garbage")  # fmt: skip
+                        "cut off for garbage")  # fmt: skip
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
 
@@ -260,9 +264,9 @@ class NodeLink:
             self._impostors.add(key)
             logger.warning("dropped what key %s sent in the name of node %s's connection", key.decode(), node.node_id)
 
-    def _evict(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
+    def _cut_off(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
         self.evicted += 1
-        logger.warning("evicted: %s", reason)
+        logger.warning("cut off: %s", reason)
         self._socket.send(identity, Rejected(reason=reason))
         if node is not None:
             self._router.nodes.leave(node, why)
@@ -346,7 +350,8 @@ class NodeLink:
         )
 
     def _refusal(self, hello: NodeHello) -> str | None:
-        if (reason := self._router.nodes.refused.get(hello.node_id)) is not None:
+        if hello.node_id in self._router.nodes.refused:
+            _, reason = self._router.nodes.refused[hello.node_id]
             return reason
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
@@ -361,6 +366,11 @@ class NodeLink:
             )
         if hello.max_context is not None and hello.max_context < 2:
             return f"max_context is {hello.max_context}: a node needs room for a prompt and a token (--max-context)"
+        if self._is_audited and hello.engine != _AUDITED_ENGINE:
+            return (
+                f"this run audits draws, which the {hello.engine[:200]} engine does not make by the run's rule: join "
+                "with --engine local"
+            )
         return None
 
 

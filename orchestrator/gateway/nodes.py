@@ -140,7 +140,7 @@ class AttachedNode:
     """None before its first heartbeat."""
     cache_is_full: bool = False
     """By its last report, no further conversation fits into its KV cache."""
-    audited: NodeTrust = field(default_factory=NodeTrust)
+    trust: NodeTrust = field(default_factory=NodeTrust)
     """What audits of its answers tell; belongs to its name."""
     speed: NodeSpeed = field(default_factory=NodeSpeed)
     """Measured here, from its answers."""
@@ -174,8 +174,8 @@ class AttachedNode:
             return f"gone for {now - self.last_heard:.0f} s"
         if self.draining:
             return "draining"
-        if now < self.audited.quarantined_until:
-            return f"quarantined for {self.audited.quarantined_until - now:.0f} s: an audit found wrong answers"
+        if now < self.trust.quarantined_until:
+            return f"quarantined for {self.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
         if not oldest <= self.version <= newest:
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {needed}"
@@ -185,9 +185,9 @@ class AttachedNode:
         return None
 
     @property
-    def trust(self) -> float | None:
+    def expectation(self) -> float | None:
         """Expected share of right answers, by its audits; 0 in quarantine, None before the first audit."""
-        return self.audited.expectation(time.monotonic())
+        return self.trust.expectation(time.monotonic())
 
     @property
     def continues(self) -> bool:
@@ -229,8 +229,8 @@ class Nodes:
 
         `on_change(node)` is called when a node has attached or reported.
         """
-        self.refused: dict[str, str] = {}
-        """Why nodes of a name may not attach: the operator evicted them."""
+        self.refused: dict[str, tuple[str, str]] = {}
+        """State (EVICTED or BANNED) and reason of names that may not attach."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         """What audits tell, by node id."""
         self._by_id: dict[str, AttachedNode] = {}
@@ -274,7 +274,7 @@ class Nodes:
             instance=hello.instance,
             key=key,
             engine=hello.engine,
-            audited=self.trust[hello.node_id],
+            trust=self.trust[hello.node_id],
             max_concurrent=hello.max_concurrent,
             places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,
             version=hello.version,
@@ -382,5 +382,5 @@ def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:
         **{name: getattr(status, name) if status else None for name in reported},
         **{name: getattr(node, name) for name in _COUNTERS},
         "attachments": node.attachments,
-        "trust": node.trust,
+        "trust": node.expectation,
     }

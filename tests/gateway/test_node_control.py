@@ -12,7 +12,7 @@ from fleet import Fleet
 
 from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.node import Drain, NodeHello, Rejected, ToNode
+from composer_prime.wire.node import Drain, NodeHello, ToNode
 from orchestrator.fleet.accounts import NodeAccounts
 from orchestrator.fleet.control import NodeControl
 from orchestrator.gateway.nodes import AttachedNode
@@ -87,8 +87,12 @@ def test_evict_reissues_at_once(tmp_path):
         await its.fleet.ask(2)
         text = its.control.evict("a")
         assert "requests that go elsewhere now: 1." in text and len(its.fleet.sent["b"]) == 2
-        assert [(name, type(message)) for name, message in its.told] == [("a", Rejected)]
-        assert "evicted by the operator" in its.fleet.router.nodes.refused["a"]
+        # Its process ends without an error. What it still answers is dropped: another node has the request.
+        assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
+        its.fleet.answer("a", its.fleet.sent["a"][0])
+        counters = its.fleet.router.counters
+        assert (counters.answered, counters.late_answers, its.fleet.router.in_flight) == (0, 1, 2)
+        assert its.fleet.router.nodes.refused["a"] == ("evicted", "evicted by the operator")
         (row,) = [row for row in its.accounts.rows() if row.name == "a"]
         assert row.state == "evicted"
         with pytest.raises(RequestError, match="refused already"):
@@ -107,7 +111,7 @@ def test_a_ban_is_remembered(tmp_path):
     async def test(its: Controlled) -> None:
         assert "by name, as it has no key of its own" in its.control.ban("a")
         later = Controlled(tmp_path)
-        assert later.fleet.router.nodes.refused == {"a": "banned by the operator"}
+        assert later.fleet.router.nodes.refused == {"a": ("banned", "banned by the operator")}
         assert [(row.name, row.state) for row in later.accounts.rows()] == [("a", "banned")]
         with pytest.raises(RequestError, match="banned already"):
             later.control.ban("a")

@@ -16,7 +16,7 @@ from node_peer import PeerNode
 from composer_prime.cli.report_command import report_run
 from composer_prime.config import load
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import NotLiveError, RequestError, RunMismatchError
+from composer_prime.errors import NotLiveError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import WeightStore
@@ -99,8 +99,7 @@ def test_drain_evict_and_ban_real_nodes(tmp_path, capsys):
                 calls = [asyncio.create_task(post(gateway.http_url, body)) for _ in range(4)]
                 await until(lambda: all(node.leases for node in gateway.router.nodes), "both hold requests")
                 assert await command("evict", "b", "--run", str(tmp_path)) == 0
-                with pytest.raises(RunMismatchError, match="this node was evicted by the operator"):
-                    await asyncio.wait_for(b, WAIT_S)
+                await asyncio.wait_for(b, WAIT_S)  # Without an error, so nothing starts it again.
                 assert await command("drain", "a", "--run", str(tmp_path)) == 0
                 answers = await asyncio.gather(*calls)
                 lengths = [(status, len(reply["choices"][0]["token_ids"])) for status, reply in answers]

@@ -278,7 +278,7 @@ function laneArea(lane, index, { x, top, row, name }) {
   return [name(index, lane.name, `most ${figure(Math.max(...lane.values.map((value) => value ?? 0)))}`), base, svg("path", { class: "area soft c0", d })];
 }
 
-const STATES = { serving: "c2", loading: "c4", draining: "c3", held: "c1", evicted: "c6", banned: "c6" };
+const STATES = { serving: "c2", loading: "c4", draining: "c3", suspended: "c1", evicted: "c6", banned: "c6" };
 
 // A row a node: its state as colored spans, cut where its policy version changes, and the requests that it held above.
 // spec: title, span [from, to], lanes [{name, spans [[state, from, to, version]], held [[time, count]]}]
