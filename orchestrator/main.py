@@ -2,7 +2,9 @@
 
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
+    orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (invite.py)
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
+    orchestrator audit RUN_DIR                       an auditor of what nodes sampled (audit/command.py)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
