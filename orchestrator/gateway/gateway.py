@@ -143,6 +143,7 @@ class Gateway:
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=self._config.inference.heartbeat_s,
             sources=self._config.orchestrator.weights.urls,
+            is_audited=self.audits is not None,
         )
 
     def _build_generator(self, vocab_size: int) -> Generator:

@@ -63,10 +63,12 @@ class PeerNode:
         heartbeat_s: float = 0.1,
         answer: Answer | None = None,
         instance: str | None = None,
+        engine: str = "peer",
     ) -> None:
         self.endpoint, self.keys, self.node_id = endpoint, keys, node_id
         self.num_tokens, self.delay_s, self.version = num_tokens, delay_s, version
         self.max_concurrent, self.heartbeat_s = max_concurrent, heartbeat_s
+        self.engine = engine
         self.instance = instance or secrets.token_hex(8)
         self.answer = answer
         """Replaces the usual answer; returning None answers nothing."""
@@ -110,7 +112,7 @@ class PeerNode:
     def say_hello(self, **changes: Any) -> None:
         hello = NodeHello(
             node_id=self.node_id,
-            engine="peer",
+            engine=self.engine,
             run_id=None,
             version=self.version,
             max_concurrent=self.max_concurrent,

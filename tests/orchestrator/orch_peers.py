@@ -113,7 +113,7 @@ class PeerNode:
         self._context.destroy(linger=0)
 
     def _hello(self) -> NodeHello:
-        return NodeHello(node_id=self._name, engine="peer", run_id=None, version=self.version, max_concurrent=64)
+        return NodeHello(node_id=self._name, engine="local", run_id=None, version=self.version, max_concurrent=64)
 
     def _send(self, message: msgspec.Struct) -> None:
         if not self._socket.closed:
