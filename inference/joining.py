@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from composer_prime.address import Address, tcp_address
 from composer_prime.console import EXIT_USAGE, console_script, pluralize
 from composer_prime.errors import ComposerError, ConfigError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
@@ -90,6 +91,8 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     answer, address = enrollment.answer, enrollment.address
     inference = join_config(options, json.loads(answer.inference))
+    if inference.relay is not None:
+        inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
     logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
     # One at a time on this machine: what the first has pulled the others take.
     with state.locked("pull"):
@@ -111,6 +114,12 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
         kept=state.chunks(slot),
         first=(answer.manifest, invite.verify_key, invite.run_id),
     )
+
+
+def relay_address(relay: str, slot: int) -> str:
+    """Return where node `slot` relays: the nodes of a machine take one port after the other. Raises ConfigError."""
+    first = tcp_address(relay, "inference.relay", bind=True, scheme="")
+    return str(Address(first.host, first.port + slot)) if first.port else relay
 
 
 # ---- the parent: all nodes of the machine ----------------------------------------------------------------------------
@@ -164,6 +173,8 @@ class _Machine:
         words = [*self._words, "--slot", str(slot), "--engine", share.engine]
         if self._options.threads is None:
             words += ["--threads", str(share.threads)]
+        if self._options.usd_per_hour is not None:
+            words += ["--price", str(self._options.usd_per_hour * max(1, len(share.gpus)))]
         environment = {INVITE_VARIABLE: self._invite.text()}
         if share.gpus:
             words += ["--tensor-parallel", str(len(share.gpus))]

@@ -337,12 +337,17 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--max-concurrent", type=int, help="requests taken at a time")
     parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
-    parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD", help="dollars an hour of this node")
+    parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD",
+                        help="dollars an hour: with an invite of one GPU of this machine (of a machine without GPUs as "
+                        "a whole), else of this node")  # fmt: skip
     parser.add_argument(
         "--weights-from", action="append", metavar="URL", help="pull weights there: http(s)://, s3://, ..."
     )
     parser.add_argument(
-        "--relay", metavar="HOST:PORT", help="serve the weights that this node holds to others, over HTTP"
+        "--relay",
+        metavar="HOST:PORT",
+        help="serve the weights that this node holds to others, over HTTP; further "
+        "nodes of the machine take the ports behind it",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.

@@ -346,6 +346,8 @@ class Gateway:
 def how_to_join(endpoint: str, model: str | None, token: Path) -> str:
     """Return the whole `inference join` command, or `orchestrator join` with None as `model`, and where it works.
 
+    For nodes an invite comes first: with it they have keys of their own.
+
     `endpoint`: tcp://HOST:PORT as bound; `model`: model.path; `token`: the file that holds the run's join token.
     """
     bound = urlsplit(endpoint)
@@ -353,6 +355,9 @@ def how_to_join(endpoint: str, model: str | None, token: Path) -> str:
     address = f"tcp://[{host}]:{bound.port}" if ":" in host else f"tcp://{host}:{bound.port}"
     role = ["orchestrator", "join", address] if model is None else ["inference", "join", address, "--model", model]
     command = shlex.join([*role, "--token-file", str(token)])
+    if model is not None:
+        invite = shlex.join(["orchestrator", "invite", str(token.parent.parent)])
+        command = f"{invite}` here and what it prints elsewhere, or `{command}"
     if host == "127.0.0.1":
         setting = "orchestrator.worker_address" if model is None else "orchestrator.node_address"
         return f"run `{command}` on this machine (others need {setting} on a public interface)"

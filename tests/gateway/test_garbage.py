@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -17,13 +19,15 @@ from composer_prime.wire.node import (
     FromNode,
     Generated,
     GenerateFailed,
+    Goodbye,
+    Heard,
     NodeHello,
     NodeWelcome,
     Progress,
     Rejected,
     Status,
 )
-from composer_prime.wire.sockets import MessageBudgets, NodeSocket, bind_router, dealer
+from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
 
 
 async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_keys):
@@ -68,6 +72,39 @@ async def test_of_a_message_with_many_frames_only_the_first_is_kept(keys: RunKey
     assert (following.first, following.num_frames, following.identity) == (b"next", 1, received.identity)
     context.destroy(linger=0)
     await socket.close()
+
+
+async def test_an_identity_stays_with_the_connection_that_has_it(keys: RunKeys):
+    """Who names another's is not heard, and does not get what is sent to that one."""
+    socket = NodeSocket(keys, 512)
+    socket.bind("tcp://127.0.0.1:0")
+    context = zmq.asyncio.Context()
+    own = dealer(context, socket.endpoint, keys.client("node"), b"same")
+    await own.send(b"first")
+    async with asyncio.timeout(100):
+        assert (await socket.receive()).first == b"first"
+    thief = dealer(context, socket.endpoint, keys.client("node"), b"same")
+    await thief.send(b"stolen")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(socket.receive(), 0.5)
+    assert socket.send(b"same", Heard()) and await own.poll(100_000) and not await thief.poll(0)
+    context.destroy(linger=0)
+    await socket.close()
+
+
+async def test_a_message_under_another_key_than_its_nodes_is_dropped(open_gateway, node_keys):
+    """Whatever a socket hands over: it neither ends the node nor answers in its name."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a"):
+        [node] = gateway.router.nodes.attached()
+        leaving = msgspec.msgpack.encode(Goodbye(reason="forged"))
+        forged = FromConnection(
+            identity=node.identity, key=b"k" * 40, peer="", first=leaving, num_frames=1, num_bytes=len(leaving)
+        )
+        for _ in range(2):
+            gateway._link._handle(forged)
+        assert node.attached and gateway.state()["link"]["garbage"] == 2
+        gateway._link._handle(replace(forged, key=node.key))
+        assert not node.attached
 
 
 def test_unread_messages_wait_at_their_sender(keys: RunKeys):

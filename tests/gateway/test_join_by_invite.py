@@ -15,11 +15,13 @@ from gateway_config import MODEL
 from http_calls import generate_body, post
 from zmq.utils import z85
 
-from composer_prime.errors import DeadlineError, InviteError
+from composer_prime.errors import ConfigError, DeadlineError, InviteError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
 from inference.enrolling import NodeState, enroll
-from inference.joining import keep_running
+from inference.joining import _Machine, keep_running, relay_address
+from inference.machine import NodeShare
+from inference.main import join_parser
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 
@@ -99,6 +101,25 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     stopping.set()
     status, count = await asyncio.wait_for(staying, 100)
     assert status == 0 and count == 1
+
+
+def test_nodes_of_one_machine_relay_at_ports_of_their_own():
+    """A free port stays one; past the last port is an error when the relay starts."""
+    assert [relay_address("0.0.0.0:5701", slot) for slot in range(3)] == [f"0.0.0.0:{5701 + slot}" for slot in range(3)]
+    assert relay_address("[::]:5701", 1) == "[::]:5702" and relay_address("127.0.0.1:0", 3) == "127.0.0.1:0"
+    with pytest.raises(ConfigError, match=r"inference\.relay"):
+        relay_address("5701", 1)
+
+
+def test_the_price_of_a_node_is_that_of_its_gpus(keys, tmp_path):
+    """--price is that of one GPU; of the machine where it has none. Unknown stays unknown."""
+    invite = invite_for(keys, "127.0.0.1:1")
+    prices = []
+    for words, gpus in ((["--price", "2.5"], (2, 3)), (["--price", "2.5"], (1,)), (["--price", "2.5"], ()), ([], (1,))):
+        machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
+        command, _ = machine._child(0, NodeShare(engine="local", gpus=gpus, threads=1))
+        prices.append(join_parser().parse_args(command[command.index("join") + 1 :]).usd_per_hour)
+    assert prices == [5.0, 2.5, 2.5, None]
 
 
 async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
