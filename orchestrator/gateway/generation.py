@@ -322,7 +322,7 @@ class RolloutRecords:
         on_taken: Callable[[str], None] = lambda session: None,
         on_recorded: Callable[[GenerationRecord, str], None] = lambda record, rollout_id: None,
     ) -> None:
-        """`on_taken(session)` is called for each session when its rollout is taken.
+        """`on_taken(session)` is called when a rollout is taken: with its id, and with each further session of it.
 
         `on_recorded(record, rollout_id)` is called for each answer that is kept.
         """
@@ -351,9 +351,11 @@ class RolloutRecords:
 
         Records of several agents come together; `session` separates them. A rollout that is not open has none.
         """
-        sessions = self._open.pop(rollout_id, {})
-        self._oldest_versions.pop(rollout_id, None)
-        for session in sessions:
+        sessions = self._open.pop(rollout_id, None)
+        if sessions is None:
+            return []
+        del self._oldest_versions[rollout_id]
+        for session in {rollout_id: [], **sessions}:
             self._on_taken(session)
         turns = sorted((turn for turns in sessions.values() for turn in turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}

@@ -12,6 +12,7 @@ quarantine.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_GROUPS = 1 << 14
+_RETRY = re.compile(r"(?<=\d)r\d+$")
+"""The end of the name of a further attempt at a rollout."""
 _ENDING = 3
 """A group ends when this many times as many of its rollouts are over as are open."""
 _TWIN_GAIN = 2.0
@@ -38,7 +41,7 @@ _QUIET_S = 5.0
 @dataclass(slots=True)
 class _Group:
     open: set[str] = field(default_factory=set)
-    over: int = 0
+    over: set[str] = field(default_factory=set)
 
 
 class SiblingRequests:
@@ -51,7 +54,9 @@ class SiblingRequests:
         """A request of `session` has come."""
         rollout, group = _names(session)
         if group:
-            self._groups.setdefault(group, _Group()).open.add(rollout)
+            siblings = self._groups.setdefault(group, _Group())
+            siblings.open.add(rollout)
+            siblings.over.discard(rollout)
             if len(self._groups) > _MAX_GROUPS:
                 self._groups.popitem(last=False)
 
@@ -61,19 +66,22 @@ class SiblingRequests:
         group = self._groups.get(name)
         if group is not None and rollout in group.open:
             group.open.discard(rollout)
-            group.over += 1
+            group.over.add(rollout)
             if not group.open:
                 del self._groups[name]
 
     def holds_up(self, session: str) -> bool:
         """Whether the rest of the session's group is over, but for a few rollouts."""
         group = self._groups.get(_names(session)[1])
-        return group is not None and group.over >= _ENDING * len(group.open)
+        return group is not None and len(group.over) >= _ENDING * len(group.open)
 
 
 def _names(session: str) -> tuple[str, str]:
-    """Return rollout and group of a session `GROUP-SIBLING`, or `GROUP-SIBLING#AGENT`; no group for other names."""
-    rollout = session.partition("#")[0]
+    """Return rollout and group of a session `GROUP-SIBLING`; no group for other names.
+
+    `GROUP-SIBLINGr1` is a further attempt at it, `GROUP-SIBLING#AGENT` another agent in it.
+    """
+    rollout = _RETRY.sub("", session.partition("#")[0])
     return rollout, rollout.rpartition("-")[0]
 
 

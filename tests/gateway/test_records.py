@@ -58,6 +58,18 @@ def test_a_long_conversation_is_held_once():
     assert taken[100].prompt_ids.tolist() == tokens[: 100 * 100 + 50]
 
 
+def test_a_rollout_without_an_answer_is_over_too():
+    """Whoever counts rollouts learns of each one's end, once, and of the end of each of its sessions."""
+    ended: list[str] = []
+    records = RolloutRecords(on_taken=ended.append)
+    for name in ("r", "silent"):
+        records.open(name)
+    records.append(record("r#1", [1], [2]), 0)
+    for name in ("r", "silent", "silent"):
+        records.take(name)
+    assert ended == ["r", "r#1", "silent"]
+
+
 def test_only_open_rollouts_are_recorded_and_ids_are_used_once():
     """An unknown session leaves nothing; opening an id twice is an error."""
     records = RolloutRecords()

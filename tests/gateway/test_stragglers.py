@@ -27,6 +27,19 @@ def test_a_group_ends_when_three_quarters_of_it_are_over():
     assert not siblings.holds_up("g2-0") and not siblings.holds_up("alone")
 
 
+def test_another_attempt_is_the_same_rollout():
+    """A rollout whose first attempt failed is open while its second one runs, and counts once."""
+    siblings = SiblingRequests()
+    for name in ("g1-0", "g1-1", "g1-2", "g1-3"):
+        siblings.note(name)
+    for name in ("g1-0", "g1-1", "g1-2"):
+        siblings.end(name)
+    siblings.note("g1-2r1")
+    assert not siblings.holds_up("g1-3") and not siblings.holds_up("g1-2r1")
+    siblings.end("g1-2r1")
+    assert siblings.holds_up("g1-3")
+
+
 async def last_of_a_group(streamed: Sequence[int] = (10, 11), engine: str = "local") -> Fleet:
     """Three siblings are over; the last one's request has run on the slow node for some tokens."""
     fleet = Fleet(fast={"engine": "local"}, slow={"engine": engine})

@@ -106,10 +106,10 @@ async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_lon
     for waited_s, holds in ((1000.0, True), (100.0, True), (60.0, False)):
         if waited_s == 100.0:
             fleet.stream("a", fleet.sent["a"][0], [10])
-            for request in node.leases.values():
-                request.placed = node.last_delivered
         stall(node)
         node.last_delivered -= waited_s
+        for request in node.leases.values():
+            request.placed -= waited_s
         fleet.router.nodes.update_status(node, status(tokens_per_s=1e12))
         reclaim_stalled(fleet.router, 75.0)
         assert bool(node.leases) == holds
