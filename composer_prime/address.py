@@ -39,6 +39,11 @@ def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp:/
     return Address(_host(host, text, key, bind), int(port))
 
 
+def reachable(endpoint: str) -> str:
+    """Return an address at which a process on this machine reaches `endpoint`, even one bound to all interfaces."""
+    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def _host(host: str, text: str, key: str, bind: bool) -> str:
     try:
         if host.startswith("[") and host.endswith("]"):

@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+from composer_prime.address import reachable
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, ComposerError
@@ -486,11 +487,6 @@ class Pipeline:
         """
         served = [node.version for node in self.gateway.router.serving()]
         return median_high(served) if served else self.gateway.router.oldest_version
-
-
-def reachable(endpoint: str) -> str:
-    """Return an address at which a process on this machine reaches `endpoint`, even one bound to all interfaces."""
-    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.address import Address, tcp_address
+from composer_prime.address import Address, reachable, tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.sockets import bind_router, dealer
@@ -87,3 +87,10 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+# What is bound to every interface is reached at loopback; any other address as it is.
+def test_a_bound_endpoint_is_reached_from_the_same_machine():
+    assert reachable("tcp://0.0.0.0:5500") == "tcp://127.0.0.1:5500"
+    assert reachable("tcp://[::]:5500") == "tcp://[::1]:5500"
+    assert reachable("tcp://192.0.2.7:5500") == "tcp://192.0.2.7:5500"
