@@ -30,7 +30,8 @@ from composer_prime.errors import ConfigError, InviteError, SignatureError, Wire
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, is_chunk_name, opened, sign
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""Raised with every change of messages that an older release would misread. 2: nodes stream parts of answers."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi1."
 _CHECK_BYTES = 4

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from composer_prime.wire.enrollment import Enroll, Enrolled
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
 from composer_prime.wire.types import VersionSpan
 
 MAX_PLACES = 1 << 14
@@ -66,7 +66,7 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     max_concurrent: int
     instance: str = ""
     """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
-    protocol: int = 1
+    protocol: int = PROTOCOL
     max_context: int | None = None
     """Tokens of prompt and answer together that it can hold; None when it does not say."""
     device: ComputeDevice | None = None
