@@ -30,8 +30,6 @@ from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
-_KEEPALIVE_S = 75.0
-"""Longer than workers keep idle connections, so the server never closes one under a request."""
 _SHUTDOWN_S = 2.0
 """Time for replies on their way. Requests without an answer have been ended by then."""
 BodyT = TypeVar("BodyT")
@@ -122,7 +120,6 @@ class HttpServer:
             app,
             handler_cancellation=True,
             access_log=None,
-            keepalive_timeout=_KEEPALIVE_S,
             shutdown_timeout=_SHUTDOWN_S,
         )
         await runner.setup()

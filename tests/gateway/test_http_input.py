@@ -118,6 +118,17 @@ def fuzzed(open_gateway, node_keys):
     loop.close()
 
 
+async def test_an_idle_connection_is_kept_for_long(open_gateway):
+    """A client whose event loop stood still for minutes finds its connections open."""
+    async with open_gateway() as gateway:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.http_url.rsplit(":", 1)[1]))
+        await get(f"{gateway.http_url}/health")
+        runner = gateway._http._runner
+        assert runner is not None and runner.server is not None
+        assert min(each.keepalive_timeout for each in runner.server.connections) > 600
+        writer.close()
+
+
 async def test_raw_bytes_on_the_http_port_do_no_harm(open_gateway, node_keys):
     """Bytes that are no HTTP close that connection and nothing else."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
