@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_ints
@@ -28,8 +29,8 @@ JSON = "application/json"
 PREFIX_MISSING = "prefix_missing"
 """Error code of the 409 that asks for the whole prompt."""
 _DIGEST_BYTES = 16
-_MAX_REMEMBERED_TOKENS = 1 << 23
-"""Tokens that a client remembers, 8 bytes each. The conversation that was used least recently goes first."""
+_MAX_REMEMBERED_TOKENS = 1 << 21
+"""Tokens that a client remembers, 4 bytes each. The conversation that was used least recently goes first."""
 
 Send = Callable[[bytes, Mapping[str, str]], Awaitable[tuple[int, str, bytes]]]
 """Posts a body with these headers. Returns status, content type and body of the answer."""
@@ -99,8 +100,8 @@ class TokenHash:
 class _Remembered:
     """A conversation as the gateway should hold it."""
 
-    token_ids: list[int]
-    """Prompt and answer of its newest turn."""
+    token_ids: np.ndarray
+    """int32 [T]: prompt and answer of its newest turn."""
     whole: TokenHash
     prompt: TokenHash
     """Of the prompt alone: a renderer may write the answer differently into the next prompt."""
@@ -121,19 +122,20 @@ class TurnClient:
 
         `session`: the X-Session-ID that `send` adds; None remembers nothing.
         """
-        token_ids: list[int] = body["token_ids"]
         if not self._is_understood:
             headers = {"Content-Type": JSON, "Accept": f"{PACKED}, {JSON}"}
             status, content_type, content = await send(msgspec.json.encode(body), headers)
             if status != 200 or content_type != PACKED:
                 return status, content
             self._is_understood = True
-            prompt = TokenHash().extended(pack_ints(token_ids))
+            token_ids = ints(pack_ints(body["token_ids"]))
+            prompt = TokenHash().extended(token_ids.data)
         else:
+            token_ids = ints(pack_ints(body["token_ids"]))
             held = self._held(session, token_ids)
-            status, content, prompt = await _post(body, held, send)
+            status, content, prompt = await _post(body, token_ids, held, send)
             if status == 409 and held.num_tokens and _is_prefix_missing(content):
-                status, content, prompt = await _post(body, TokenHash(), send)
+                status, content, prompt = await _post(body, token_ids, TokenHash(), send)
             if status != 200:
                 return status, content
         answer = _ANSWER_DECODER.decode(content)
@@ -141,19 +143,19 @@ class TurnClient:
             self._remember(session, token_ids, prompt, answer)
         return status, answer
 
-    def _held(self, session: str | None, token_ids: list[int]) -> TokenHash:
+    def _held(self, session: str | None, token_ids: np.ndarray) -> TokenHash:
         """Return the hash of the longest start of `token_ids` that the gateway should hold; empty without one."""
         known = self._conversations.get(session) if session is not None else None
         if known is not None:
             for held in (known.whole, known.prompt):
                 size = held.num_tokens
-                if token_ids[:size] == known.token_ids[:size]:
+                if np.array_equal(token_ids[:size], known.token_ids[:size]):
                     return held
         return TokenHash()
 
-    def _remember(self, session: str, token_ids: list[int], prompt: TokenHash, answer: PackedAnswer) -> None:
+    def _remember(self, session: str, token_ids: np.ndarray, prompt: TokenHash, answer: PackedAnswer) -> None:
         self._forget(session)
-        conversation = [*token_ids, *ints(answer.token_ids).tolist()]
+        conversation = np.concatenate([token_ids, ints(answer.token_ids)])
         whole = prompt.extended(answer.token_ids)
         self._conversations[session] = _Remembered(token_ids=conversation, whole=whole, prompt=prompt)
         self._num_tokens += len(conversation)
@@ -166,9 +168,11 @@ class TurnClient:
             self._num_tokens -= len(conversation.token_ids)
 
 
-async def _post(body: Mapping[str, Any], held: TokenHash, send: Send) -> tuple[int, bytes, TokenHash]:
-    """Send what follows `held`. Return status and body of the answer, and the hash of the whole prompt."""
-    new_ids = pack_ints(body["token_ids"][held.num_tokens :])
+async def _post(
+    body: Mapping[str, Any], token_ids: np.ndarray, held: TokenHash, send: Send
+) -> tuple[int, bytes, TokenHash]:
+    """Send what follows `held` in the prompt. Return status and body of the answer, and the hash of the prompt."""
+    new_ids = pack_ints(token_ids[held.num_tokens :])
     turn = {
         "model": body["model"],
         "prefix": held.prefix() if held.num_tokens else None,

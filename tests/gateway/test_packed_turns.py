@@ -200,6 +200,27 @@ async def test_a_gateway_that_knows_json_only_is_spoken_to_in_json():
     assert sent == [(JSON, body), (JSON, body)]
 
 
+async def test_a_remembered_token_takes_four_bytes():
+    """So the 2 million tokens that are remembered at most take 8 MiB."""
+
+    async def send(data: bytes, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
+        answer = PackedAnswer(
+            request_id="r",
+            token_ids=pack_ints([9]),
+            logprobs=pack_floats([0.0]),
+            finish_reason="stop",
+            version_spans=[],
+        )
+        return 200, PACKED, msgspec.msgpack.encode(answer)
+
+    client = TurnClient()
+    for prompt in ([5] * 999, [5] * 999 + [9] * 1000):
+        await client.ask("r", generate_body(*prompt), send)
+    (remembered,) = client._conversations.values()
+    assert remembered.token_ids.nbytes == 4 * 2000
+    assert remembered.prompt.num_tokens == 1999
+
+
 async def test_what_a_client_remembers_is_bounded(open_gateway, node_keys):
     """The conversation that was used least recently is sent whole again."""
     async with (
