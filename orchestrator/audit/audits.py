@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
 
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.monitor.events import event
@@ -41,7 +40,7 @@ from composer_prime.wire.node import (
     Rejected,
     Status,
 )
-from composer_prime.wire.sockets import SecureServer, bind_router
+from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_floats, pack_ints
 from orchestrator.audit.trust import NodeTrust, is_clean
 from orchestrator.event_loop import watched
@@ -110,14 +109,16 @@ class Audits:
         store: WeightStore,
         chunks: ChunkServer,
         trust: Mapping[str, NodeTrust],
+        max_context: int,
         heartbeat_s: float,
         lost_after_s: float,
         on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
         chance: Callable[[], float] = random.SystemRandom().random,
     ) -> None:
-        """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know."""
-        self.endpoint = ""
-        """As bound."""
+        """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know.
+
+        Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
+        """
         self.counters: Counter[str] = Counter()
         self._config = config
         self._keys = keys
@@ -137,17 +138,18 @@ class Audits:
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
         self._auditors: dict[bytes, ConnectedAuditor] = {}
-        self._server: SecureServer | None = None
+        self._socket = NodeSocket(keys, max_context, frozenset([keys.curve("trainer").public]).__contains__)
         self._decoder = msgspec.msgpack.Decoder(FromAuditor)
-        self._encoder = msgspec.msgpack.Encoder()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def endpoint(self) -> str:
+        """As bound."""
+        return self._socket.endpoint
 
     def start(self, on_error: Callable[[BaseException], None]) -> None:
         """Raise PortInUseError when another process holds the address, ConfigError when a key is missing."""
-        self._server = bind_router(
-            self._config.address, self._keys.curve("server"), [self._keys.curve("trainer").public]
-        )
-        self.endpoint = self._server.endpoint
+        self._socket.bind(self._config.address)
         self._tasks = [watched(self._receive(), on_error), watched(self._tick(), on_error)]
 
     async def close(self, *, finished: bool = False) -> None:
@@ -155,11 +157,9 @@ class Audits:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        server, self._server = self._server, None
-        if server is not None:
-            for identity in list(self._auditors) if finished else []:
-                self._send(identity, Drain(reason="the run is finished"), server)
-            await asyncio.to_thread(server.close)
+        for identity in self._auditors if finished else ():
+            self._send(identity, Drain(reason="the run is finished"))
+        await self._socket.close()
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -303,18 +303,16 @@ class Audits:
         self._queue.extendleft(reversed(auditor.held.values()))
 
     async def _receive(self) -> None:
-        server = self._server
-        assert server is not None
         while True:
-            identity, *frames = await server.socket.recv_multipart()
+            received = await self._socket.receive()
             try:
-                if len(frames) != 1:
-                    raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
-                message = self._decoder.decode(frames[0])
+                if received.num_frames != 1:
+                    raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
+                message = self._decoder.decode(received.first)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 logger.warning("dropped a message to the audit listener: %s (use one release everywhere)", error)
                 continue
-            self._handle(identity, message)
+            self._handle(received.identity, message)
 
     def _handle(self, identity: bytes, message: FromAuditor) -> None:
         auditor = self._auditors.get(identity)
@@ -324,7 +322,7 @@ class Audits:
             case NodeHello():
                 self._welcome(identity, message)
             case ChunkRequest():
-                self._chunks.serve(identity, message, self._send_large)
+                self._chunks.serve(identity, message, self._socket.send_large)
             case _ if auditor is None:
                 self._send(identity, HelloAgain())
             case AuditVerdict(audit=audit):
@@ -366,23 +364,10 @@ class Audits:
         for signed in kept[:-1]:
             self._send(identity, NewVersion(manifest=signed))
 
-    def _send(self, identity: bytes, message: ToAuditor, server: SecureServer | None = None) -> bool:
-        return self._queue_message(identity, message, server) is not None
-
-    def _send_large(self, identity: bytes, message: Any) -> zmq.MessageTracker | None:
-        queued = self._queue_message(identity, message, None, copy=False, track=True)
-        return None if queued is None else queued.result()
-
-    def _queue_message(self, identity: bytes, message: Any, server: SecureServer | None, **options: bool) -> Any:
-        """Return the send's future, done; None when the connection is gone."""
-        server = server or self._server
-        if server is None:
-            return None
-        # A ROUTER without a high-water mark never blocks, so the returned future is done already.
-        sent: Any = server.socket.send_multipart(
-            [identity, self._encoder.encode(message)], flags=zmq.NOBLOCK, **options
-        )
-        return sent if sent.exception() is None else None
+    def _send(self, identity: bytes, message: ToAuditor) -> bool:
+        """Return False when the connection is gone."""
+        any_message: Any = message  # The socket's type has only what nodes get: no AuditRequest.
+        return self._socket.send(identity, any_message)
 
     async def _tick(self) -> None:
         """Look for silent auditors, and for audits that take too long."""

@@ -128,6 +128,7 @@ class Gateway:
             store=weight_store,
             chunks=self._chunks,
             trust=self.router.nodes.trust,
+            max_context=self._config.model.max_context,
             heartbeat_s=inference.heartbeat_s,
             lost_after_s=inference.lost_after_s,
             on_quarantine=partial(reclaim_quarantined, self.router),

@@ -72,6 +72,7 @@ def audited(tmp_path):
             store=store,
             chunks=ChunkServer(store),
             trust=trust,
+            max_context=512,
             heartbeat_s=0.05,
             lost_after_s=100.0,
             chance=lambda: left.pop(0),
