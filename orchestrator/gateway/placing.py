@@ -103,6 +103,10 @@ class Placing:
         """Return the pace to reckon with for `node`."""
         return self.fleet.of(node.speed, min(node.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES)
 
+    def is_measured(self, node: AttachedNode) -> bool:
+        """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
+        return self.fleet.median is not None and node.speed.pace is not None
+
     # -- the choice ----------------------------------------------------------------------------------------------
 
     def free(self, request: GatewayRequest, now: float, oldest: int, newest: int) -> list[AttachedNode]:
@@ -147,7 +151,7 @@ class Placing:
         warm = next((node for node in free if node.node_id == warm_id), best)
         if warm is best or warm.node_id == request.avoid or warm.cache_is_full > best.cache_is_full:
             return best
-        if warm.speed.pace is None or best.speed.pace is None:
+        if not (self.is_measured(warm) and self.is_measured(best)):
             return warm
         if self.seconds(request, warm) <= _STAY_FACTOR * self.seconds(request, best) + _STAY_S:
             return warm

@@ -180,7 +180,7 @@ def _twin(request: GatewayRequest, node: AttachedNode) -> GatewayRequest:
 
 def _is_slow(router: Router, request: GatewayRequest, node: AttachedNode, elsewhere_s: float, now: float) -> bool:
     left_s = router.placing.seconds_left(request, node)
-    if left_s > _TWIN_GAIN * elsewhere_s + _LEAST_GAIN_S and node.speed.pace is not None:
+    if left_s > _TWIN_GAIN * elsewhere_s + _LEAST_GAIN_S and router.placing.is_measured(node):
         return True
     return _is_overdue(router, request, node, now) and now - request.last_part > _QUIET_S
 

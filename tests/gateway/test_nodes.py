@@ -142,11 +142,7 @@ async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_g
 
 
 async def test_a_session_stays_on_its_node_and_others_go_to_the_least_loaded(open_gateway, node_keys):
-    """Turns of one conversation find their prefix cache; parallel conversations spread.
-
-    A node counts as measured after three answers. Then a much faster one may take a conversation over, so each node has
-    two answers at most when the last turns are placed.
-    """
+    """Turns of one conversation find their prefix cache; parallel conversations spread."""
     async with (
         open_gateway() as gateway,
         PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=0.05) as a,
@@ -154,14 +150,14 @@ async def test_a_session_stays_on_its_node_and_others_go_to_the_least_loaded(ope
     ):
 
         async def rollout(name: str) -> None:
-            for turn in range(3):
+            for turn in range(4):
                 assert (await post(gateway.http_url, generate_body(5, turn), X_Session_ID=name))[0] == 200
 
-        await asyncio.gather(*(rollout(f"r{i}") for i in range(2)))
+        await asyncio.gather(*(rollout(f"r{i}") for i in range(8)))
         nodes_of = {name: {p.node_id for p in (a, b) for g in p.generates if g.session == name}
-                    for name in (f"r{i}" for i in range(2))}  # fmt: skip
+                    for name in (f"r{i}" for i in range(8))}  # fmt: skip
         assert all(len(nodes) == 1 for nodes in nodes_of.values())
-        assert {len(a.generates), len(b.generates)} == {3}
+        assert min(len(a.generates), len(b.generates)) >= 8
 
 
 async def test_full_nodes_make_requests_wait_in_order(open_gateway, node_keys):

@@ -77,6 +77,23 @@ async def test_a_conversation_leaves_when_waiting_costs_more_than_its_prompt_els
     await fleet.close()
 
 
+async def test_a_conversation_stays_until_the_fleet_is_measured():
+    """After three answers a node has a pace, but the fleet has no median to judge it by: loads alone move nobody."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(session="s")
+    fleet.answer("a", fleet.sent["a"][0])
+    fleet.node("b").places = 0
+    fleet.router.placing.update(fleet.node("b"))
+    await fleet.ask(8)
+    fleet.node("b").places = 64
+    fleet.router.placing.update(fleet.node("b"))
+    for name in "ab":
+        fleet.node(name).speed.pace = Pace(1e-4, 1e-3)
+    await fleet.ask(session="s")
+    assert fleet.sent["a"][-1].session == "s" and fleet.router.placing.moved == 0
+    await fleet.close()
+
+
 async def test_a_prompt_is_warm_only_for_the_weights_that_read_it():
     """A node that has swapped weights computes the prompt again, so the conversation is counted as cold."""
     fleet = Fleet(a={})
