@@ -67,7 +67,8 @@ class OpenAudit:
         for span in self.request.version_spans:
             if span.version == version:
                 first, last = len(prompt) + span.start, len(prompt) + span.end
-                scored = await engine.check_draws(tokens[:last], first, last, self.request.sampling)
+                sampling, tolerance = self.request.sampling, self.request.tolerance
+                scored = await engine.check_draws(tokens[:last], first, last, sampling, tolerance)
                 self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
         self.missing.discard(version)
         self.seconds += time.monotonic() - start

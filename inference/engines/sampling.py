@@ -9,7 +9,7 @@ test vectors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ import torch
 from composer_prime.wire.node import Sampling
 
 _NUCLEUS_PROBE = 512
+_CHECK_BYTES = 256 << 20
+"""Of float work at a time when draws are checked, 16 bytes a logit."""
+_EDGE_NATS = 10.0
+"""How near to each other logits at the edge of top-k or top-p count as a tie, for each unit of the tolerance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,13 @@ class SamplingRows:
     """uint64 [R]."""
     position: np.ndarray
     """uint64 [R]: index in its sequence of the token to be drawn."""
+
+    def chosen(self, index: slice | np.ndarray) -> SamplingRows:
+        return SamplingRows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def narrowed(self, vocab: int) -> np.ndarray:
+        """bool [R]: where top-k or top-p removes tokens."""
+        return (((self.top_k > 0) & (self.top_k < vocab)) | (self.top_p < 1.0)) & (self.temperature != 0.0)
 
 
 def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -53,16 +64,20 @@ def warp(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
     Greedy rows (temperature 0) keep theirs.
     """
+    logits = _tempered(logits, rows)
+    narrowed = rows.narrowed(logits.shape[1])
+    if narrowed.any():
+        logits = _narrowed(logits, rows, np.flatnonzero(narrowed))
+    return logits
+
+
+def _tempered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     logits = logits.float()
     greedy = rows.temperature == 0.0
     if not (rows.temperature == 1.0).all():
         divisor = np.where(greedy, np.float32(1.0), rows.temperature).astype(np.float32)
         logits = logits - logits.amax(-1, keepdim=True)  # At most 0: no temperature makes it infinite.
         logits /= torch.from_numpy(divisor).to(logits.device)[:, None]
-    narrow = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1.0)
-    narrow &= ~greedy
-    if narrow.any():
-        logits = _narrowed(logits, rows, np.flatnonzero(narrow))
     return logits
 
 
@@ -96,14 +111,35 @@ def _draw(cdf: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=cdf.shape[1] - 1)
 
 
-def draw_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def draw_misses(
+    logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, tolerance: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Say how far the uniform number of each draw lies outside of the CDF interval of its token.
 
     logits [R, V], tokens int64 [R] -> (misses float64 [R], logprobs float32 [R]). A miss is a probability: 0 for what
     `sample` returns from the same logits, at most the total variation distance for the same draw from others. For a
     greedy row it is what the likeliest token has more than this one. A token that top-k or top-p removes has
     log-probability -inf.
+
+    `tolerance`, a probability: tokens that are this near to the edge of top-k or top-p may be kept or removed,
+    whichever explains the draw better.
     """
+    count = max(16, _CHECK_BYTES // (16 * logits.shape[1]))
+    parts = []
+    for first in range(0, len(tokens), count):
+        part = slice(first, first + count)
+        chosen = rows.chosen(part)
+        misses, logprobs = _misses(logits[part], chosen, tokens[part])
+        narrowed = np.flatnonzero(chosen.narrowed(logits.shape[1]) & (misses > 0.0))
+        if tolerance > 0.0 and len(narrowed):
+            index = torch.from_numpy(narrowed).to(logits.device)
+            at_edge = _edge_misses(logits[part][index], chosen.chosen(narrowed), tokens[part][narrowed], tolerance)
+            misses[narrowed] = np.minimum(misses[narrowed], at_edge)
+        parts.append((misses, logprobs))
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+def _misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     logits = warp(logits, rows)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
     top, cdf = _weights_and_cdf(logits)
@@ -119,6 +155,34 @@ def draw_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray) ->
     logprobs = (logits_R - top).double() - total.log()
     both = torch.cat([misses / total, logprobs], dim=1).cpu().numpy()
     return both[:, 0], both[:, 1].astype(np.float32)
+
+
+def _edge_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, tolerance: float) -> np.ndarray:
+    """Return the misses [R] of narrowed rows where each token at the edge is kept or removed in the draw's favor.
+
+    The tokens that are surely kept are one set, those that may be kept another around it. What lies between counts
+    below the draw, or above it, or not at all.
+    """
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
+    logits, nats, every = _tempered(logits, rows), _EDGE_NATS * tolerance, np.arange(len(tokens))
+    low, high = (replace(rows, top_p=np.where(rows.top_p < 1.0, np.clip(rows.top_p + shift, 1e-6, 1.0), 1.0)
+                         .astype(np.float32)) for shift in (-tolerance, tolerance))  # fmt: skip
+    surely, maybe = (_narrowed(logits, one, every).isfinite() for one in (low, high))
+    removed = logits.masked_fill(surely, float("-inf")).amax(-1, keepdim=True)
+    surely &= logits > removed + nats
+    maybe |= logits >= logits.masked_fill(~maybe, float("inf")).amin(-1, keepdim=True) - nats
+    weights = (logits - logits.amax(-1, keepdim=True)).exp().double()
+    is_below = torch.arange(logits.shape[1], device=logits.device) < ids
+    own = (weights * maybe).gather(-1, ids)[:, 0]
+    sure, edge = weights * surely, weights * (maybe & ~surely)
+    sure.scatter_(-1, ids, 0.0)
+    edge.scatter_(-1, ids, 0.0)
+    sure_below, edge_below = (sure * is_below).sum(-1), (edge * is_below).sum(-1)
+    uniform = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)
+    least = (sure_below / (sure.sum(-1) + edge.sum(-1) - edge_below + own).clamp_(min=1e-300)) - uniform
+    most = uniform - (sure_below + edge_below + own) / (sure.sum(-1) + edge_below + own).clamp_(min=1e-300)
+    misses = torch.maximum(least, most).clamp_(min=0.0)
+    return torch.where(own > 0.0, misses, 1.0).cpu().numpy()
 
 
 def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:

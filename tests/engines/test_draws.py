@@ -95,6 +95,50 @@ def test_a_token_outside_of_the_nucleus_has_no_probability():
     assert logprobs[0] == -np.inf and 0 < misses[0] <= 1
 
 
+def test_a_near_tie_at_the_edge_is_decided_for_the_draw():
+    # Tokens 1 and 2 tie but for a rounding error, and top-k or top-p keeps one of them beside token 0, or alone. A node
+    # that keeps the other one draws as the rule says, with it; a token far below the edge stays impossible.
+    for first, options in ((0.0, {"top_k": 1}), (1.5, {"top_k": 2}), (1.5, {"top_p": 0.6}), (0.3, {"top_p": 0.3})):
+        logits = torch.tensor([[first, 1.0, 1.0, -9.0]]).repeat(64, 1)
+        auditors = logits + torch.tensor([0.0, 0.01, 0.0, 0.0])
+        nodes = logits + torch.tensor([0.0, 0.0, 0.01, 0.0])
+        settings_ = rows(64, **options)
+        tokens, _ = sample(nodes, settings_)
+        assert 2 in tokens
+        exact, _ = draw_misses(auditors, settings_, tokens)
+        tolerant, _ = draw_misses(auditors, settings_, tokens, 0.02)
+        assert exact.max() > 0.1 and tolerant.max() < 0.02
+        assert (draw_misses(auditors, settings_, np.full(64, 3), 0.02)[0] > 0.1).sum() > 30
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([{"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_p": 0.9}]), st.integers(0, 2**63))
+def test_rounding_at_the_edge_blames_no_honest_node(options, seed):
+    # Errors of up to 0.03 nats in logits move what top-k and top-p keep, and no draw out of the tolerance.
+    exact, settings_ = logits_of(64, 60, seed % 1000), rows(64, seed=seed, **options)
+    noise = torch.rand(64, 60, generator=torch.Generator().manual_seed(seed % 997))
+    tokens, _ = sample(exact + 0.06 * (noise - 0.5), settings_)
+    assert draw_misses(exact, settings_, tokens, 0.05)[0].max() < 0.05
+
+
+def test_draws_of_another_seed_are_found_for_all_the_tolerance():
+    # What is let pass at the edge is no licence: most draws of another seed miss.
+    logits = logits_of(512, 60, 3)
+    for options in ({"top_k": 3}, {"top_p": 0.9}):
+        tokens, _ = sample(logits, rows(512, seed=1, **options))
+        misses, _ = draw_misses(logits, rows(512, seed=2, **options), tokens, 0.02)
+        assert (misses > 0.02).mean() > 0.3
+
+
+def test_draws_over_a_large_vocabulary_are_checked_in_parts():
+    # The float work is bounded: of a million tokens 16 rows at a time, with the same result.
+    logits, settings_ = torch.zeros(17, 1 << 20), rows(17, seed=4)
+    tokens, logprobs = sample(logits, settings_)
+    misses, scored = draw_misses(logits, settings_, tokens)
+    assert misses.shape == scored.shape == (17,)
+    assert (misses == 0).all() and np.array_equal(scored, logprobs)
+
+
 def test_a_greedy_row_misses_by_what_it_leaves_behind():
     # Temperature 0 has no draw: another token than the likeliest is wrong, unless it is as likely.
     logits = torch.tensor([[0.0, 0.0, -20.0]])

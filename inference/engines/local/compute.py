@@ -50,7 +50,8 @@ from inference.engines.sampling import SamplingRows, StopRule, draw_misses, samp
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 _CHECKED_ROWS = 2048
-"""Tokens whose logits are held at a time when draws are checked."""
+_CHECKED_BYTES = 1 << 30
+"""Most tokens, and most bytes of float32 logits, of one pass that checks draws."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -185,15 +186,22 @@ class Computer:
         self._resolve(future, logp.gather(-1, ids[0, 1:, None])[:, 0].tolist())
 
     def check_draws(
-        self, future: asyncio.Future, token_ids: np.ndarray, start: int, end: int, sampling: Sampling
+        self,
+        future: asyncio.Future,
+        token_ids: np.ndarray,
+        start: int,
+        end: int,
+        sampling: Sampling,
+        tolerance: float,
     ) -> None:
         """Resolve with misses and logprobs, each [E - S], of tokens [S, E) of a sequence, as draws of `sampling`.
 
         A pass over the sequence for each piece of rows: the logits of a long answer would not fit into memory.
         """
         misses, logprobs = [], []
-        for first in range(start, end, _CHECKED_ROWS):
-            last = min(first + _CHECKED_ROWS, end)
+        at_once = min(_CHECKED_ROWS, max(16, _CHECKED_BYTES // (4 * self.vocab)))
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
             positions = np.arange(first, last)
             count = len(positions)
             rows = SamplingRows(
@@ -207,7 +215,7 @@ class Computer:
             plan = StepPlan(cache=self._cache, segments=[Segment(0, last - 1, 0, 0)], places=None)
             wanted = torch.from_numpy(positions - 1).to(self._device)
             logits = self._forward(ids, torch.arange(last - 1)[None], plan, wanted)
-            missed, scored = draw_misses(logits, rows, token_ids[first:last])
+            missed, scored = draw_misses(logits, rows, token_ids[first:last], tolerance)
             misses.append(missed)
             logprobs.append(scored)
         self._resolve(future, (np.concatenate(misses), np.concatenate(logprobs)))

@@ -116,16 +116,17 @@ class LocalEngine:
         return await computer.submit(computer.score, token_ids)
 
     async def check_draws(
-        self, token_ids: np.ndarray, start: int, end: int, sampling: Sampling
+        self, token_ids: np.ndarray, start: int, end: int, sampling: Sampling, tolerance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return misses and logprobs, each [end - start], of tokens start..end - 1 of `token_ids`, int32 [T].
 
-        inference.engines.sampling.draw_misses says what a miss is. Raises BadRequestError or ContextOverflowError.
+        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError
+        or ContextOverflowError.
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
         _check_sampling(sampling)
-        return await computer.submit(computer.check_draws, token_ids, start, end, sampling)
+        return await computer.submit(computer.check_draws, token_ids, start, end, sampling, tolerance)
 
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
         """Return after how many tokens a stop rule ends `completion`, int32 [T_new]; None where none does."""
