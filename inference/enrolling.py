@@ -168,7 +168,7 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
                 seen.add(event)
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise InviteError(
-                        f"the run at {address} does not know this key: the invite expired long ago, the node was turned "
+                        f"the run at {address} does not know this key: the invite is too old, the node was turned "
                         "away for good, or the run's keys were made anew; join with a fresh invite (and another "
                         "--state-dir, if this machine joined before)"
                     )

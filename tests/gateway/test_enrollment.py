@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,7 +54,7 @@ class Joiner:
         assert await self._socket.poll(100_000), f"no answer to {type(message).__name__}"
         return msgspec.msgpack.decode(await self._socket.recv(), type=ToNode)
 
-    def until_refused(self) -> asyncio.Task[None]:
+    def until_refused(self) -> asyncio.Task[Any]:
         """Ends when a handshake fails for good."""
         events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         return asyncio.ensure_future(recv_monitor_message(events))
