@@ -5,7 +5,8 @@
 
 It reads the weight store only, in a process of its own, so a fleet that pulls gigabytes delays no token. A bucket gets
 each version's chunks before its manifest; chunks that are there are not sent again. What the run's store no longer
-names is removed from the bucket after `_SPARED_S`, so that a slow node can end its pull.
+names is removed from the bucket after `_SPARED_S`, so that a slow node can end its pull. What a new process finds
+there unnamed counts from when it was written.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class BucketPush:
         self._pushed = b""
         """The manifest pushed last."""
         self._unnamed_since: dict[str, float] = {}
+        """By chunk in the bucket, of `clock`."""
 
     def push_newest(self) -> bool:
         """Push the store's newest version, unless that is done, and prune. Return whether there was something to push.
@@ -74,6 +76,8 @@ class BucketPush:
         versions = self._store.versions()
         signed = self._store.manifest(versions[-1]) if versions else b""
         if not versions or signed == self._pushed:
+            if any(self._clock() - since >= self._spared_s for since in self._unnamed_since.values()):
+                self._prune(set(self._unnamed_since))
             return False
         manifest = self._decode(signed)
         held = self._bucket.chunk_sizes()
@@ -82,6 +86,8 @@ class BucketPush:
             for size in pool.map(self._push_chunk, missing.values()):
                 self.bytes_pushed += size
         self._bucket.put_manifest(manifest.version, signed)
+        if not self._pushed:
+            self._unnamed_since = self._written_since()
         self._pushed, self.version = signed, manifest.version
         self._prune({*held, *missing})
         return True
@@ -94,6 +100,10 @@ class BucketPush:
             )
         self._bucket.put_chunk(ref.sha256, data)
         return len(data)
+
+    def _written_since(self) -> dict[str, float]:
+        now, unix = self._clock(), time.time()
+        return {sha256: now - max(0.0, unix - written) for sha256, written in self._bucket.chunk_times().items()}
 
     def _prune(self, held: set[str]) -> None:
         """Remove manifests that the store no longer has, and chunks that it has not named for `spared_s`."""

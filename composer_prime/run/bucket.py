@@ -12,12 +12,16 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any
 
 from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.run.weights import is_chunk_name
 
 DRIVERS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "file": "", "memory": ""}
 """The extra of each scheme; empty where fsspec itself has the driver."""
+_TIMES = ("LastModified", "last_modified", "mtime", "created")
+"""Where drivers say when an object was written."""
 _MANIFEST = re.compile(r"v([0-9]{6,12})\.manifest")
 
 
@@ -72,7 +76,16 @@ class Bucket:
 
     def chunk_sizes(self) -> dict[str, int]:
         """Return the bytes of every chunk, by sha256. Raises OSError."""
-        return {name: size for name, size in self._listed("chunks") if is_chunk_name(name)}
+        return {name: int(entry["size"] or 0) for name, entry in self._listed("chunks") if is_chunk_name(name)}
+
+    def chunk_times(self) -> dict[str, float]:
+        """Return when each chunk was written, Unix seconds, where the driver says that. Raises OSError."""
+        times = {}
+        for name, entry in self._listed("chunks"):
+            written = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
+            if is_chunk_name(name) and isinstance(written, int | float | datetime):
+                times[name] = written.timestamp() if isinstance(written, datetime) else float(written)
+        return times
 
     def versions(self) -> list[int]:
         """Return the versions whose manifest is there, ascending. Raises OSError."""
@@ -96,10 +109,10 @@ class Bucket:
     def remove_manifest(self, version: int) -> None:
         self._remove(f"{self._root}/manifests/v{version:06d}.manifest")
 
-    def _listed(self, folder: str) -> list[tuple[str, int]]:
+    def _listed(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         with suppress(FileNotFoundError), self._as_os_error("list"):
             entries = self._fs.ls(f"{self._root}/{folder}", detail=True)
-            return [(entry["name"].rpartition("/")[2], int(entry["size"] or 0)) for entry in entries]
+            return [(entry["name"].rpartition("/")[2], entry) for entry in entries]
         return []
 
     def _write(self, path: str, data: bytes) -> None:

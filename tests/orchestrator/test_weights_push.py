@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -114,10 +115,31 @@ def test_the_bucket_is_pruned_as_the_store_is(store, bucket):
     push.push_newest()
     assert old[0].sha256 in bucket.chunk_sizes()
     now[0] = 600.0
-    publish(store, 4, 3, 4)
-    push.push_newest()
+    assert not push.push_newest()
     assert old[0].sha256 not in bucket.chunk_sizes() and old[1].sha256 in bucket.chunk_sizes()
     assert bucket._fs.exists(f"{bucket._root}/chunks/README")
+
+
+# A process that pushes once removes what an earlier one left there long ago, and spares what is young.
+def test_a_new_process_prunes_by_age(store, tmp_path):
+    bucket = Bucket((tmp_path / "bucket").as_uri())
+    (old,), (young,) = publish(store, 1, 1), publish(store, 2, 2)
+    for ref in (old, young):
+        bucket.put_chunk(ref.sha256, store.read(ref))
+    os.utime(tmp_path / "bucket" / "chunks" / old.sha256, (0, 0))
+    for version in (1, 2):
+        (store.root / "manifests" / f"v{version:06d}.manifest").unlink()
+    (named,) = publish(store, 3, 3)
+    BucketPush(store, bucket, decode).push_newest()
+    assert set(bucket.chunk_sizes()) == {young.sha256, named.sha256}
+
+
+# A driver says in its own way when an object was written; the age of one just written is about nothing.
+def test_a_bucket_says_when_a_chunk_was_written(bucket):
+    before = time.time()
+    bucket.put_chunk("a" * 64, b"x")
+    assert list(bucket.chunk_times()) == ["a" * 64]
+    assert before - 5 <= bucket.chunk_times()["a" * 64] <= time.time() + 5
 
 
 # After a resume a version's number belongs to other weights: its manifest is replaced.
