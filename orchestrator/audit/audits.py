@@ -52,7 +52,10 @@ if TYPE_CHECKING:  # The gateway imports this module.
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 4096
-"""Answers that wait for an auditor; further ones count as not audited."""
+_MAX_QUEUED_BYTES = 512 << 20
+"""Answers that wait for an auditor, and their bytes; further ones count as not audited."""
+_MAX_LOST = 2
+"""Auditors that may be lost with an answer: it may be what ends them."""
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
@@ -70,21 +73,31 @@ class OfferedAnswer:
     is_awaited: bool
     """Whether its rollout waits for the audit."""
     request: AuditRequest | None = None
-    """None when it is not audited."""
+    """None when it is not audited, or was."""
     verdict: AuditVerdict | None = None
     error: str | None = None
     """Why it could not be audited."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     placed: float = 0.0
     """When it went to its auditor, monotonic seconds."""
+    lost: int = 0
+    """Auditors that were gone before their verdict on it."""
+    is_unwanted: bool = False
+    """Whether its rollout is given up. Then it is not queued."""
 
     @property
     def nodes(self) -> str:
         """Its nodes, for messages."""
         return ", ".join(dict.fromkeys(node_id for node_id, _ in self.parts))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its request."""
+        one = self.request
+        return 0 if one is None else len(one.prompt_ids) + len(one.token_ids) + len(one.logprobs)
+
     def end(self, verdict: AuditVerdict | None, error: str | None = None) -> None:
-        self.verdict, self.error = verdict, error
+        self.verdict, self.error, self.request = verdict, error, None
         self.done.set()
 
 
@@ -114,6 +127,7 @@ class Audits:
         lost_after_s: float,
         on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
         chance: Callable[[], float] = random.SystemRandom().random,
+        max_queued_bytes: int = _MAX_QUEUED_BYTES,
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know.
 
@@ -130,6 +144,7 @@ class Audits:
         self._lost_after_s = lost_after_s
         self._on_quarantine = on_quarantine
         self._chance = chance
+        self._max_queued_bytes = max_queued_bytes
         self._seconds = 0.0
         self._open: dict[str, list[OfferedAnswer]] = {}
         """By rollout that has not ended."""
@@ -179,10 +194,6 @@ class Audits:
         if share < 1.0 and self._chance() >= share:
             return
         self.counters["chosen"] += 1
-        if len(self._queue) >= _MAX_QUEUED:
-            self.counters["failed"] += 1
-            answer.end(None, f"{_MAX_QUEUED} answers wait for an auditor: start more (orchestrator audit)")
-            return
         answer.request = AuditRequest(
             audit=self.counters["chosen"],
             prompt_ids=pack_ints(record.prompt_ids),
@@ -193,6 +204,11 @@ class Audits:
             sampling=record.sampling,
             tolerance=self._config.tolerance,
         )
+        queued_bytes = sum(one.num_bytes for one in self._queue)
+        if len(self._queue) >= _MAX_QUEUED or queued_bytes + answer.num_bytes > self._max_queued_bytes:
+            self._fail(answer, f"{len(self._queue)} answers of {queued_bytes / 1e6:.1f} MB wait for an auditor: start "
+                               "more (orchestrator audit)")  # fmt: skip
+            return
         self._queue.append(answer)
         self._place()
 
@@ -209,6 +225,7 @@ class Audits:
             finally:
                 for wait in waits:
                     wait.cancel()
+                self._give_up(answer for answer in answers if answer.is_awaited and not answer.done.is_set())
             if late:
                 return self._too_late([answer for answer in answers if answer.is_awaited and not answer.done.is_set()])
         for answer in answers:
@@ -222,7 +239,17 @@ class Audits:
 
     def forget(self, rollout_id: str) -> None:
         """Forget a rollout whose answers nobody will use."""
-        self._open.pop(rollout_id, None)
+        self._give_up(self._open.pop(rollout_id, []))
+
+    def _give_up(self, answers: Iterable[OfferedAnswer]) -> None:
+        """Take answers that nobody waits for out of the queue. Verdicts that are under way count for the node."""
+        for answer in answers:
+            answer.is_unwanted = True
+        self._queue = deque(answer for answer in self._queue if not answer.is_unwanted)
+
+    def _fail(self, answer: OfferedAnswer, error: str) -> None:
+        self.counters["failed"] += 1
+        answer.end(None, error)
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
         """Whether a node that is now quarantined sampled one of these rollouts, and it was not audited."""
@@ -300,7 +327,16 @@ class Audits:
     def _lose(self, identity: bytes, reason: str) -> None:
         auditor = self._auditors.pop(identity)
         logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
-        self._queue.extendleft(reversed(auditor.held.values()))
+        kept = []
+        for answer in auditor.held.values():
+            answer.lost += 1
+            if answer.lost >= _MAX_LOST:
+                logger.warning("an answer of node %s is not audited: %d auditors were lost with it", answer.nodes,
+                               answer.lost)  # fmt: skip
+                self._fail(answer, f"{answer.lost} auditors were lost with it, the last one {auditor.name} ({reason})")
+            elif not answer.is_unwanted:
+                kept.append(answer)
+        self._queue.extendleft(reversed(kept))
 
     async def _receive(self) -> None:
         while True:
@@ -330,9 +366,8 @@ class Audits:
                     self._note(answer, message)
             case AuditFailed(audit=audit, error=error):
                 if (answer := auditor.held.pop(audit, None)) is not None:
-                    self.counters["failed"] += 1
                     logger.warning("an answer of node %s could not be audited: %s", answer.nodes, error)
-                    answer.end(None, error)
+                    self._fail(answer, error)
             case Status():
                 self._send(identity, Heard())
             case Goodbye(reason=reason):
@@ -381,9 +416,8 @@ class Audits:
                     continue
                 overdue = [key for key, one in auditor.held.items() if now - one.placed > self._config.timeout_s]
                 for audit in overdue:
-                    self.counters["failed"] += 1
                     error = f"auditor {auditor.name} gave no verdict within {self._config.timeout_s:g} s"
-                    auditor.held.pop(audit).end(None, f"{error} (orchestrator.audit.timeout_s)")
+                    self._fail(auditor.held.pop(audit), f"{error} (orchestrator.audit.timeout_s)")
             self._place()
 
     # -- state ---------------------------------------------------------------------------------------------------

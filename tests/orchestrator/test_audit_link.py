@@ -60,7 +60,7 @@ def audited(tmp_path):
     """`async with audited(settings, chances) as (audits, trust, connect)`."""
 
     @asynccontextmanager
-    async def serve(chances: list[float] | None = None, **settings):
+    async def serve(chances: list[float] | None = None, max_queued_bytes: int = 1 << 20, **settings):
         keys = RunKeys.create(tmp_path / "keys")
         store = WeightStore(tmp_path / "weights")
         trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
@@ -76,6 +76,7 @@ def audited(tmp_path):
             heartbeat_s=0.05,
             lost_after_s=100.0,
             chance=lambda: left.pop(0),
+            max_queued_bytes=max_queued_bytes,
         )
         failures: list[BaseException] = []
         audits.start(failures.append)
@@ -136,6 +137,39 @@ async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
         auditor.send(verdict(request))
         assert await waiting is None
         assert trust["n0"].clean == 1 and audits.metrics()["audit/audited"] == 1
+
+
+async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited):
+    # Two answers of 72 bytes fit into 200; the third counts as not audited, at once.
+    async with audited(max_queued_bytes=200) as (audits, *_):
+        for name in ("r1", "r2", "r3"):
+            audits.offer(record("n0"), name)
+        assert "could not be audited: 2 answers of 0.0 MB wait" in (await audits.cleared("r3") or "")
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (2, 1)
+
+
+async def test_answers_that_nobody_waits_for_are_not_queued(audited):
+    # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer.
+    async with audited(timeout_s=0.01) as (audits, *_):
+        audits.offer(record("n0"), "late")
+        assert "waited 0.01 s" in (await audits.cleared("late") or "")
+        audits.offer(record("n0"), "forgotten")
+        audits.forget("forgotten")
+        assert audits.metrics()["audit/queued"] == 0
+
+
+async def test_an_answer_that_ends_auditors_is_given_up(audited):
+    # Two auditors are lost with it; a third one never sees it, and its rollout learns why.
+    async with audited() as (audits, _, connect):
+        audits.offer(record("n0"), "poison")
+        for name in ("a", "b"):
+            auditor = connect()
+            auditor.hello(name)
+            await auditor.next(AuditRequest)
+            auditor.send(Goodbye(reason="out of memory"))
+        objection = await audits.cleared("poison") or ""
+        assert "2 auditors were lost with it, the last one b (said goodbye: out of memory)" in objection
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (0, 1)
 
 
 async def test_what_a_caught_node_sampled_without_an_audit_is_tainted(audited):
