@@ -107,6 +107,29 @@ class GatewayRequest:
 
 
 @dataclass(slots=True, kw_only=True)
+class RequestCounters:
+    """Counts over all requests."""
+
+    requests: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    reissued: int = 0
+    late_answers: int = 0
+    bad_answers: int = 0
+    tokens: int = 0
+    """Sampled tokens of accepted answers."""
+    tokens_resumed: int = 0
+    """Tokens that nodes had streamed before they were gone, and after which others continued."""
+    tokens_lost: int = 0
+    """Streamed tokens that no answer has. What a node sampled and did not stream is not known."""
+    twins: int = 0
+    """Requests started a second time because the first node was slow."""
+    twins_won: int = 0
+    """Of those, answered by the second node."""
+
+
+@dataclass(slots=True, kw_only=True)
 class AttachedNode:
     """One node, attached or away. All times are monotonic seconds."""
 

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ import msgspec
 from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Progress, Sampling, ToNode
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, check_answer, check_progress, complete
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, able_nodes
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, RequestCounters, able_nodes
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.stragglers import SiblingRequests
 from orchestrator.gateway.waits import Waits
@@ -37,29 +37,6 @@ _MAX_FAILURES = 3
 """Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
 _FAILURES_IN_ROW = 4
 """After this many failed answers in a row a node gets no request for a while."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestCounters:
-    """Counts over all requests."""
-
-    requests: int = 0
-    answered: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    reissued: int = 0
-    late_answers: int = 0
-    bad_answers: int = 0
-    tokens: int = 0
-    """Sampled tokens of accepted answers."""
-    tokens_resumed: int = 0
-    """Tokens that nodes had streamed before they were gone, and after which others continued."""
-    tokens_lost: int = 0
-    """Streamed tokens that no answer has. What a node sampled and did not stream is not known."""
-    twins: int = 0
-    """Requests started a second time because the first node was slow."""
-    twins_won: int = 0
-    """Of those, answered by the second node."""
 
 
 class Router:
