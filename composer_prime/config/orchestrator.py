@@ -267,6 +267,8 @@ class WeightServiceConfig(BaseConfig):
     bucket as well."""
     sources: list[str] = []
     """Further copies of the weight store that nodes ask: http://, https:// or bucket URLs."""
+    relays: bool = True
+    """Whether nodes learn which others give out weights (inference.relay); false where no node shall ask another."""
 
     @field_validator("address")
     @classmethod

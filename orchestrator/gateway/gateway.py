@@ -144,6 +144,7 @@ class Gateway:
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=self._config.inference.heartbeat_s,
             sources=self._config.orchestrator.weights.urls,
+            relays=self._config.orchestrator.weights.relays,
             is_audited=self.audits is not None,
         )
 

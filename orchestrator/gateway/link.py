@@ -25,6 +25,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 
 import msgspec
 import zmq
@@ -107,9 +108,13 @@ class NodeLink:
         verify_key: bytes,
         heartbeat_s: float,
         sources: Sequence[str] = (),
+        relays: bool = True,
         is_audited: bool = False,
     ) -> None:
-        """`verify_key`: the public key with which nodes check manifests. `is_audited`: whether draws are checked."""
+        """`verify_key`: the public key with which nodes check manifests. `relays`: whether nodes learn of one another.
+
+        `is_audited`: whether draws are checked.
+        """
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.evicted = 0
@@ -126,9 +131,12 @@ class NodeLink:
         self._verify_key = verify_key
         self._heartbeat_s = heartbeat_s
         self._sources = list(sources)
+        self._tells_relays = relays
         self._is_audited = is_audited
         self._relays: dict[bytes, str] = {}
         """Where a connection's node serves its chunks to others."""
+        self._loopback: set[bytes] = set()
+        """Connections from this machine: only they reach its loopback addresses."""
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
@@ -160,9 +168,8 @@ class NodeLink:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
             message = self._decoder.decode(received.first)
-            if isinstance(message, NodeHello) and message.relay_port:
-                # The address is the connection's own: a node cannot send the others anywhere else.
-                self._relays[identity] = f"http://{Address(received.peer, message.relay_port)}"
+            if isinstance(message, NodeHello):
+                self._note_address(received, message.relay_port)
             if not isinstance(message, Enroll) and not self._enrollment.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} of one who has an invite only")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -177,6 +184,14 @@ class NodeLink:
             logger.exception("a %s could not be handled", type(message).__name__)
             self._drop_garbage(identity, node, received.num_bytes, error)
         return True
+
+    def _note_address(self, received: FromConnection, relay_port: int) -> None:
+        """Take note of a connection's address. It is its own: a node cannot send the others anywhere else."""
+        if relay_port:
+            self._relays[received.identity] = f"http://{Address(received.peer, relay_port)}"
+        if _is_loopback(received.peer):
+            self._loopback = {one for one in self._loopback if self._router.nodes.at(one) is not None}
+            self._loopback.add(received.identity)
 
     def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
         """Count a message that nobody asked for. Cut its sender off, and return False, when its budget is spent.
@@ -323,8 +338,9 @@ class NodeLink:
         """Return where that node can pull chunks besides here, as fields of NodeWelcome and NewVersion."""
         nodes = self._router.nodes
         self._relays = {relay: url for relay, url in self._relays.items() if nodes.at(relay) is not None}
-        others = [url for relay, url in self._relays.items() if relay != identity]
-        return {"sources": self._sources, "relays": others[-_MAX_RELAYS:]}
+        hidden = {identity} if identity in self._loopback else {identity, *self._loopback}
+        others = [url for relay, url in self._relays.items() if relay not in hidden]
+        return {"sources": self._sources, "relays": others[-_MAX_RELAYS:] if self._tells_relays else []}
 
     def _name_is_taken(self, identity: bytes, key: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.
@@ -444,6 +460,14 @@ class ChunkServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _is_loopback(peer: str) -> bool:
+    try:
+        address = ip_address(peer)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    except ValueError:  # The transport gave none.
+        return False
 
 
 def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:

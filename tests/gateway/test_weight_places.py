@@ -36,6 +36,29 @@ async def test_nodes_learn_of_copies_and_relays(open_gateway, node_keys, keys):
             assert [m for m in other.received if isinstance(m, NewVersion)][-1].relays == []
 
 
+# A relay that connects over loopback is told to connections of that machine only: elsewhere its address is another one.
+async def test_a_loopback_relay_is_not_told_to_other_machines(open_gateway, node_keys):
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "relay") as relay,
+    ):
+        relay.say_hello(relay_port=5701)
+        await relay.until(lambda: sum(isinstance(m, NodeWelcome) for m in relay.received) > 1)
+        assert gateway._link.weight_places(b"a connection from elsewhere")["relays"] == []
+
+
+# A run may have its nodes ask no other node.
+async def test_relays_can_be_left_out(open_gateway, node_keys):
+    async with (
+        open_gateway(orchestrator={"weights": {"relays": False}}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "relay") as relay,
+    ):
+        relay.say_hello(relay_port=5701)
+        await relay.until(lambda: sum(isinstance(m, NodeWelcome) for m in relay.received) > 1)
+        async with PeerNode(gateway.node_endpoint, node_keys, "other") as other:
+            assert isinstance(other.welcome, NodeWelcome) and other.welcome.relays == []
+
+
 WRONG = [
     ({"address": "somewhere"}, "expected HOST:PORT"),
     ({"address": "0.0.0.0:0"}, "nodes need a fixed port"),
