@@ -100,7 +100,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
             sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from)
             sources.learn(answer.sources, [], address.rpartition(":")[0])
             try:
-                await pull_model(sources, invite, enrollment, state, slot)
+                await pull_model(sources, invite, enrollment, state, slot, link)
             finally:
                 await sources.close()
     return Assignment(

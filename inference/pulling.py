@@ -54,9 +54,16 @@ async def connected(enrollment: EnrolledNode, chunk_timeout_s: float) -> AsyncIt
 
 
 async def pull_model(
-    source: ChunkSource, invite: Invite, enrollment: EnrolledNode, state: NodeState, slot: int
+    source: ChunkSource,
+    invite: Invite,
+    enrollment: EnrolledNode,
+    state: NodeState,
+    slot: int,
+    link: ChunkSource | None = None,
 ) -> Manifest:
     """Bring the newest version and the files of the model to the disk, and make the folder `state.model` of them.
+
+    `link`: the gateway, which alone has the model's own files; None where `source` has them.
 
     Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is too small or
     full), WireError or SignatureError (not what the run signed).
@@ -75,7 +82,7 @@ async def pull_model(
     free = shutil.disk_usage(state.path).free
     check_disk(free, needed - state.held_bytes(), state.path)
     for file in wanted:
-        await _persistently(lambda file=file: pull_file(source, file, state.model), lambda: 0)
+        await _persistently(lambda file=file: pull_file(link or source, file, state.model), lambda: 0)
     _link_chunks(state, slot, manifest)
     versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
     snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)

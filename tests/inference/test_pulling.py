@@ -117,6 +117,19 @@ def test_a_killed_pull_goes_on_where_it_was_cut(publisher, invite, enrolled, sma
     assert source.got == before
 
 
+def test_the_models_own_files_come_from_the_gateway(publisher, invite, enrolled, small_files, tmp_path):
+    """No copy of the weight store has them, so none is asked and waited for."""
+    signed = publisher.publish(1)
+    state = NodeState(tmp_path / "state", invite)
+    copy, link = (
+        CutSource(publisher.store, {}),
+        CutSource(publisher.store, {ref_of(d).sha256: d for d in small_files.values()}),
+    )
+    asyncio.run(pull_model(copy, invite, enrolled(signed), state, 0, link))
+    assert link.got.keys() == {ref_of(data).sha256 for data in small_files.values()}
+    assert copy.got.keys() == {ref.sha256 for ref in publisher.manifest(1).refs}
+
+
 def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolled, small_files, tmp_path):
     signed, manifest = publisher.publish(3), publisher.manifest(3)
     state = NodeState(tmp_path, invite)
