@@ -198,6 +198,8 @@ class _Rated:
     """In a row."""
     aside_until: float = 0.0
     num_bytes: int = 0
+    read_s: float = 0.0
+    """Time of all reads that gave something."""
     slow_s: float = 0.0
     """Time of the newest reads, as far back as each was too slow for a whole piece."""
 
@@ -328,7 +330,7 @@ class RankedSources(ChunkSource):
     def _is_outdone(self, rated: _Rated, others: list[_Rated]) -> bool:
         """Whether one of `others` is far faster, or was not tried yet while `rated` has been slow for long."""
         speed = rated.bytes_per_s
-        if speed is None:
+        if speed is None or rated.read_s < _LONG_S:  # A few small pieces say little of speeds.
             return False
         return any(
             rated.slow_s >= _SLOW_S if other.bytes_per_s is None else other.bytes_per_s > _FAR_FASTER * speed
@@ -369,6 +371,7 @@ class RankedSources(ChunkSource):
         share = min(max(_NEWEST_SHARE * num_bytes / PIECE_BYTES, seconds / _LONG_S), 1.0)
         rated.bytes_per_s = before + share * (speed - before)
         rated.num_bytes += num_bytes
+        rated.read_s += seconds
         is_slow = speed < PIECE_BYTES / self.timeout_s
         rated.slow_s = rated.slow_s + seconds if is_slow else 0.0
         now = self.clock()
