@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string, text_of
@@ -178,7 +177,7 @@ def read_each(
         return
     document = None if file.whole is None else file.document()
     for record in file.records() if document is None else document if isinstance(document, list) else [document]:
-        yield from file.trace(partial(read_trace, record=record))
+        yield from file.trace(lambda file, record=record: read_trace(file, record))
         del record
 
 
