@@ -20,17 +20,22 @@ import sys
 import time
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from composer_prime.address import Address, tcp_address
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.config.layers import merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, pluralize
 from composer_prime.errors import ComposerError, ConfigError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
+from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
 from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
-from inference.main import FAILED, Assignment, join_config, run_node
+from inference.serving import FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +81,69 @@ def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
 def _name(options: argparse.Namespace, slot: int) -> str:
     name = options.name or "".join(c if c.isascii() and c.isprintable() else "-" for c in socket.gethostname())[:150]
     return f"{name}-{slot}" if slot else name
+
+
+# ---- its command line ------------------------------------------------------------------------------------------------
+
+
+def join_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inference join",
+        allow_abbrev=False,
+        description="Serve a run from this machine. The node connects outwards, pulls weights over the same encrypted "
+        "link, and may leave at any time.",
+    )
+    parser.add_argument("address", nargs="?", metavar="INVITE | tcp://HOST:PORT",
+                        help="what `orchestrator invite` printed (default: $COMPOSER_INVITE), nothing else is needed; "
+                        "or the orchestrator's node address, with --model and a join token")  # fmt: skip
+    parser.add_argument(
+        "--state-dir", type=Path, help="with an invite: where the node keeps its key, model and weights"
+    )
+    parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
+                        help="with an invite: how long to try to reach the run; default 60")  # fmt: skip
+    parser.add_argument("--model", help="with an address: the run's model.path: a model folder, a Hub id, ...")
+    parser.add_argument("--token", help=f"join token (keys/node.token of the run); better in ${TOKEN_VARIABLE}")
+    parser.add_argument("--token-file", type=Path, help="file that holds the join token")
+    parser.add_argument("--name", help="this node's name in the run")
+    parser.add_argument("--settings", type=Path, help="TOML file whose [inference] table is used; flags here win")
+    parser.add_argument("--engine", choices=["local", "vllm"])
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine")
+    parser.add_argument("--max-concurrent", type=int, help="requests taken at a time")
+    parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
+    parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD",
+                        help="dollars an hour: with an invite of one GPU of this machine (of a machine without GPUs as "
+                        "a whole), else of this node")  # fmt: skip
+    parser.add_argument(
+        "--weights-from", action="append", metavar="URL", help="pull weights there: http(s)://, s3://, ..."
+    )
+    parser.add_argument(
+        "--relay",
+        metavar="HOST:PORT",
+        help="serve the weights that this node holds to others, over HTTP; further "
+        "nodes of the machine take the ports behind it",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
+    parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
+    parser.add_argument("--tensor-parallel", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
+    """Return `values`, the run's own settings, with those of the options on top. Raises ConfigError."""
+    if options.settings is not None:
+        values = values | merge_layers(read_with_bases(str(options.settings))).get("inference", {})
+    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from", "relay"):
+        if getattr(options, key) is not None:
+            values[key] = getattr(options, key)
+    if options.tensor_parallel is not None:
+        values["vllm"] = {**values.get("vllm", {}), "tensor_parallel": options.tensor_parallel}
+    try:
+        return InferenceConfig.model_validate(values)
+    except ValidationError as error:
+        faults = [f"inference.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        raise ConfigError("; ".join(faults)) from None
 
 
 # ---- a child: one node ----------------------------------------------------------------------------------------------

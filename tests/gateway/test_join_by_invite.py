@@ -19,9 +19,8 @@ from composer_prime.errors import ConfigError, DeadlineError, InviteError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
 from inference.enrolling import NodeState, enroll
-from inference.joining import _Machine, keep_running, relay_address
+from inference.joining import _Machine, join_parser, keep_running, relay_address
 from inference.machine import NodeShare
-from inference.main import join_parser
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 

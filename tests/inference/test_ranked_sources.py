@@ -13,7 +13,7 @@ from aiohttp import web
 from composer_prime.errors import DeadlineError
 from composer_prime.run.bucket import Bucket
 from composer_prime.run.weights import WeightStore
-from inference.main import join_config, join_parser
+from inference.joining import join_config, join_parser
 from inference.sources import RankedSources
 from inference.versions import PIECE_BYTES, ChunkSource, FolderSource
 from tests.inference.test_weight_sources import TIMEOUT_S, Lacking, Untouchable, scripted

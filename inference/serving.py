@@ -1,0 +1,188 @@
+"""Serve one node: model -> engine -> weights -> link to the gateway, until drained or stopped by a signal.
+
+Imports torch only in `run_node`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer_prime.address import tcp_address
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.console import GIB
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.model_source import resolve_model
+from composer_prime.monitor.events import record_events
+from composer_prime.plan.machine import gpu_name, visible_gpus
+from composer_prime.run.keys import ClientKeys
+from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.node import ComputeDevice
+
+if TYPE_CHECKING:
+    from inference.engines.base import Engine
+    from inference.node import GatewayLink
+    from inference.receiver import Receiver
+    from inference.sources import RankedSources
+
+FAILED = 1
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One node: its name, what it runs, where it connects."""
+
+    node_name: str
+    inference: InferenceConfig
+    model: str
+    """As `model.path`."""
+    max_context: int | None
+    """Tokens; None takes the model's own."""
+    keys: Callable[[], ClientKeys]
+    """Read when needed: a launcher may still be writing them."""
+    address: Callable[[], str | None]
+    """Where the gateway listens, None before it is known; called again for each connection."""
+    run_dir: RunDir | None
+    """The run's directory, where it is on this machine."""
+    audits: bool = False
+    """Whether it checks what other nodes sampled, and samples nothing."""
+    kept: Path | None = None
+    """Where weight chunks outlast the process; None keeps none."""
+    first: tuple[bytes, bytes, str] | None = None
+    """A signed manifest, its verify key and run, in use before the node attaches; None attaches with the folder's."""
+
+
+def run_node(assignment: Assignment) -> int:
+    """Serve; return the exit status. Raises ConfigError."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if assignment.run_dir is not None:
+        record_events(assignment.run_dir, assignment.node_name)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logger.info("node %s: loading %s", assignment.node_name, assignment.model)
+    folder = resolve_model(assignment.model)
+    import torch  # noqa: F401 - a Ctrl-C while this loads must not cancel a task
+
+    try:
+        asyncio.run(_serve(assignment, folder))
+        return 0
+    except ConfigError:
+        raise
+    except (ComposerError, OSError) as error:
+        print(f"inference: {assignment.node_name}: {error}", file=sys.stderr)
+        return FAILED
+
+
+async def _serve(assignment: Assignment, folder: Path) -> None:
+    """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
+    import torch
+
+    from composer_prime.wire.audit import ToAuditor
+    from composer_prime.wire.node import ToNode
+    from inference.audit import Auditor
+    from inference.engines.base import build_engine
+    from inference.node import GatewayLink, InferenceNode
+
+    inference = assignment.inference
+    torch.set_num_threads(inference.threads)
+    max_context = assignment.max_context or _model_context(folder)
+    engine = build_engine(inference, folder, max_context)
+    messages = ToAuditor if assignment.audits else ToNode
+    link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s, messages)
+    node: InferenceNode | None = None
+    weights = AsyncExitStack()
+    stopped = False
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal stopped
+        stopped = True
+        if node is not None:
+            node.stop(number.name)
+        else:
+            starting.cancel()
+
+    starting = asyncio.ensure_future(engine.start())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        try:
+            await starting
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+        if not stopped:
+            on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
+            tolerance = inference.canary_limit(on_cuda=on_cuda)
+            receiver, sources, relay_port = await _receive(assignment, engine, link, folder, tolerance, weights)
+            if assignment.first is not None:
+                await receiver.install(*assignment.first)
+            make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
+            device = _device(inference, on_cuda=on_cuda)
+            node = make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
+            if not stopped:
+                await node.run()
+    finally:
+        await engine.close()
+        await asyncio.to_thread(link.close)
+        await weights.aclose()
+
+
+async def _receive(
+    assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
+) -> tuple[Receiver, RankedSources | None, int]:
+    """Return what brings weights to `engine`, its sources elsewhere, and the port of the relay (0: there is none).
+
+    With the run's directory at hand its store is read; else the gateway's link is the last of several sources. `stack`
+    closes all. Raises ConfigError.
+    """
+    from composer_prime.run.weights import WeightStore
+    from composer_prime.wire.weight_server import WeightServer
+    from inference.receiver import Receiver
+    from inference.sources import RankedSources
+    from inference.versions import FolderSource
+
+    inference, run_dir = assignment.inference, assignment.run_dir
+    if run_dir is not None:
+        receiver = Receiver(engine, FolderSource(WeightStore(run_dir.weights)), folder, tolerance)
+        stack.callback(receiver.close)
+        return receiver, None, 0
+    relays = inference.relay is not None
+    sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from, relays)
+    receiver = Receiver(engine, sources, folder, tolerance, relays=relays, kept=assignment.kept)
+    stack.callback(receiver.close)
+    stack.push_async_callback(sources.close)
+    if inference.relay is None:
+        return receiver, sources, 0
+    server = WeightServer(receiver.chunks)
+    stack.push_async_callback(server.close)
+    await server.start(tcp_address(inference.relay, "inference.relay", bind=True, scheme=""))
+    logger.info("serving this node's weight chunks to others at %s", server.url)
+    return receiver, sources, server.port
+
+
+def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
+    """Return what the node computes on, for its Hello. Asks the driver: torch would take GPU memory for the answer."""
+    if not on_cuda:
+        return ComputeDevice(name="cpu", count=inference.threads)
+    count = inference.vllm.tensor_parallel if inference.engine == "vllm" else 1
+    memory_gib = sum(visible_gpus()[:count]) / GIB
+    return ComputeDevice(name=gpu_name(), count=count, memory_gib=round(memory_gib, 1))
+
+
+def _model_context(folder: Path) -> int:
+    """Return the longest sequence that the model in `folder` was made for. Raises ConfigError without that figure."""
+    values = json.loads((folder / "config.json").read_text())
+    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
+    if limit is None:
+        raise ConfigError(f"{folder}/config.json names no max_position_embeddings: pass --max-context")
+    return int(limit)
