@@ -46,7 +46,7 @@ from composer_prime.traces.replay.teachers import ServedScorer, TeacherPool, loc
 from composer_prime.traces.state import TraceState, read_states
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
-NEVER = {"mean_usd_per_trace": 1e6, "p95_usd_per_trace": 1e6, "p95_s_per_step": 1e6, "error_rate": 1.0}
+NEVER = {"mean_usd_per_trace": 1e6, "p95_s_per_step": 1e6, "error_rate": 1.0}
 STUDENT = "tiny"
 """Who made the traces."""
 LOAD_S = 900.0
@@ -186,9 +186,9 @@ async def savings(path: Path, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with local_models([*models, STUDENT], threads=1, start_timeout_s=LOAD_S) as url:
             teachers = [
-                {"name": model[-1], "model": model, "local": True, "tier": tier}
+                {"name": model[-1], "model": model, "local": True}
                 | dict(zip(("input_usd_per_mtok", "output_usd_per_mtok"), USD_PER_MTOK[model], strict=True))
-                for model, tier in zip(models, ("cheap", "mid", "frontier"), strict=True)
+                for model in models
             ]
             shared = {"teacher": teachers, "max_tokens": 64, "system_prompt": "", "score": False}
             shared |= {"budget": ROOMY, "kill": NEVER}

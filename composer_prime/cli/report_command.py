@@ -400,7 +400,7 @@ def _costs(run_dir: RunDir) -> list[str]:
     expected = f"; the forecast was {forecast.text()}" if forecast else ""
     state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
     if paid.failed or paid.unsettled:
-        state += " (one whose reply was lost counts at what was held: overcharge_factor times its bound)"
+        state += " (one whose reply was lost counts at what was held, twice its bound)"
     return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}{expected}"]
 
 

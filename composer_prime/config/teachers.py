@@ -35,12 +35,10 @@ class TeacherConfig(BaseConfig):
     """The environment variable that holds the endpoint's key; required with another base_url."""
     family: str | None = None
     """Its family (claude, gpt, qwen ...); it never sees a trace of its own family. None takes it from the name."""
-    tier: Literal["cheap", "mid", "frontier"] = "mid"
-    """Cheap teachers are asked first."""
     input_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price of a million prompt tokens; None takes it from genai-prices."""
     output_usd_per_mtok: float | None = Field(default=None, ge=0)
-    """Price of a million answer tokens; None takes it from genai-prices."""
+    """Price of a million answer tokens; None takes it from genai-prices. Cheap teachers are asked first."""
     max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The endpoint's name of an answer's limit; OpenAI's reasoning models know only max_completion_tokens."""
     temperature: Annotated[float, Field(ge=0, le=2)] | Literal["omit"] | None = None
@@ -117,12 +115,6 @@ class BudgetConfig(BaseConfig):
     """Cap of all calls on one trace's states."""
     usd_per_run: float = Field(default=50.0, gt=0)
     """Cap of all calls, over all resumes."""
-    overcharge_factor: float = Field(default=2.0, ge=1)
-    """A call reserves this many times its bound (the price of bytes_per_token and max_tokens). An endpoint that
-    suddenly charges so many times more then passes no cap, however many calls are in flight. 1 trusts endpoints."""
-    bytes_per_token: float = Field(default=3.0, ge=1)
-    """Assumed bytes of a prompt token when a call's cost is reserved. English and code have 4; with the factor, 3
-    covers text of 1.5. 1 is the worst case of any tokenizer and leaves out long states."""
 
 
 class KillSwitchConfig(BaseConfig):
@@ -130,8 +122,6 @@ class KillSwitchConfig(BaseConfig):
 
     mean_usd_per_trace: float = Field(default=5.0, gt=0)
     """Mean cost of a trace, of those on which a call was made."""
-    p95_usd_per_trace: float = Field(default=10.0, gt=0)
-    """95th percentile of a trace's cost."""
     p95_s_per_step: float = Field(default=120.0, gt=0)
     """95th percentile of the time that endpoints take for a state's votes, without pauses before a retry. Votes come
     one after another, and a reasoning model thinks for 15 to 30 s."""
@@ -149,12 +139,6 @@ class VoiConfig(BaseConfig):
     pair_value_usd: float | None = Field(default=None, gt=0)
     """Worth of a preference pair. None takes six times the expected cost of a state's votes, from the mean of the
     states so far, so that it follows the teachers' prices."""
-    prior_disagreement: float = Field(default=0.3, gt=0, lt=1)
-    """Expected share of states whose votes disagree and so give a pair, before the first one is known."""
-    prior_weight: float = Field(default=4.0, gt=0)
-    """Weight of the prior, in votes."""
-    explore: float = Field(default=0.05, ge=0, le=1)
-    """Share of states that get votes regardless of the estimate, which would never be corrected otherwise."""
 
 
 class GateConfig(BaseConfig):

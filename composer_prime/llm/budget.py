@@ -3,7 +3,7 @@
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
                                           └──> no reply          all that was held stays spent
 
-A call holds its bound times `overcharge_factor`, or times what its endpoint charged last where that is more. Caps are
+A teacher's call holds OVERCHARGE times its bound, or times what its endpoint charged last where that is more. Caps are
 checked with everything that is held for calls in flight. Whatever the order of replies, charges up to the held amounts
 stay within every cap. A charge that no tokenizer explains, or above the held amount (`note_charge`), or above the price
 list closes the budget: no further call is made. Only charges beyond the held amounts, for calls then in flight, can
@@ -26,6 +26,10 @@ from composer_prime.config.teachers import BudgetConfig
 from composer_prime.errors import CapError
 from composer_prime.run.costs import CostLedger, Spent, charge_ratio, spent
 
+OVERCHARGE = 2.0
+"""How many times its bound is held for a call to a teacher. An endpoint that suddenly charges so many times more passes
+no cap, however many calls are in flight."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
@@ -34,8 +38,6 @@ class Caps:
     usd_per_run: float
     usd_per_trace: float = math.inf
     usd_per_call: float = math.inf
-    overcharge_factor: float = 1.0
-    """How many times its bound is held for a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,11 @@ class Reservation:
     state: str
     teacher: str
     usd: float
-    """What is held: at least overcharge_factor times the bound."""
+    """What is held: at least the bound, OVERCHARGE times it for a teacher."""
     bound_usd: float
     """What the call should cost at most by the price list."""
     limit_usd: float
-    """What the endpoint may charge for it: no more than is held; where the factor is 1, than a tokenizer explains."""
+    """What an honest endpoint may charge for it."""
 
 
 def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
@@ -67,8 +69,8 @@ class Budget:
         self, caps: Caps | BudgetConfig, record: Callable[..., None], before: Spent, *, trusted: bool = False
     ) -> None:
         """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
-        spent. `trusted`: several calls may be in flight before the endpoint has kept to a bound, and a call that costs
-        nothing is made whatever was spent."""
+        spent. `trusted`: only its bound is held for a call, several calls may be in flight before the endpoint has kept
+        to a bound, and a call that costs nothing is made whatever was spent."""
         self._caps = caps
         self._record = record
         self._trusted = trusted
@@ -130,7 +132,7 @@ class Budget:
             teacher=teacher,
             usd=held_usd,
             bound_usd=usd,
-            limit_usd=self._limit_usd(usd, most_usd),
+            limit_usd=min(usd if most_usd is None else most_usd, OVERCHARGE * usd),
         )
         self._record(
             "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held_usd, bound=usd
@@ -138,15 +140,9 @@ class Budget:
         self._in_flight[reservation.call] = reservation
         return reservation
 
-    def _limit_usd(self, usd: float, most_usd: float | None) -> float:
-        """Return what an honest endpoint may charge. A factor of 1 holds nothing for dense text, but trusts it."""
-        factor = self._caps.overcharge_factor
-        most_usd = usd if most_usd is None else most_usd
-        return most_usd if factor == 1 else min(most_usd, factor * usd)
-
     def _multiple(self, teacher: str) -> float:
         """Return how many times its bound is held for a call."""
-        return max(self._caps.overcharge_factor, self._ratios.get(teacher, 0.0))
+        return max(1.0 if self._trusted else OVERCHARGE, self._ratios.get(teacher, 0.0))
 
     def _has_to_wait(self, teacher: str, usd: float) -> bool:
         """Return whether the call would be the second in flight of endpoints that may charge and were not tried."""
@@ -166,7 +162,7 @@ class Budget:
         in_run = self.spent_usd + sum(each.usd for each in counted)
         multiple = self._multiple(teacher)
         held_usd = usd * multiple
-        reason = "teachers.budget.overcharge_factor" if multiple == caps.overcharge_factor else "as it charged last"
+        reason = " (as it charged last)" if multiple > OVERCHARGE else ""
         for scope, used_usd, cap_usd in (
             ("call", 0.0, caps.usd_per_call),
             ("trace", in_trace, caps.usd_per_trace),
@@ -174,8 +170,8 @@ class Budget:
         ):
             if used_usd + held_usd > cap_usd:
                 return CapError(
-                    f"a call to {teacher} needs ${held_usd:.4f}, {multiple:.3g} times its bound of ${usd:.4f} "
-                    f"({reason}), but ${max(cap_usd - used_usd, 0.0):.4f} of teachers.budget.usd_per_{scope} = "
+                    f"a call to {teacher} needs ${held_usd:.4f}, {multiple:.3g} times its bound of ${usd:.4f}"
+                    f"{reason}, but ${max(cap_usd - used_usd, 0.0):.4f} of teachers.budget.usd_per_{scope} = "
                     f"${cap_usd:g} is left: raise the cap, or leave this teacher out",
                     scope=scope,
                 )
@@ -189,8 +185,7 @@ class Budget:
         if usd > reservation.limit_usd:
             self.close(
                 f"{reservation.teacher} charged ${usd:.6f} for a call that was bounded by "
-                f"${reservation.limit_usd:.6f}: lower teachers.budget.bytes_per_token, and check that the endpoint "
-                "keeps to max_tokens"
+                f"${reservation.limit_usd:.6f}: check that the endpoint keeps to max_tokens and counts tokens rightly"
             )
 
     def settle(self, reservation: Reservation, usd: float, *, status: str, **facts: object) -> None:

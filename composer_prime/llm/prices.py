@@ -13,6 +13,7 @@ import msgspec
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError
+from composer_prime.llm.budget import OVERCHARGE
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
 from composer_prime.traces.replay.selection import count_selected
 from composer_prime.traces.state import Message, read_states, write_state
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PER_MILLION = 1e-6
 BYTES_PER_TOKEN = 4.0
-"""A mean for English and code. Budgets reserve with fewer (teachers.budget.bytes_per_token)."""
+"""A mean for English and code. Budgets reserve with fewer."""
 ANSWER_SHARE = 0.25
 """Mean length of an answer, as a share of max_tokens."""
 SAMPLE_LINES = 200
@@ -148,7 +149,7 @@ def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
     cost = forecast.text() if forecast else _cost_of_rollouts(config)
     return (
         f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged more than "
-        f"{budget.overcharge_factor:g} times its bound"
+        f"{OVERCHARGE:g} times its bound"
     )
 
 

@@ -225,7 +225,7 @@ def _teachers(config: Config, findings: Findings) -> Rows:
     teachers = config.teachers
     if not teachers.teacher:
         return []
-    families = ", ".join(f"{teacher.name} ({teacher.known_family}, {teacher.tier})" for teacher in teachers.teacher)
+    families = ", ".join(f"{teacher.name} ({teacher.known_family})" for teacher in teachers.teacher)
     when = "online" if teachers.online else "for `composer replay`"
     rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
     try:

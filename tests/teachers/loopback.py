@@ -182,7 +182,7 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
         "max_tokens": 20,
         "score": False,
         "budget": {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0},
-        "kill": {"mean_usd_per_trace": 1000.0, "p95_usd_per_trace": 1000.0, "error_rate": 1.0},
+        "kill": {"mean_usd_per_trace": 1000.0, "error_rate": 1.0},
     }
     return TeachersConfig(**(values | more))
 

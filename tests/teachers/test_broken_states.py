@@ -98,7 +98,7 @@ def test_the_kill_switch_sees_states_that_break(tmp_path: Path) -> None:
             config = configured(tmp_path, endpoint.url, voting="all", concurrent_states=1, kill=kill)
             return await replayed(tmp_path, config, states, BrokenScorer())
 
-    kill = {"min_states": 3, "error_rate": 0.5, "mean_usd_per_trace": 1e3, "p95_usd_per_trace": 1e3}
+    kill = {"min_states": 3, "error_rate": 0.5, "mean_usd_per_trace": 1e3}
     progress = asyncio.run(run([state(number) for number in range(12)]))
     assert progress.outcomes == {"failed": 3} and "error_rate is 1 after 3 states" in (progress.stopped or "")
     assert (progress.calls, progress.failed) == (9, 0)

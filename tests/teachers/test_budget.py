@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from composer_prime.config.teachers import BudgetConfig
 from composer_prime.errors import CapError
-from composer_prime.llm.budget import Budget, Reservation, teacher_budget
+from composer_prime.llm.budget import OVERCHARGE, Budget, Reservation, teacher_budget
 from composer_prime.run.costs import spent
 
-CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75, overcharge_factor=2.0)
+CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75)
 # Multiples of a sixteenth, which sums of doubles hold exactly.
 BOUNDS = st.integers(2, 9).map(lambda sixteenths: sixteenths / 16)
 ASK = st.tuples(st.just("ask"), st.sampled_from("ab"), st.sampled_from("tu"), BOUNDS)
@@ -58,7 +58,7 @@ class World:
             task.cancel()
         await asyncio.gather(*self.asking, return_exceptions=True)
         for call in self.in_flight:
-            self._charge(call, CAPS.overcharge_factor)
+            self._charge(call, OVERCHARGE)
         self.asking, self.in_flight = [], []
         self.budget = teacher_budget(CAPS, self.path)
 
@@ -80,7 +80,7 @@ class World:
 
     def _charge(self, call: Reservation, times: float) -> float:
         usd = times * call.bound_usd
-        beyond = max(usd - CAPS.overcharge_factor * call.bound_usd, 0.0)
+        beyond = max(usd - OVERCHARGE * call.bound_usd, 0.0)
         assert usd <= CAPS.usd_per_call + beyond
         for scope in ("run", call.trace):
             self.charged[scope] += usd

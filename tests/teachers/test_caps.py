@@ -25,6 +25,7 @@ from loopback import (
 )
 
 from composer_prime.config.teachers import OPENROUTER, TeachersConfig
+from composer_prime.llm.budget import OVERCHARGE
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 from composer_prime.traces.state import TraceState
@@ -62,15 +63,14 @@ def test_the_cap_of_a_trace(tmp_path: Path) -> None:
 
 # A call for which more is held than the cap of a call is never made; the reason names all that can be changed about it.
 def test_the_cap_of_a_call(tmp_path: Path) -> None:
-    long = state(0, messages=[{"role": "user", "content": "x" * 300}], tools=[])
-    budget = {"usd_per_call": 1.0, "bytes_per_token": 1.0}
-    progress, endpoint = play(tmp_path, [long], budget=budget)
+    long = state(0, messages=[{"role": "user", "content": "x" * 1500}], tools=[])
+    progress, endpoint = play(tmp_path, [long], budget={"usd_per_call": 1.0})
     assert endpoint.asked == [] and progress.outcomes == {"budget": 1}
     assert not (tmp_path / "costs.jsonl").exists()
     (record,) = read_records(votes_beside(tmp_path / "pairs.jsonl"))
     assert record.reason == (
-        "a call to gpt-a needs $1.2320, 2 times its bound of $0.6160 (teachers.budget.overcharge_factor), but $1.0000 "
-        "of teachers.budget.usd_per_call = $1 is left: raise the cap, or leave this teacher out"
+        "a call to gpt-a needs $1.3220, 2 times its bound of $0.6610, but $1.0000 of teachers.budget.usd_per_call = $1 "
+        "is left: raise the cap, or leave this teacher out"
     )
     assert list(progress.without_vote) == [record.reason]
 
@@ -97,17 +97,13 @@ def test_a_long_state_fits_below_a_dollar(tmp_path: Path) -> None:
 
 
 # Text of few bytes a token costs more than the bound, which is no overcharge: it stays within what was held.
-# Where the factor is 1, which trusts endpoints, it passes that and ends nothing.
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_dense_text_is_no_overcharge(tmp_path: Path, factor: float) -> None:
+def test_dense_text_is_no_overcharge(tmp_path: Path) -> None:
     endpoint = Endpoint(answers=overrule, tokens_factor=5.0)  # 500 prompt tokens
     dense = [state(number, messages=[{"role": "user", "content": "x" * 900}], tools=[]) for number in range(3)]
 
     async def run():
         async with serving(endpoint):
-            config = dear(tmp_path, endpoint.url)
-            config.budget.overcharge_factor = factor
-            return await replayed(tmp_path, config, dense)
+            return await replayed(tmp_path, dear(tmp_path, endpoint.url), dense)
 
     progress = asyncio.run(run())
     assert progress.stopped is None and progress.states == 3
@@ -162,7 +158,8 @@ def test_an_overcharge_from_the_start(tmp_path: Path) -> None:
 
 
 FAIR_CALLS, TOGETHER = 8, 4
-OVER_TOKENS = 64 + 20
+MAX_TOKENS = 200
+OVER_TOKENS = 64 + MAX_TOKENS
 """What the bound of a call counts beside the bytes of its messages: the chat template's share, and max_tokens."""
 
 
@@ -191,7 +188,7 @@ class Turning(Endpoint):
     def _completion(self, body: dict) -> dict:
         completion = super()._completion(body)
         if not self.fair:
-            bound = len(msgspec.json.encode([body["messages"], body["tools"]])) + OVER_TOKENS
+            bound = len(msgspec.json.encode([body["messages"], body["tools"]])) // 3 + OVER_TOKENS
             completion["usage"]["prompt_tokens"] = int(self.times * bound) - ANSWER_TOKENS
         return completion
 
@@ -205,25 +202,25 @@ class Turning(Endpoint):
 
 def longer(short: TraceState) -> TraceState:
     """With a bound that is half as much more."""
-    return state(short.step, short.trace_id, messages=[{"role": "user", "content": f"Task {short.step}{'.' * 207}"}])
+    return state(short.step, short.trace_id, messages=[{"role": "user", "content": f"Task {short.step}{'.' * 560}"}])
 
 
 def tight(tmp_path: Path, url: str, scope: str, bound: float) -> TeachersConfig:
     """One cap that has room for just so much as TOGETHER calls of this bound need that cost twice as much, the others
     wide: on eight calls at once that cost that, or a longer one, it would be passed."""
-    wide = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0, "bytes_per_token": 1.0}
+    wide = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
     caps = {
         "usd_per_call": 2.2 * bound,
         "usd_per_trace": FAIR_CALLS / 4 * USD + 2.5 * bound,
         "usd_per_run": FAIR_CALLS * USD + (2 * TOGETHER + 0.5) * bound,
     }
-    return configured(tmp_path, url, budget={**wide, scope: caps[scope]}, concurrent_states=16)
+    return configured(tmp_path, url, budget={**wide, scope: caps[scope]}, concurrent_states=16, max_tokens=MAX_TOKENS)
 
 
-# An endpoint keeps to its bound, and then charges twice that (teachers.budget.overcharge_factor) for calls that are in
-# flight together: none is made after the first such charge was seen, and the caps of run, trace and call hold to the
-# cent. Where it charges more than the factor, they are passed by the excess of the calls in flight at the most. Once
-# the charge is repaired a resumed replay has every pair, and no answer is paid for twice.
+# An endpoint keeps to its bound, and then charges OVERCHARGE times that, more than its tokens can be, for calls that
+# are in flight together: none is made after the first such charge was seen, and the caps of run, trace and call hold to
+# the cent. Where it charges more than the factor, they are passed by the excess of the calls in flight at the most.
+# Once the charge is repaired a resumed replay has every pair, and no answer is paid for twice.
 @pytest.mark.parametrize("scope", ["usd_per_run", "usd_per_trace", "usd_per_call"])
 @pytest.mark.parametrize("times", [2.0, 6.0])
 def test_an_overcharge_with_calls_in_flight(tmp_path: Path, scope: str, times: float) -> None:
@@ -233,7 +230,7 @@ def test_an_overcharge_with_calls_in_flight(tmp_path: Path, scope: str, times: f
 
     async def run() -> tuple[TeachersConfig, list[tuple[dict, dict]]]:
         async with serving(endpoint):
-            config = tight(tmp_path, endpoint.url, scope, 0.384)
+            config = tight(tmp_path, endpoint.url, scope, 0.364)
             progress = await replayed(tmp_path, config, endpoint.states(states))
             assert "bounded by" in (progress.stopped or "")
             calls = settled_calls(tmp_path)
@@ -249,7 +246,7 @@ def test_an_overcharge_with_calls_in_flight(tmp_path: Path, scope: str, times: f
     assert len(over) == len(calls) - FAIR_CALLS >= TOGETHER
     excess, charged = defaultdict[str, float](float), defaultdict[str, float](float)
     for reserved, settled in calls:
-        beyond = max(settled["usd"] - config.budget.overcharge_factor * reserved["bound"], 0.0)
+        beyond = max(settled["usd"] - OVERCHARGE * reserved["bound"], 0.0)
         assert settled["usd"] <= config.budget.usd_per_call + beyond + 1e-9
         for scope in ("run", reserved["trace"]):
             excess[scope] += beyond

@@ -37,7 +37,7 @@ from tests.verdicts import release
 
 def vote(teacher: str, form: str, agrees: bool) -> VoteRecord:
     return VoteRecord(
-        teacher=teacher, family=teacher, tier="mid", form=form, agrees=agrees, answer="k", cached=False, cost_usd=0.1,
+        teacher=teacher, family=teacher, form=form, agrees=agrees, answer="k", cached=False, cost_usd=0.1,
         seconds=0.5,
     )  # fmt: skip
 

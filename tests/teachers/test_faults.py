@@ -196,14 +196,13 @@ def test_an_open_reservation_counts(tmp_path: Path) -> None:
     ("kill", "more", "named"),
     [
         ({"mean_usd_per_trace": 0.1}, {}, "mean_usd_per_trace"),
-        ({"p95_usd_per_trace": 0.1}, {}, "p95_usd_per_trace"),
         ({"p95_s_per_step": 0.05}, {"delay_s": 0.1}, "p95_s_per_step"),
         ({"error_rate": 0.2}, {"script": {"gpt-a": ["not_found"] * 50}}, "error_rate"),
     ],
 )
 def test_the_kill_switch(tmp_path: Path, kill: dict, more: dict, named: str) -> None:
     endpoint = Endpoint(answers=overrule, **more)
-    roomy = {"mean_usd_per_trace": 1e3, "p95_usd_per_trace": 1e3, "p95_s_per_step": 60.0, "error_rate": 1.0}
+    roomy = {"mean_usd_per_trace": 1e3, "p95_s_per_step": 60.0, "error_rate": 1.0}
     states = [state(number) for number in range(20)]
     progress, _ = play(
         tmp_path, states, endpoint=endpoint, kill={**roomy, **kill, "min_states": 5}, concurrent_states=2
@@ -247,8 +246,8 @@ def test_the_switch_looks_at_everything(noted: list[tuple[str, float, float, boo
         if called:
             usd[trace] = usd.get(trace, 0.0) + cost
             waited.append(seconds)
-        values = (sum(usd.values()) / len(usd), percentile(usd.values(), 0.95), percentile(waited, 0.95))
-        assert (switch.tripped() is not None) == (bool(waited) and any(map(float.__gt__, values, (5.0, 10.0, 120.0))))
+        values = (sum(usd.values()) / len(usd), percentile(waited, 0.95))
+        assert (switch.tripped() is not None) == (bool(waited) and any(map(float.__gt__, values, (5.0, 120.0))))
 
 
 # At most so many calls of a teacher are in flight.

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import BudgetConfig, TeacherConfig
 from composer_prime.errors import ConfigError, UnwritableError
-from composer_prime.llm.budget import teacher_budget
+from composer_prime.llm.budget import OVERCHARGE, teacher_budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import CallPacer
 from composer_prime.llm.prices import price_of
@@ -74,7 +74,7 @@ def test_shipped_pools(pool: str) -> None:
         price = price_of(each)
         assert price.tiers is not None and 0 < price.input_usd < price.output_usd
         bound = price.bound_usd(longest, teachers.max_tokens)
-        assert teachers.budget.overcharge_factor * bound < teachers.budget.usd_per_call
+        assert OVERCHARGE * bound < teachers.budget.usd_per_call
 
 
 # The command at the top of a pool's file is for real sessions: the run that it names holds 10,000 tokens and more.
@@ -132,7 +132,7 @@ def test_the_ledger_adds_up(tmp_path: Path) -> None:
 # What fits to the last cent is granted at once: with nothing in flight there is nothing to wait for.
 def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
     async def run() -> None:
-        caps = BudgetConfig(usd_per_call=0.05, usd_per_trace=0.05, usd_per_run=0.05, overcharge_factor=1.0)
+        caps = BudgetConfig(usd_per_call=0.1, usd_per_trace=0.1, usd_per_run=0.1)
         budget = teacher_budget(caps, tmp_path / "costs.jsonl")
         budget.settle(await budget.reserve(trace="t", state="s", teacher="x", usd=0.001), 0.0, status="ok")
         # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.

@@ -319,7 +319,7 @@ def test_the_base_chooses_the_text(tmp_path: Path) -> None:
 # of its own a pair is worth a multiple of the votes, so that states are voted on at any price (here $1 a 1,000 tokens).
 @pytest.mark.parametrize("value_usd", [1.0, None])
 def test_votes_that_are_not_worth_their_price(tmp_path: Path, value_usd: float | None) -> None:
-    voi = {"enabled": True, "pair_value_usd": value_usd, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    voi = {"enabled": True, "pair_value_usd": value_usd}
     states = [state(number, error="boom" if number % 2 else None) for number in range(40)]
 
     def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -333,7 +333,7 @@ def test_votes_that_are_not_worth_their_price(tmp_path: Path, value_usd: float |
 
 # A state on which the teachers uphold the student against one of them gives a pair too: its votes stay worth asking.
 def test_a_minority_is_worth_its_votes(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    voi = {"enabled": True, "pair_value_usd": 1.0}
 
     def against_one(model: str, messages: list[dict]) -> tuple[str, dict]:
         number = int(messages[-1]["content"].split()[1])
@@ -346,7 +346,7 @@ def test_a_minority_is_worth_its_votes(tmp_path: Path) -> None:
 
 # Where the trace tells how certain the student was, votes go to the uncertain: that is learned from the votes.
 def test_votes_go_to_the_uncertain(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    voi = {"enabled": True, "pair_value_usd": 1.0}
     states = [state(number, entropy=1.2 if number % 2 else 0.1) for number in range(40)]
 
     def answers(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -362,7 +362,7 @@ def test_votes_go_to_the_uncertain(tmp_path: Path) -> None:
 
 # What was learned of votes before an interruption counts after it: the second replay asks for none of them.
 def test_a_resumed_replay_knows_what_votes_are_worth(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    voi = {"enabled": True, "pair_value_usd": 1.0}
 
     def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
         return "ls", {"n": int(messages[-1]["content"].split()[1])}
@@ -380,7 +380,7 @@ def test_a_resumed_replay_knows_what_votes_are_worth(tmp_path: Path) -> None:
 # What votes were expected to cost before an interruption counts after it: where a pair has no value of its own, a state
 # that is much dearer than those before is left out by a replay that goes on as it is by one that was not interrupted.
 def test_a_resumed_replay_knows_what_votes_cost(tmp_path: Path) -> None:
-    voi = {"enabled": True, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    voi = {"enabled": True}
     budget = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
     cheap = [state(number) for number in range(5)]
     dear = state(9, messages=[{"role": "user", "content": f"Task 9 {'of many words ' * 300}"}])

@@ -45,7 +45,6 @@ gate = { window_pairs = 32, min_pairs_a_trace = 1.0 }
 name = "a"
 model = "tiny/teacher_a"
 local = true
-tier = "cheap"
 [[teachers.teacher]]
 name = "b"
 model = "tiny/teacher_b"

@@ -132,7 +132,7 @@ def test_a_cap_does_not_hide_a_broken_disk(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=break_disk_and_answer)) as endpoint:
             pool = [each.model_dump() for each in configured(tmp_path, endpoint.url).teacher]
-            pool[0] |= {"tier": "cheap", "input_usd_per_mtok": 1e5}
+            pool[0] |= {"input_usd_per_mtok": 1e5, "output_usd_per_mtok": 999.0}
             config = configured(tmp_path, endpoint.url, voting="all", teacher=pool)
             await replayed(tmp_path, config, [state(0)])
 

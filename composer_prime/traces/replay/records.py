@@ -37,7 +37,6 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     teacher: str
     family: str
-    tier: str
     form: str
     """Digest of the canonical form: equal forms, equal digests."""
     agrees: bool

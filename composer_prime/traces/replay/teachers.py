@@ -35,9 +35,10 @@ from composer_prime.run.process import child_options, stop
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.traces.state import Message, TraceState
 
-_TIERS = ("cheap", "mid", "frontier")
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
+_BYTES_PER_TOKEN = 3.0
+"""What a call's bound assumes of its prompt. English and code have four; what is held covers text of 1.5."""
 _WORST_BYTES_PER_TOKEN = 1.0
 """No tokenizer makes more tokens of a text than it has bytes."""
 _NO_PROVIDER = {404, 503}
@@ -135,7 +136,7 @@ class Teacher:
             request = ChatRequest(
                 question=question,
                 key=question.key,
-                bound_usd=self._bound_usd(question, self._shared.budget.bytes_per_token),
+                bound_usd=self._bound_usd(question, _BYTES_PER_TOKEN),
                 most_usd=self._bound_usd(question, _WORST_BYTES_PER_TOKEN),
                 trace=state.trace_id,
                 state=state.state_id,
@@ -255,7 +256,7 @@ class TeacherPool:
         except ConfigError:
             self._cache.close()
             raise
-        self.teachers.sort(key=lambda teacher: (_TIERS.index(teacher.config.tier), teacher.price.output_usd))
+        self.teachers.sort(key=lambda teacher: teacher.price.output_usd)
 
     def family_of(self, state: TraceState) -> str:
         """Return the family that wrote the state, `assume_family` where the trace does not say."""

@@ -39,6 +39,10 @@ saved 4 % of the calls and lost 3 pairs; twice the price saved 15 % and lost 11.
 _LEVELS_NATS = (0.05, 0.1, 0.2, 0.5)
 """Nats a token between levels of uncertainty. Of 352 toolsmith states, 2 % were overruled below the first, 42, 80 and
 99 % between the others, and all above the last."""
+_PRIOR_CHANCE, _PRIOR_STATES = 0.3, 4.0
+"""The chance of a pair before the first state is known, and its weight in states."""
+_EXPLORE = 0.05
+"""Share of states that get votes regardless of the estimate, which would never be corrected otherwise."""
 _MIN_CHARS = 24
 """Shorter answers count as this long: one more word is no difference in length."""
 
@@ -83,8 +87,7 @@ class ValueOfInformation:
     def chance(self, situation: Situation) -> float:
         """Return P(the votes give a pair)."""
         gave, seen = self._counts.get(situation, (0, 0))
-        config = self._config
-        return (gave + config.prior_disagreement * config.prior_weight) / (seen + config.prior_weight)
+        return (gave + _PRIOR_CHANCE * _PRIOR_STATES) / (seen + _PRIOR_STATES)
 
     def expect(self, votes_usd: float) -> None:
         """Take in a new state, with what all votes on it are expected to cost."""
@@ -101,7 +104,7 @@ class ValueOfInformation:
         """Return whether to ask for votes that cost `price_usd` together."""
         if not self._config.enabled or price_usd <= 0:
             return True
-        if self._random.random() < self._config.explore:
+        if self._random.random() < _EXPLORE:
             return True
         return self.chance(situation) * self.pair_value_usd >= price_usd
 
@@ -148,7 +151,6 @@ class KillSwitch:
         costs = self.usd_by_trace.values()
         limits = (
             ("mean_usd_per_trace", sum(costs) / max(len(costs), 1), config.mean_usd_per_trace, "$"),
-            ("p95_usd_per_trace", percentile(costs, 0.95), config.p95_usd_per_trace, "$"),
             ("p95_s_per_step", percentile(self.seconds, 0.95), config.p95_s_per_step, ""),
             ("error_rate", self.failed / max(self.calls, 1), config.error_rate, ""),
         )
@@ -300,7 +302,6 @@ class Voting:
         record = VoteRecord(
             teacher=teacher.name,
             family=teacher.family,
-            tier=teacher.config.tier,
             form=digest(form),
             agrees=form == ballot.student,
             answer=reply.key,
