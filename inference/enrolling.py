@@ -13,7 +13,6 @@ import asyncio
 import fcntl
 import hashlib
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.errors import ConfigError, DeadlineError, InviteError
-from composer_prime.run.keys import ClientKeys, CurvePair
+from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.weights import Manifest, open_signed
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
@@ -58,15 +57,8 @@ class NodeState:
     def own_pair(self, slot: int) -> CurvePair:
         """Return the pair of node `slot`, drawn and written at the first call. Raises OSError."""
         path = self.path / f"node-{slot}.curve"
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
-            partial = path.with_suffix(".partial")
-            partial.unlink(missing_ok=True)
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(b"".join(zmq.curve_keypair()))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            write_secret(path, b"".join(zmq.curve_keypair()))
         raw = path.read_bytes()
         if len(raw) != 80:
             raise ConfigError(f"{path} holds {len(raw)} bytes, expected 80: remove it and join with a fresh invite")

@@ -30,7 +30,7 @@ from composer_prime.errors import ComposerError, ConfigError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session
-from composer_prime.run.retry import backoff_s
+from composer_prime.run.retry import Restarts
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
 from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest
@@ -39,8 +39,6 @@ from inference.serving import FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
-_FORGET_RESTARTS_S = 600.0
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -257,7 +255,7 @@ async def keep_running(
 
     An end with status 0 or 2 is final. At `stopping` it gets SIGTERM, and its end is awaited.
     """
-    restarts = 0
+    restarts = Restarts()
     while True:
         start = time.monotonic()
         process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
@@ -270,14 +268,12 @@ async def keep_running(
         status = await ends
         if status in (0, EXIT_USAGE):
             return status
-        if time.monotonic() - start > _FORGET_RESTARTS_S:
-            restarts = 0
-        if restarts >= limit:
-            logger.error("%s %s; given up after %s", name, exit_text(status), pluralize(restarts, "restart"))
+        pause_s = restarts.pause_s(time.monotonic() - start, limit)
+        if pause_s is None:
+            logger.error("%s %s; given up after %s", name, exit_text(status), pluralize(limit, "restart"))
             return FAILED
-        pause_s = backoff_s(restarts, first_s=_FIRST_RESTART_S, longest_s=_LONGEST_RESTART_S)
-        restarts += 1
-        logger.warning("%s %s; starting it again in %g s (%d of %d)", name, exit_text(status), pause_s, restarts, limit)
+        text = exit_text(status)
+        logger.warning("%s %s; starting it again in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
         try:
             await asyncio.wait_for(stopping.wait(), pause_s)
             return 0

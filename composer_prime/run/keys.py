@@ -82,11 +82,16 @@ def join_keys(token: str | None, file: Path | None, role: str) -> ClientKeys:
     return ClientKeys.from_token(token)
 
 
-def _write_secret(path: Path, data: bytes) -> None:
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that only its owner reads. After a crash it is there whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +106,12 @@ class RunKeys:
         keys = cls(folder)
         for name in ("server", *_CLIENTS):
             if not (folder / f"{name}.curve").exists():
-                _write_secret(folder / f"{name}.curve", b"".join(zmq.curve_keypair()))
+                write_secret(folder / f"{name}.curve", b"".join(zmq.curve_keypair()))
         if not (folder / "signing.ed25519").exists():
-            _write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
+            write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
         for name in _CLIENTS:
             client = ClientKeys(keys.curve("server").public, keys.curve(name))
-            _write_secret(folder / f"{name}.token", client.token().encode() + b"\n")
+            write_secret(folder / f"{name}.token", client.token().encode() + b"\n")
         return keys
 
     def curve(self, name: str) -> CurvePair:
@@ -133,7 +138,7 @@ class RunKeys:
         """Return the token of commands that steer the run. The first call makes it."""
         path = self.folder / "operator.token"
         if not path.exists():
-            _write_secret(path, secrets.token_urlsafe(24).encode() + b"\n")
+            write_secret(path, secrets.token_urlsafe(24).encode() + b"\n")
         return path.read_text().strip()
 
     def signer(self) -> Ed25519PrivateKey:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 _MAX_DOUBLINGS = 60
 """Keeps the power within floating-point range; every caller's longest pause is reached far earlier."""
 
@@ -12,3 +14,22 @@ def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
     The pause doubles with each failure and never exceeds `longest_s`: what broke gets time to recover.
     """
     return min(first_s * 2 ** min(failures, _MAX_DOUBLINGS), longest_s)
+
+
+@dataclass(slots=True)
+class Restarts:
+    """How often one process was started again after a crash."""
+
+    count: int = 0
+
+    def pause_s(self, lived_s: float, limit: int) -> float | None:
+        """Count a crash after `lived_s` seconds. Return the pause before the next start, None after `limit` of them.
+
+        A process that lived for ten minutes starts with none counted.
+        """
+        if lived_s > 600.0:
+            self.count = 0
+        if self.count >= limit:
+            return None
+        self.count += 1
+        return backoff_s(self.count - 1, first_s=1.0, longest_s=60.0)

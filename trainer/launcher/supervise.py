@@ -15,7 +15,6 @@ more time for paid answers; then weights and teachers.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -43,7 +42,7 @@ from composer_prime.run.process import (
     signal_session,
     terminate,
 )
-from composer_prime.run.retry import backoff_s
+from composer_prime.run.retry import Restarts
 from composer_prime.run.run_dir import RunDir
 
 Kind = Literal["orchestrator", "node", "auditor", "rank", "weights", "teachers"]
@@ -133,10 +132,6 @@ def _devices(devices: tuple[int, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": cuda_visible_devices(devices)} if devices else {}
 
 
-FIRST_RESTART_S = 1.0
-"""Pause before a role's first restart; doubles with each."""
-FORGET_RESTARTS_S = 600.0
-"""A role that lived this long starts with no restarts counted."""
 CAUSE_WAIT_S = 3.0
 """How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
 _STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "weights", "teachers")
@@ -148,11 +143,11 @@ class RoleProcess:
     """One role's process, over its restarts."""
 
     role: RoleCommand
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[Any]
     log_offset: int
     """Byte of the log where the output of this start begins."""
     started: float
-    restarts: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
     restart_at: float | None = None
     """When to start it again, monotonic seconds; None while it runs and after the last restart."""
     lived_s: float = 0.0
@@ -256,7 +251,7 @@ class Supervisor:
         started = len(self.children) == len(self.roles)
         return started and all(child.running for child in self.children if child.role.kind not in _RESTARTED)
 
-    def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[bytes], int]:
+    def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[Any], int]:
         """Start a role; returns its process and the length of its log so far."""
         log = self.run_dir.log(role.name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -278,27 +273,25 @@ class Supervisor:
 
     def _plan_restart(self, child: RoleProcess) -> None:
         """Raises RoleFailedError when the last node is lost, or a role refuses its configuration."""
-        if time.monotonic() - child.started > FORGET_RESTARTS_S:
-            child.restarts = 0
-        ends_run = child.role.kind in ("node", "auditor") or (child.role.kind == "weights" and not child.restarts)
+        max_restarts = self.config.inference.max_restarts
+        pause_s = child.restarts.pause_s(time.monotonic() - child.started, max_restarts)
+        first = child.restarts.count == min(1, max_restarts)
+        ends_run = child.role.kind in ("node", "auditor") or (child.role.kind == "weights" and first)
         if ends_run and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
-        max_restarts = self.config.inference.max_restarts
-        if child.restarts >= max_restarts:
+        if pause_s is None:
             nodes = [other for other in self.children if other.role.kind == "node"]
             if child in nodes and not any(node.running or node.restart_at is not None for node in nodes):
                 raise RoleFailedError(
-                    f"{child.role.name} died {child.restarts + 1} times and no other node is left "
+                    f"{child.role.name} died {max_restarts + 1} times and no other node is left "
                     f"(inference.max_restarts is {max_restarts})\n{self._report([child])}"
                 )
-            self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {child.restarts} restarts")
+            self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {max_restarts} restarts")
             return
-        pause_s = backoff_s(child.restarts, first_s=FIRST_RESTART_S, longest_s=math.inf)
-        child.restarts += 1
         child.restart_at = time.monotonic() + pause_s
         self.on_event(
             f"{child.role.name} {exit_text(child.code)}; starting it again in {pause_s:g} s "
-            f"({child.restarts} of {max_restarts})"
+            f"({child.restarts.count} of {max_restarts})"
         )
 
     def _report(self, failed: list[RoleProcess]) -> str:
