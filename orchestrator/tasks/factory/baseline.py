@@ -120,7 +120,9 @@ def _combine(results: list[SuiteResult], hanging: list[str], slow_file_s: float)
     slow_files |= {file for file, duration in seconds.items() if duration > slow_file_s}
     files: dict[str, list[str]] = defaultdict(list)
     for node in stable:
-        if test_file(node) not in slow_files:
+        if test_file(node) in slow_files:
+            excluded["in a file that is slow or has a slow test"] += 1
+        else:
             files[test_file(node)].append(node)
     reach: dict[str, set[str]] = defaultdict(set)
     for node, record in first.tests.items():
