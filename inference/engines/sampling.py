@@ -194,7 +194,7 @@ def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> t
     if (top_k < logits.shape[1]).any():
         part = _top_k(part, top_k)
     if (rows.top_p[chosen] < 1.0).any():
-        part = _top_p(part, torch.from_numpy(rows.top_p[chosen]).to(logits.device))
+        part = _top_p(part, rows.top_p[chosen])
     return logits.index_copy(0, index, part)
 
 
@@ -205,24 +205,27 @@ def _top_k(logits: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
     return logits.masked_fill(logits < floor, float("-inf"))
 
 
-def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep each row's smallest set of likeliest tokens whose probability reaches `top_p` [R].
+def _top_p(logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+    """Keep each row's smallest set of likeliest tokens whose probability reaches `top_p` [R], and what equals its last.
 
-    The set is mostly small: sort the likeliest few hundred first, and the whole vocabulary only when they fall short.
+    The set is mostly small: sort the likeliest few hundred first, and the whole vocabulary only of rows that fall
+    short. So no row's set depends on the rows beside it.
     """
     lse = logits.logsumexp(-1, keepdim=True)
+    floor = torch.full_like(lse, float("-inf"))
+    limit = torch.from_numpy(top_p).to(logits.device)
+    index = torch.from_numpy(np.flatnonzero(top_p < 1.0)).to(logits.device)
     for width in (min(_NUCLEUS_PROBE, logits.shape[1]), logits.shape[1]):
-        ordered, ids = logits.topk(width, dim=-1)
-        probs = (ordered - lse).exp()
-        before = probs.cumsum(-1) - probs
-        if width == logits.shape[1] or bool(((before[:, -1] + probs[:, -1]) >= top_p).all()):
+        ordered = logits[index].topk(width, dim=-1).values
+        probs = (ordered - lse[index]).exp()
+        reached = probs.cumsum(-1)
+        kept = reached - probs < limit[index, None]
+        kept[:, 0] = True
+        floor[index] = ordered.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
+        index = index[reached[:, -1] < limit[index]]
+        if not len(index):
             break
-    kept = before < top_p[:, None]
-    kept[:, 0] = True
-    kept |= (top_p >= 1.0)[:, None]
-    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, kept)
-    mask |= (top_p >= 1.0)[:, None]
-    return logits.masked_fill(~mask, float("-inf"))
+    return logits.masked_fill(logits < floor, float("-inf"))
 
 
 _SLACK_TOKENS = 8

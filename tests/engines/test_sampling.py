@@ -57,6 +57,21 @@ def test_a_wide_nucleus_is_exact():
     assert np.allclose(expected.gather(-1, torch.from_numpy(tokens)[:, None])[:, 0].numpy(), logprobs, atol=1e-4)
 
 
+def test_tied_tokens_at_the_edge_of_a_nucleus_stay_together():
+    # Else the order in which equal logits are sorted decides, which changes with the rows beside.
+    one = Sampling(max_tokens=1, top_p=0.9)
+    logits = torch.randn(9, 32_000, generator=torch.Generator().manual_seed(4)).mul(3).bfloat16().float()
+    logits[8] = 0.0  # makes the nucleus of one row the whole vocabulary
+    logits[0, :5] = torch.tensor([50.0, 50.0, 50.0, 49.0, 49.0])
+    beside = sampling.warp(logits, rows([one] * 9)).isfinite()
+    for row in range(8):
+        alone = sampling.warp(logits[row : row + 1], rows([one])).isfinite()[0]
+        assert (alone == beside[row]).all()
+        assert alone[logits[row] == logits[row, alone].min()].all()
+    assert beside[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert beside[8].all()
+
+
 def test_draws_follow_the_distribution():
     # Over many seeds the frequencies are the probabilities (chi-square, 9 degrees of freedom, p = 1e-5).
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(2)).expand(20_000, -1)
