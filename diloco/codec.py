@@ -291,12 +291,12 @@ class EntropyCodec(Codec):
 
     def encode(self, values_n: Tensor) -> Tensor:
         plain = self.inner.encode(values_n).numpy()
-        frame = zstandard.ZstdCompressor(level=_LEVEL).compress(memoryview(plain))
+        frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plain.data)
         kind, body = (_ZSTD, frame) if len(frame) < plain.nbytes else (_PLAIN, plain.tobytes())
         return torch.frombuffer(bytearray([kind]) + body, dtype=torch.uint8)
 
     def decode(self, data: Tensor, n: int) -> Tensor:
-        raw, plain_size = memoryview(data.numpy()), self.inner.size(n)
+        raw, plain_size = data.numpy().data, self.inner.size(n)
         if not len(raw) or raw[0] not in (_PLAIN, _ZSTD):
             raise ValueError(f"{self.spec}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
         if raw[0] == _PLAIN:

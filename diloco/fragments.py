@@ -192,5 +192,5 @@ def frozen_digest(parameters: Iterable[NamedParameter]) -> str:
     for name in sorted(frozen):
         shard = local_shard(frozen[name]).detach().cpu()
         digest.update(json.dumps([name, str(shard.dtype), list(shard.shape)]).encode())
-        digest.update(memoryview(as_bytes(shard).numpy()))
+        digest.update(as_bytes(shard).numpy().data)
     return digest.hexdigest()

@@ -187,4 +187,4 @@ def _hash(outer_step: int, digests: Sequence[str]) -> str:
 
 
 def _digest(master_n: Tensor) -> str:
-    return hashlib.blake2b(memoryview(master_n.numpy()).cast("B"), digest_size=16).hexdigest()
+    return hashlib.blake2b(master_n.numpy().data.cast("B"), digest_size=16).hexdigest()

@@ -285,7 +285,7 @@ class Replica:
             work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
                 header=msgspec.convert(facts["pending"], Header),
-                body=memoryview(tensors["pending.body"].numpy()).cast("B"),
+                body=tensors["pending.body"].numpy().data.cast("B"),
                 residual_n=tensors["pending.residual"],
                 coverage=DeltaCoverage(work, due, tensors.get("pending.due"), late),
             )
@@ -320,7 +320,7 @@ def pack_state(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> memor
     for name, tensor in tensors.items():
         begin, end = head[name]["data_offsets"]
         body[start + begin : start + end] = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return memoryview(body.numpy()).cast("B")
+    return body.numpy().data.cast("B")
 
 
 def unpack_state(raw: bytes | bytearray | memoryview) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -157,7 +157,7 @@ class StreamingDiLoCo:
         fragment = self.schedule.fragment(model.outer_step)
         coverage = replica.progress.covered(fragment)
         data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
-        body = memoryview(data.numpy()).cast("B")
+        body = data.numpy().data.cast("B")
         header = self._link.seal(self._link.header(
             "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
             weight=float(getattr(coverage.work, self.config.weighting)), inner_steps=round(coverage.work.steps),

@@ -192,8 +192,9 @@ class Joins:
 
     def _waits(self, peer: Peer) -> bool:
         join = self._joins.get(peer.name)
-        here = join is not None and not join.over and join.instance == peer.instance
-        return here and len(join.asks) == peer.ranks
+        if join is None or join.over or join.instance != peer.instance:
+            return False
+        return len(join.asks) == peer.ranks
 
     def _go_to(self, lead: int, leaders: list[Peer]) -> None:
         names, newest = ", ".join(sorted(each.name for each in leaders)), self.rounds.newest

@@ -167,7 +167,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages."""
 
 
-class PeerHello(Message, tag="hello"):
+class PeerHello(Message, frozen=True, tag="hello"):
     run: str
     peer: str
     rank: int
@@ -192,7 +192,7 @@ class PeerHello(Message, tag="hello"):
     """0 for releases before protocol 3, which did not send it."""
 
 
-class Beat(Message, tag="beat"):
+class Beat(Message, frozen=True, tag="beat"):
     peer: str
     rank: int
     instance: int
@@ -204,20 +204,20 @@ class Beat(Message, tag="beat"):
     """Taken since its start: while the number stays, no second round waits for this peer."""
 
 
-class DeltaOffer(Message, tag="offer"):
+class DeltaOffer(Message, frozen=True, tag="offer"):
     header: Header
     instance: int
     """As in its hello."""
 
 
-class BodyChunk(Message, tag="chunk"):
+class BodyChunk(Message, frozen=True, tag="chunk"):
     name: str
     offset: int
     data: bytes
     instance: int
 
 
-class AskRound(Message, tag="ask_round"):
+class AskRound(Message, frozen=True, tag="ask_round"):
     peer: str
     rank: int
     instance: int
@@ -225,7 +225,7 @@ class AskRound(Message, tag="ask_round"):
     base_hash: str
 
 
-class AskState(Message, tag="ask_state"):
+class AskState(Message, frozen=True, tag="ask_state"):
     peer: str
     rank: int
     instance: int
@@ -235,13 +235,13 @@ class AskState(Message, tag="ask_state"):
     base_hash: str
 
 
-class Get(Message, tag="get"):
+class Get(Message, frozen=True, tag="get"):
     name: str
     offset: int
     length: int
 
 
-class Unusable(Message, tag="unusable"):
+class Unusable(Message, frozen=True, tag="unusable"):
     peer: str
     """The sender."""
     instance: int
@@ -249,12 +249,12 @@ class Unusable(Message, tag="unusable"):
     reason: str
 
 
-class PeerWelcome(Message, tag="welcome"):
+class PeerWelcome(Message, frozen=True, tag="welcome"):
     beat_s: float
     """Seconds between beats."""
 
 
-class BeatReply(Message, tag="beat_reply"):
+class BeatReply(Message, frozen=True, tag="beat_reply"):
     known: bool
     """False: send a hello (again); the rendezvous was restarted."""
     open_round: int | None
@@ -264,27 +264,27 @@ class BeatReply(Message, tag="beat_reply"):
     """Serial of a request for this rank's part of the state; 0 for none."""
 
 
-class Received(Message, tag="received"):
+class Received(Message, frozen=True, tag="received"):
     name: str
     size: int
     """Bytes so far, from the first."""
 
 
-class RoundClosed(Message, tag="closed"):
+class RoundClosed(Message, frozen=True, tag="closed"):
     outer_step: int
 
 
-class Gone(Message, tag="gone"):
+class Gone(Message, frozen=True, tag="gone"):
     """The requested thing is not there and will not be: join anew."""
 
     reason: str
 
 
-class RoundNotReady(Message, tag="not_ready"):
+class RoundNotReady(Message, frozen=True, tag="not_ready"):
     waiting_for: str
 
 
-class RoundOutcome(Message, tag="outcome"):
+class RoundOutcome(Message, frozen=True, tag="outcome"):
     outer_step: int
     quorum_id: int
     headers: list[Header]
@@ -295,25 +295,25 @@ class RoundOutcome(Message, tag="outcome"):
     """Hash of all ranks' headers: ranks that got different outcomes notice."""
 
 
-class Current(Message, tag="current"):
+class Current(Message, frozen=True, tag="current"):
     """The peer's own state will do: it is the others', can catch up from rounds that are kept, or the peer is alone."""
 
     newest: int
     """The last closed round; -1 for none."""
 
 
-class StateReady(Message, tag="state_ready"):
+class StateReady(Message, frozen=True, tag="state_ready"):
     header: Header
     newest: int
 
 
-class Piece(Message, tag="piece"):
+class Piece(Message, frozen=True, tag="piece"):
     name: str
     offset: int
     data: bytes
 
 
-class RequestRefused(Message, tag="refused"):
+class RequestRefused(Message, frozen=True, tag="refused"):
     error: str
 
 

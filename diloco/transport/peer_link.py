@@ -53,9 +53,8 @@ class PeerLink:
         self._client_keys = key.client()
         self._header_key = key.derive("headers")
         self._layout_hash = messages.layout_hash(hello.layout)
-        self._connection: Connection | None = None
-        """This and the exchange are made in the link thread, where their event loop runs."""
         self._exchange: Exchange | None = None
+        """It and its connection are made in the link thread, where their event loop runs."""
         self._entry: tuple[Any, ...] = ()
         """What Exchange.take_part gets in the round that was begun."""
         self._round: concurrent.futures.Future[RoundResult | MustRejoin] | None = None
@@ -111,7 +110,7 @@ class PeerLink:
         self._hello = structs.replace(
             self._hello, outer_step=outer_step, base_hash=base_hash, training=before if training is None else training
         )
-        if training is not None and self._connection is not None:
+        if training is not None and self._exchange is not None:
             self._submit(self._beat_early())
 
     def note_step(self) -> None:
@@ -144,7 +143,7 @@ class PeerLink:
         if self._round is not None:
             self._round.cancel()
         self._round_hellos = self._hellos
-        self._round = self._submit(self._exchange.take_part(*self._entry))
+        self._round = self._submit(self._live.take_part(*self._entry))
 
     def wait(self, timeout_s: float) -> RoundResult | MustRejoin | None:
         """Return the result of the round that was begun; None while there is none. Raises its errors (WireErrors)."""
@@ -163,21 +162,21 @@ class PeerLink:
         status = self._status
         if status.open_round != outer_step or status.left_s is None:
             return None
-        return status.left_s - (time.monotonic() - self._status_at) - self._exchange.upload_s
+        return status.left_s - (time.monotonic() - self._status_at) - self._live.upload_s
 
     def refuse_state(self, serial: int, reason: str) -> None:
         """Report that this state cannot be taken over: another source is asked. Never waits."""
-        self._exchange.waiting_for = f"another state, because {reason}"
+        self._live.waiting_for = f"another state, because {reason}"
         hello = self._hello
         unusable = messages.Unusable(peer=hello.peer, instance=hello.instance, serial=serial, reason=reason)
-        self._submit(self._connection.call(unusable))
+        self._submit(self._live.connection.call(unusable))
 
     def request_source(self, outer_step: int, base_hash: str) -> None:
         """Ask which state to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""
         if self._source is not None:
             self._source.cancel()
         self._attempt += 1
-        self._source = self._submit(self._exchange.fetch_source(outer_step, base_hash, self._attempt))
+        self._source = self._submit(self._live.fetch_source(outer_step, base_hash, self._attempt))
 
     def join_source(self, timeout_s: float) -> JoinSource | None:
         """Return the state to join with; None while it is not known. Raises its errors (WireErrors)."""
@@ -195,8 +194,14 @@ class PeerLink:
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        connection = self._connection
-        return (connection.bytes_sent, connection.bytes_received) if connection else (0, 0)
+        if self._exchange is None:
+            return 0, 0
+        return self._exchange.connection.bytes_sent, self._exchange.connection.bytes_received
+
+    @property
+    def _live(self) -> Exchange:
+        assert self._exchange is not None  # since `start`
+        return self._exchange
 
     def _result(self, future: concurrent.futures.Future[T] | None, timeout_s: float) -> T | None:
         if self._failure is not None:
@@ -213,28 +218,28 @@ class PeerLink:
     async def _open(self) -> None:
         config, hello = self._config, self._hello
         identity = f"{hello.peer}/{hello.rank}/{hello.instance}"  # a successor's answers are not this process's
-        self._connection = Connection(config.rendezvous, self._client_keys, identity, config.rate_limit_mbit)
-        self._exchange = Exchange(self._connection, self._header_key, hello)
+        connection = Connection(config.rendezvous, self._client_keys, identity, config.rate_limit_mbit)
+        self._exchange = Exchange(connection, self._header_key, hello)
         await self._greet()
         self._beating = asyncio.create_task(self._keep_beating())
 
     async def _shut(self) -> None:
-        if self._connection is None:
+        if self._exchange is None:
             return
         if self._hello.training:
             self._hello = structs.replace(self._hello, training=False)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_early(), _FAREWELL_S / 2)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            if task is not self._connection.receiver:
+            if task is not self._exchange.connection.receiver:
                 task.cancel()
-        await self._connection.close()
+        await self._exchange.connection.close()
 
     async def _greet(self) -> None:
         """Ask to be admitted. Raises DeadlineError after diloco.connect_timeout_s, or RefusedError."""
         timeout_s, began = self._config.connect_timeout_s, time.monotonic()
         while True:
-            answer = await self._connection.call(self._hello, timeout_s)
+            answer = await self._live.connection.call(self._hello, timeout_s)
             if isinstance(answer, messages.PeerWelcome):
                 self._beat_s, self._hellos = answer.beat_s, self._hellos + 1
                 return
@@ -267,7 +272,7 @@ class PeerLink:
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=hello.outer_step,
             base_hash=hello.base_hash, training=hello.training, inner_steps=self._inner_steps,
         )  # fmt: skip
-        answer = await self._connection.call(beat, _BEAT_TIMEOUT_S)
+        answer = await self._live.connection.call(beat, _BEAT_TIMEOUT_S)
         if isinstance(answer, messages.BeatReply) and answer.known:
             self._status, self._status_at = answer, time.monotonic()
             idle = self._serving is None or self._serving.done()
@@ -285,7 +290,7 @@ class PeerLink:
         try:
             header, body = await asyncio.to_thread(self._state_blob, serial)
             logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
-            if not await self._connection.upload(self.seal(header), body, self._hello.instance):
+            if not await self._live.connection.upload(self.seal(header), body, self._hello.instance):
                 logger.info("the state is not wanted any more")
         except (WireError, DeadlineError) as error:
             self._unserved = serial
