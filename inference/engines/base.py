@@ -57,8 +57,10 @@ class ReadBack:
 class Engine(Protocol):
     """What a node calls, from one event loop."""
 
-    version: int
-    """Policy version of the weights in use."""
+    @property
+    def version(self) -> int:
+        """Return the policy version of the weights in use."""
+        ...
 
     async def start(self) -> None:
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""

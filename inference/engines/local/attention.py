@@ -13,6 +13,7 @@ The plan passes through the model as a keyword argument. The model is called wit
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,12 @@ from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.slots import Family
 
 IMPLEMENTATION = "composer_slots"
+
+
+class AttentionModule(Protocol):
+    """A layer's attention in transformers."""
+
+    layer_idx: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class StepPlan:
         """Return the additive mask [B, columns]: -inf at columns that a decoding row must not see."""
         key = ("decode", window)
         if key not in self._masks:
+            assert self.lengths is not None  # there are groups
             columns = torch.arange(max(group.columns for group in self.groups), device=query.device)
             hidden = columns >= self.lengths[:, None]
             if self.starts is not None:
@@ -95,7 +103,7 @@ class StepPlan:
 
 
 def slot_attention(
-    module: torch.nn.Module,
+    module: AttentionModule,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -137,7 +145,7 @@ def slot_attention(
 
 
 def _decode_inputs(
-    module: torch.nn.Module, query: torch.Tensor, group: DecodeGroup, plan: StepPlan, window: int | None
+    module: AttentionModule, query: torch.Tensor, group: DecodeGroup, plan: StepPlan, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [H_kv, count, H / H_kv, D], keys and values [H_kv, count, columns, D] and mask of one token a sequence.
 
@@ -159,7 +167,7 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_families(
-    module: torch.nn.Module, query: torch.Tensor, plan: StepPlan, scaling: float | None, out: torch.Tensor
+    module: AttentionModule, query: torch.Tensor, plan: StepPlan, scaling: float | None, out: torch.Tensor
 ) -> None:
     """Attend to tails by group and to common prefixes by family, and merge both into `out` [N, H, D]. CPU only.
 
@@ -174,8 +182,9 @@ def _decode_families(
         rows = slice(group.row, group.row + group.count)
         out[rows], tail_lse[rows] = _rows(part), _rows(lse)
     keys, values = plan.cache.layers[module.layer_idx]
-    kv_heads, size = keys.shape[0], query.shape[2]
-    family_query = query.index_select(1, plan.members).reshape(kv_heads, -1, len(plan.members), size).transpose(1, 2)
+    kv_heads, size, members = keys.shape[0], query.shape[2], plan.members
+    assert members is not None  # there are families
+    family_query = query.index_select(1, members).reshape(kv_heads, -1, len(members), size).transpose(1, 2)
     parts, part_lses, first = [], [], 0
     for family in plan.families:
         count, columns = len(family.rows), slice(0, family.columns)
@@ -186,12 +195,12 @@ def _decode_families(
         part_lses.append(lse.reshape(kv_heads, count, -1))
         first += count
     prefix, prefix_lse = _rows(torch.cat(parts, 1)), _rows(torch.cat(part_lses, 1))
-    share = torch.sigmoid(prefix_lse - tail_lse.index_select(0, plan.members))[..., None]
-    out.index_copy_(0, plan.members, torch.lerp(out.index_select(0, plan.members), prefix, share))
+    share = torch.sigmoid(prefix_lse - tail_lse.index_select(0, members))[..., None]
+    out.index_copy_(0, members, torch.lerp(out.index_select(0, members), prefix, share))
 
 
 def _prefill(
-    module: torch.nn.Module,
+    module: AttentionModule,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -14,6 +14,7 @@ passes, and every token after it comes from the new version. Running requests ke
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import queue
 import threading
@@ -266,7 +267,8 @@ class Computer:
             failure = EngineError(f"the local engine failed: {error!r}")
         self._deliver()
         self._running, self._waiting = {}, deque()
-        self._model = self._cache = None
+        with suppress(AttributeError):  # Loading may have failed before.
+            del self._model, self._cache
         self.failure = failure
         self._on_loop(self._fail_all)
 
@@ -274,10 +276,10 @@ class Computer:
         self._model = load_model(self._folder, self._config)
         check_context(self._model, self._context)
         self._device = next(self._model.parameters()).device
-        self.vocab = self._model.get_input_embeddings().weight.shape[0]
+        self.vocab = self._model.get_input_embeddings().get_parameter("weight").shape[0]
         self._eos = end_tokens(self._model)
         self._decode_text = text_decoder(self._folder)
-        self._takes_rows = self._model._supports_logits_to_keep()
+        self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._cache = KvCache()
         places = torch.arange(2, device=self._device)
         probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)

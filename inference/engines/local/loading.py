@@ -42,7 +42,7 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
     device, dtype = device_and_dtype(config)
     disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  the stub: no pair
             folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
