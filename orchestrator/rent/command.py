@@ -1,7 +1,8 @@
 """`orchestrator rent`: find, price, start, list and stop machines that serve a run as inference nodes.
 
 Nothing is started before the table of offers was shown and agreed to (`--yes` agrees). `--dry-run` makes no call.
-With a budget the command stays in the foreground, and every end of it but a kill -9 ends the machines.
+With a budget the command stays in the foreground. Its limits end the machines, and so do an error, Ctrl-C, SIGQUIT,
+SIGTERM and a closed terminal. A kill -9 does not.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,7 @@ from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
 from orchestrator.rent.cli_providers import Prime, Vast
 from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet, find
 from orchestrator.rent.http_providers import Lambda, RunPod
-from orchestrator.rent.provider import Needs, Offer, Order, Provider, choose
+from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, choose
 from orchestrator.rent.rentals import Rental, RentalRecord
 
 PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(), RunPod(), Lambda(), Prime())}
@@ -43,12 +44,14 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
     """Return the exit status. Raises ConfigError for a wrong command line and ProviderError for what went wrong."""
     providers = providers or PROVIDERS
     options = _parser(sorted(providers)).parse_args(words)
-    run_id = read_run_id(RunDir(options.run))
     record = RentalRecord(options.run)
     if options.status or options.stop:
+        if not record.path.exists():
+            read_run_id(RunDir(options.run))  # a mistyped folder is an error
         rented = {rental.provider for rental in record.rentals()}
         fleets = [RentedFleet(providers[name], record, _tell) for name in sorted(rented)]
         return _status(fleets, record) if options.status else _stop(fleets, record, dry_run=options.dry_run)
+    run_id = read_run_id(RunDir(options.run))
     provider = providers[_required(options.provider, "--provider")]
     count, needs = _required(options.count, "--count"), _needs(options)
     if provider.needs_ssh_key and not options.ssh_key:
@@ -91,13 +94,14 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
         return started
 
     if budget.hours is None and budget.dollars is None:
-        try:
-            started = start()
-        except KeyboardInterrupt:
-            _tell(f"what was started costs money until: {_stop_line(options.run)}")
-            raise
-        if started:
-            _tell(f"nothing ends these machines by itself: {_stop_line(options.run)}")
+        with _interrupted_by_signals():
+            try:
+                started = start()
+                if started:
+                    _tell(f"nothing ends these machines by itself: {_stop_line(options.run)}")
+            except BaseException:
+                _tell(f"what was started costs money until: {_stop_line(options.run)}")
+                raise
         return int(started < count)
 
     def watch() -> int:
@@ -179,10 +183,14 @@ def _end_at(budget: RentalBudget, fleet: RentedFleet, rate: float) -> datetime |
     return datetime.now(UTC) + timedelta(hours=min(hours), seconds=2 * STOP_TIMEOUT_S)
 
 
-def _then_stop(fleet: RentedFleet, run_dir: Path, work: Callable[[], int]) -> int:
-    """Return what `work` does, and stop the machines, whatever ends it: also Ctrl-C, SIGTERM and a closed terminal."""
+@contextmanager
+def _interrupted_by_signals() -> Iterator[Callable[[], None]]:
+    """Make KeyboardInterrupt of the first signal that would end the command, and ignore the later ones.
+
+    Yields what ignores them all from then on.
+    """
     # What the starter ignores stays ignored: nohup ignores SIGHUP.
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
                if signal.getsignal(number) is not signal.SIG_IGN]  # fmt: skip
 
     def ignore() -> None:
@@ -195,43 +203,62 @@ def _then_stop(fleet: RentedFleet, run_dir: Path, work: Callable[[], int]) -> in
 
     before = [signal.signal(number, interrupt) for number in numbers]
     try:
-        return work()
+        yield ignore
     finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _then_stop(fleet: RentedFleet, run_dir: Path, work: Callable[[], int]) -> int:
+    """Return what `work` does, and stop the machines, whatever ends it: also a signal or a closed terminal."""
+    with _interrupted_by_signals() as ignore:
         try:
-            ignore()
-        finally:  # also when a signal comes in between
-            _tell(f"ending the billing; signals do not end this. Should it be killed: {_stop_line(run_dir)}")
+            return work()
+        finally:
             try:
+                ignore()
+            finally:  # also when a signal comes in between
+                _tell(f"ending the billing; signals do not end this. Should it be killed: {_stop_line(run_dir)}")
                 fleet.stop()
-            finally:
-                for number, handler in zip(numbers, before, strict=True):
-                    signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _status(fleets: list[RentedFleet], record: RentalRecord) -> int:
-    instances = {fleet.provider.name: fleet.refresh() for fleet in fleets}
+    listed: dict[str, list[Instance]] = {}
+    troubles = []
+    for fleet in fleets:
+        try:
+            listed[fleet.provider.name] = fleet.refresh()
+        except (ProviderError, OSError) as error:  # the other providers' machines are shown
+            troubles.append(str(error))
     now, rentals = time.time(), record.rentals()
     if not rentals:
         _tell(f"no machine was rented for this run ({record.path} is not there)")
-    rate = 0.0
+    rate, count = 0.0, sum(map(len, listed.values()))
     for rental in rentals:
-        instance = find(rental, instances[rental.provider])
-        rate += rental.usd_per_hour if instance is not None else 0.0
+        instances = listed.get(rental.provider)
+        instance = find(rental, instances or [])
+        unknown = instances is None and rental.open
+        count += unknown
+        rate += rental.usd_per_hour if unknown or instance is not None else 0.0
+        state = instance.state if instance else _unlisted(rental, known=instances is not None)
         end = f"{(rental.ended_at or now) - rental.asked_at:,.0f} s, at most ${rental.usd(now):.2f}"
         _tell(f"{rental.label}  {rental.provider} {rental.instance_id or '-'}  {rental.gpu}  "
-              f"${rental.usd_per_hour:.2f}/h  {end}  {instance.state if instance else _unlisted(rental)}")  # fmt: skip
+              f"${rental.usd_per_hour:.2f}/h  {end}  {state}")  # fmt: skip
     total = sum(rental.usd(now) for rental in rentals)
-    count = sum(len(listed) for listed in instances.values())
     _tell(f"billed now: {pluralize(count, 'machine')}, ${rate:.2f} an hour; at most ${total:.2f} in all")
+    if troubles:
+        raise ProviderError("; ".join(troubles))
     return 0
 
 
-def _unlisted(rental: Rental) -> str:
-    """Return the state of a machine that the provider does not list."""
+def _unlisted(rental: Rental, *, known: bool) -> str:
+    """Return the state of a machine that the provider does not list, or whose list is not known."""
     if rental.failed:
         return "start failed"
     if not rental.open:
         return "not listed: no longer billed"
+    if not known:
+        return "not known now: counts as billed"
     return "not listed yet" if rental.instance_id else "not listed; its start got no answer: --stop looks for it"
 
 

@@ -28,6 +28,9 @@ SETUP_TIMEOUT_S = 1800.0
 LOST_ANSWER_S = 120.0
 """How long a machine may take to be listed after the end of its start call."""
 
+_STOP_AGAIN_S = 60.0
+"""How long a machine whose stop was accepted may stay listed until it is asked for again."""
+
 _MOST_FAILURES = 5
 """Start calls that fail one after the other before no further offer is tried."""
 
@@ -74,8 +77,8 @@ class RentedFleet:
     ) -> int:
         """Start `count` of `machines` in their order. Return how many run, set up where that is needed.
 
-        Goes on after a refusal. A start whose answer is lost counts to `count`, because its machine may be billed. It
-        does not count to the result.
+        Goes on after a refusal, and ends when the budget is spent. A start whose answer is lost counts to `count`,
+        because its machine may be billed. It does not count to the result.
         """
         orders: dict[str, Order] = {}
         unknown = failures = 0
@@ -84,6 +87,9 @@ class RentedFleet:
                 break
             if orders or failures:
                 time.sleep(self.provider.pause_s)
+            if (limit := budget.spent(self.rentals(), time.time())) is not None:
+                self.tell(f"no further machine is started: {limit}")
+                break
             order = order_of(new_label(run_id), offer)
             self.record.asked(order.label, self.provider.name, offer)
             try:
@@ -207,7 +213,7 @@ class RentedFleet:
         """
         wait_s = max((_appears_s(rental, time.time()) for rental in self.rentals() if rental.open), default=0.0)
         deadline = time.monotonic() + wait_s + STOP_TIMEOUT_S
-        accepted: set[str] = set()
+        asked_again_at: dict[str, float] = {}
         seen: set[str] = set()
         trouble, rounds, told_wait = "", 0, False
         while True:
@@ -216,7 +222,7 @@ class RentedFleet:
                 rentals, now = [rental for rental in self.rentals() if rental.open], time.time()
                 remaining = self.instances()
                 seen |= {rental.label for rental in rentals if find(rental, remaining) is not None}
-                trouble = self._stop_calls(remaining, accepted) or trouble
+                trouble = self._stop_calls(remaining, asked_again_at) or trouble
                 absent = [rental for rental in rentals if rental.label not in seen]
                 wait_s = max((_appears_s(rental, now) for rental in absent), default=0.0)
                 if not remaining and not wait_s:
@@ -241,15 +247,18 @@ class RentedFleet:
             time.sleep(backoff_s(rounds, first_s=0.5, longest_s=self.poll_s))
             rounds += 1
 
-    def _stop_calls(self, remaining: list[Instance], accepted: set[str]) -> str:
-        """Ask for the end of each machine once, again where it was refused. Return the last trouble."""
+    def _stop_calls(self, remaining: list[Instance], asked_again_at: dict[str, float]) -> str:
+        """Ask for the end of each machine: again at once where it was refused, later where it was accepted.
+
+        Return the last trouble.
+        """
         trouble = ""
         for instance in remaining:
-            if instance.instance_id in accepted:
+            if time.monotonic() < asked_again_at.get(instance.instance_id, 0.0):
                 continue
             try:
                 self.provider.read_stop(answer_to(self.provider.stop_call(instance.instance_id)))
-                accepted.add(instance.instance_id)
+                asked_again_at[instance.instance_id] = time.monotonic() + _STOP_AGAIN_S
                 self.tell(f"stopping {instance.label or instance.instance_id}")
             except Exception as error:  # whatever went wrong with one machine, the others are stopped
                 trouble = str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from provider_answers import LAMBDA_KINDS, RUNPOD_OFFERS, new_invite, service
 
-from composer_prime.errors import InviteError, ProviderError, ProviderLoginError, ProviderRefusedError
+from composer_prime.errors import ConfigError, InviteError, ProviderError, ProviderLoginError, ProviderRefusedError
 from composer_prime.run.keys import RunKeys
 from orchestrator.rent.calls import ProviderCall, _says_refused
 from orchestrator.rent.command import main
@@ -34,6 +35,7 @@ class FakeRunPod:
         self.start_error: Any = None
         """The answer to a start, although there is a pod: it is in the third list from then on."""
         self.list_errors = 0
+        self.stops_without_effect = 0
         self.unreachable: set[str] = set()
         self._late: dict[str, str] = {}
         self._lists_until_late = 2
@@ -52,7 +54,10 @@ class FakeRunPod:
             self.pods[pod] = name
             return 200, {"data": {"podFindAndDeployOnDemand": {"id": pod}}}
         if "podTerminate" in query:
-            del self.pods[variables["podId"]]
+            if self.stops_without_effect:
+                self.stops_without_effect -= 1
+            else:
+                del self.pods[variables["podId"]]
             return 200, {"data": {"podTerminate": None}}
         if self.list_errors:
             self.list_errors -= 1
@@ -123,10 +128,65 @@ def test_one_machine_fails(run):
     assert "not stopped yet: 'unforeseen'" in said
 
 
+# A stop that was accepted is asked for again while the machine stays listed.
+def test_stop_without_effect(run, monkeypatch):
+    monkeypatch.setattr("orchestrator.rent.fleet._STOP_AGAIN_S", 0.0)
+    account, said = FakeRunPod(), []
+    account.stops_without_effect = 1
+    with service(account.answer) as url:
+        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        assert fleet.start([OFFER], 1, "a1", orders, RentalBudget()) == 1
+        fleet.stop()
+    assert account.pods == {}
+    assert sum(line.startswith("stopping composer-") for line in said) == 2
+
+
+# No machine is started once the budget is spent.
+def test_budget_between_starts(run):
+    class OfOneMachine(RentalBudget):
+        def spent(self, rentals: list[Rental], now: float) -> str | None:
+            return "enough" if rentals else None
+
+    account, said = FakeRunPod(), []
+    with service(account.answer) as url:
+        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        assert fleet.start([OFFER, OFFER, OFFER], 3, "a1", orders, OfOneMachine()) == 1
+    assert len(account.pods) == 1
+    assert said[-1] == "no further machine is started: enough"
+
+
+# Without a budget too, a signal in mid-start ends the command with the line that ends the billing.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_in_mid_start(number, run, capsys):
+    class Signaled(FakeRunPod):
+        def answer(self, path: str, body: Any) -> tuple[int, Any]:
+            if "podFindAndDeployOnDemand" in body["query"]:
+                assert callable(signal.getsignal(number))
+                os.kill(os.getpid(), number)
+            return super().answer(path, body)
+
+    before = signal.getsignal(number)
+    with service(Signaled().answer) as url, pytest.raises(KeyboardInterrupt):
+        rent(run, url)
+    assert signal.getsignal(number) == before
+    assert "what was started costs money until: orchestrator rent --stop" in capsys.readouterr().out
+
+
+# So does a record that cannot be written.
+def test_full_disk_in_mid_start(run, monkeypatch, capsys):
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RentalRecord, "started", full)
+    with service(FakeRunPod().answer) as url, pytest.raises(OSError, match="No space left"):
+        rent(run, url)
+    assert "what was started costs money until: orchestrator rent --stop" in capsys.readouterr().out
+
+
 # While machines are stopped signals do not end the command, and what its starter ignores (nohup) it always ignores.
 def test_signals(run, capsys):
     handlers: dict[str, list[Any]] = {}
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 
     class Watched(FakeRunPod):
         def answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -137,13 +197,13 @@ def test_signals(run, capsys):
     try:
         outside = [signal.getsignal(number) for number in numbers]
         with service(Watched().answer) as url:
-            assert rent(run, url, "--max-dollars", "0.01") == 0
+            assert rent(run, url, "--max-dollars", "0.01", count=1) == 0
         assert [signal.getsignal(number) for number in numbers] == outside
     finally:
         signal.signal(signal.SIGHUP, before)
     started, stopped = handlers["Start($input:"], handlers["Stop($podId:"]
-    assert callable(started[1]) and started[2] is signal.SIG_IGN
-    assert stopped == [signal.SIG_IGN] * 3
+    assert all(map(callable, started[:3])) and started[3] is signal.SIG_IGN
+    assert stopped == [signal.SIG_IGN] * 4
     shown = capsys.readouterr().out
     assert "signals do not end this. Should it be killed: orchestrator rent --stop" in shown
     assert "no machine is billed any more" in shown
@@ -295,3 +355,20 @@ def test_stop_troubles(run, capsys):
     assert account.pods == {}
     shown = capsys.readouterr().out
     assert "the machines of runpod cannot be listed now: `POST" in shown and "(HTTP 503): try again" in shown
+
+
+# Neither --status nor --stop needs the run's id. A provider that cannot be asked hides no other's machines.
+def test_status_troubles(run, capsys):
+    account, record = FakeRunPod(), RentalRecord(run)
+    account.pods["pod7"] = "composer-a1-0"
+    (run / "run_id").unlink()
+    with service(account.answer) as url:
+        providers = {"runpod": RunPod(url), "lambda": Lambda(url)}
+        with pytest.raises(ConfigError, match="is not a run directory"):
+            main(["--run", str(run), "--status"], providers)
+        write(record, {"event": "asked"}, {"event": "asked", "label": "composer-a1-1", "provider": "lambda"}, age_s=60)
+        with pytest.raises(ProviderError, match=r"\$LAMBDA_API_KEY is not set"):
+            main(["--run", str(run), "--status"], providers)
+    shown = capsys.readouterr().out
+    assert "  running\n" in shown and "  not known now: counts as billed\n" in shown
+    assert "billed now: 2 machines, $4.00 an hour" in shown
