@@ -16,9 +16,10 @@ import asyncio
 import hashlib
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 from composer_prime.address import Address, tcp_address
@@ -66,6 +67,11 @@ class BucketPush:
         """The manifest pushed last."""
         self._unnamed_since: dict[str, float] = {}
         """By chunk in the bucket, of `clock`."""
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Begin no further chunk."""
+        self._stopped.set()
 
     def push_newest(self) -> bool:
         """Push the store's newest version, unless that is done, and prune. Return whether there was something to push.
@@ -77,20 +83,46 @@ class BucketPush:
         signed = self._store.manifest(versions[-1]) if versions else b""
         if not versions or signed == self._pushed:
             if any(self._clock() - since >= self._spared_s for since in self._unnamed_since.values()):
-                self._prune(set(self._unnamed_since))
+                self._try_prune(set(self._unnamed_since))
             return False
         manifest = self._decode(signed)
         held = self._bucket.chunk_sizes()
         missing = {ref.sha256: ref for ref in manifest.refs if held.get(ref.sha256) != ref.size}
-        with ThreadPoolExecutor(_UPLOADS_AT_ONCE, thread_name_prefix="push") as pool:
-            for size in pool.map(self._push_chunk, missing.values()):
-                self.bytes_pushed += size
+        self._push_chunks(missing.values())
+        if self._stopped.is_set():
+            return False
         self._bucket.put_manifest(manifest.version, signed)
         if not self._pushed:
             self._unnamed_since = self._written_since()
         self._pushed, self.version = signed, manifest.version
-        self._prune({*held, *missing})
+        self._try_prune({*held, *missing})
         return True
+
+    def _push_chunks(self, refs: Iterable[ChunkRef]) -> None:
+        """Send chunks, several at a time, until one fails. A driver may hang: no end of a process waits for that."""
+        errors, lock, rest = list[Exception](), threading.Lock(), iter(refs)
+
+        def push() -> None:
+            while not errors and not self._stopped.is_set():
+                with lock:
+                    ref = next(rest, None)
+                if ref is None:
+                    return
+                try:
+                    size = self._push_chunk(ref)
+                except Exception as error:
+                    errors.append(error)
+                    return
+                with lock:
+                    self.bytes_pushed += size
+
+        threads = [threading.Thread(target=push, name="push", daemon=True) for _ in range(_UPLOADS_AT_ONCE)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def _push_chunk(self, ref: ChunkRef) -> int:
         data = self._store.chunk(ref.sha256, 0, CHUNK_BYTES)
@@ -104,6 +136,14 @@ class BucketPush:
     def _written_since(self) -> dict[str, float]:
         now, unix = self._clock(), time.time()
         return {sha256: now - max(0.0, unix - written) for sha256, written in self._bucket.chunk_times().items()}
+
+    def _try_prune(self, held: set[str]) -> None:
+        """Prune. A bucket that refuses it has the weights all the same: that is tried again after `spared_s`."""
+        try:
+            self._prune(held)
+        except (ComposerError, OSError) as error:
+            self._unnamed_since = dict.fromkeys(self._unnamed_since, self._clock())
+            logger.warning("old weights stay in the bucket: %s", error)
 
     def _prune(self, held: set[str]) -> None:
         """Remove manifests that the store no longer has, and chunks that it has not named for `spared_s`."""
@@ -161,6 +201,8 @@ async def _serve(run_dir: RunDir, address: Address | None, push: BucketPush | No
         tasks += [] if once else [asyncio.create_task(_measure(run_dir, store, server, push))]
         await asyncio.gather(*tasks)
     finally:
+        if push is not None:
+            push.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -175,7 +217,7 @@ async def _keep_pushing(push: BucketPush, *, once: bool) -> None:
         pause_s = _LOOK_EVERY_S
         before, start = push.bytes_pushed, time.monotonic()
         try:
-            if await asyncio.to_thread(push.push_newest):
+            if await _in_daemon_thread(push.push_newest):
                 logger.info("weights v%s pushed: %.3f MB in %.2f s", push.version,
                             (push.bytes_pushed - before) / 1e6, time.monotonic() - start)  # fmt: skip
             failures = 0
@@ -188,6 +230,21 @@ async def _keep_pushing(push: BucketPush, *, once: bool) -> None:
         if once:
             return
         await asyncio.sleep(pause_s)
+
+
+async def _in_daemon_thread(call: Callable[[], bool]) -> bool:
+    """Return what `call` returns. The process ends without it: a driver may hang."""
+    answer: Future[bool] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="push", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 async def _measure(run_dir: RunDir, store: WeightStore, server: WeightServer | None, push: BucketPush | None) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore, sign
 from inference.sources import HttpSource
-from orchestrator.weights import BucketPush, main
+from orchestrator.weights import BucketPush, _serve, main
 
 
 def decode(raw: bytes) -> Manifest:
@@ -89,6 +90,58 @@ def test_a_push_that_breaks_off_goes_on(store, bucket):
     assert bucket.versions() == [] and len(bucket.chunk_sizes()) == 4
     bucket.writes_left = -1
     assert push.push_newest() and len(bucket.written) == 11
+
+
+class Hung(Recorded):
+    """A bucket whose driver does not return from a write before it is released."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.began, self.released = threading.Event(), threading.Event()
+
+    def _write(self, path: str, data: bytes) -> None:
+        self.began.set()
+        self.released.wait(60)
+        super()._write(path, data)
+
+
+# A stop waits for no driver, and no chunk begins after it.
+def test_a_stop_ends_a_push(tmp_path, store):
+    publish(store, 1, *range(20))
+    bucket = Hung((tmp_path / "bucket").as_uri())
+    push = BucketPush(store, bucket, decode)
+
+    async def serve() -> None:
+        serving = asyncio.create_task(_serve(RunDir(tmp_path), None, push, once=True))
+        assert await asyncio.to_thread(bucket.began.wait, 60)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    asyncio.run(serve())
+    assert not bucket.released.is_set() and not bucket.written
+    bucket.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "push":
+            thread.join(60)
+    assert len(bucket.written) <= 4 and bucket.versions() == []
+
+
+# Credentials that may not delete push all the same; the next attempt to remove waits as long as what is spared.
+def test_a_bucket_that_is_not_pruned_has_the_weights(store, bucket, monkeypatch, caplog):
+    now = [0.0]
+    push = BucketPush(store, bucket, decode, spared_s=600, clock=lambda: now[0])
+    monkeypatch.setattr(bucket._fs, "rm_file", raise_no_rights, raising=False)
+    publish(store, 1, 1)
+    assert push.push_newest()
+    (store.root / "manifests" / "v000001.manifest").unlink()
+    publish(store, 2, 2)
+    assert push.push_newest() and push.version == 2 and bucket.versions() == [1, 2]
+    assert not push.push_newest()
+    assert len(caplog.records) == 1 and "no right to delete" in caplog.text
+
+
+def raise_no_rights(path: str) -> None:
+    raise PermissionError("Access Denied")
 
 
 # A chunk that a disk cut short in the bucket is sent again.
