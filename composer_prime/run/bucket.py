@@ -29,7 +29,7 @@ class Bucket:
     """Blocks: call it in threads."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that is no bucket's, or whose driver is not installed."""
+        """Raises ConfigError for a URL that is no bucket's, or whose driver is not installed or not set up."""
         scheme, colon, path = url.partition("://")
         if not colon or not path.strip("/") or scheme not in DRIVERS or "::" in url:
             known = ", ".join(f"{name}://" for name in DRIVERS if name != "memory")
@@ -42,6 +42,11 @@ class Bucket:
             raise ConfigError(
                 f"{url} needs the extra {DRIVERS[scheme]!r} ({error}): pip install 'composer-prime[{DRIVERS[scheme]}]'"
             ) from None
+        except Exception as error:  # Each driver has a tree of its own.
+            raise ConfigError(
+                f"{url} cannot be opened ({type(error).__name__}: {error}): set the account and credentials where that "
+                "cloud's own command line reads them, or give another URL"
+            ) from error
         self.url = url.rstrip("/")
         self._root = root.rstrip("/")
         self._renames = scheme == "file"
@@ -63,6 +68,8 @@ class Bucket:
     def claim(self, run_id: str) -> None:
         """Note that the URL is this run's; this also tries whether it can be written.
 
+        On a disk what a killed push left unfinished is removed: one push at a time writes there.
+
         Raises ConfigError when it is another run's, UnwritableError without the rights, OSError when it is not reached.
         """
         path = f"{self._root}/run_id"
@@ -73,6 +80,11 @@ class Bucket:
                 f"{self.url} holds the weights of run {held!r}, this is run {run_id!r}: give each run a URL"
             )
         self._write(path, run_id.encode())
+        if self._renames:
+            for folder in ("chunks", "manifests"):
+                for name, _ in self._listed(folder):
+                    if name.endswith(".partial"):
+                        self._remove(f"{self._root}/{folder}/{name}")
 
     def chunk_sizes(self) -> dict[str, int]:
         """Return the bytes of every chunk, by sha256. Raises OSError."""

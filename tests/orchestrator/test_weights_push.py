@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import msgspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -235,6 +236,27 @@ def test_buckets_are_checked(bucket):
     for url in ("nowhere", "file://", "http://host/x", "ftp://host/x"):
         with pytest.raises(ConfigError, match="no bucket for weights"):
             Bucket(url)
+
+
+# A driver that cannot be set up, as Azure's without an account, is an error with a remedy.
+def test_a_bucket_without_an_account_is_an_error(monkeypatch):
+    class NoAccount(MemoryFileSystem):
+        def __init__(self, **options: object) -> None:
+            raise ValueError("Must provide either a connection_string or account_name")
+
+    monkeypatch.setitem(fsspec.registry._registry, "az", NoAccount)
+    with pytest.raises(ConfigError, match=r"az://box/run cannot be opened \(ValueError: Must .*set the account"):
+        Bucket("az://box/run")
+
+
+# What a killed push left on a disk is removed by the next one.
+def test_unfinished_files_are_removed(tmp_path):
+    left, whole = tmp_path / "chunks" / f"{'a' * 64}.partial", tmp_path / "chunks" / ("b" * 64)
+    left.parent.mkdir()
+    left.write_bytes(b"x")
+    whole.write_bytes(b"y")
+    Bucket(tmp_path.as_uri()).claim("run-a")
+    assert not left.exists() and whole.exists()
 
 
 def make_run(folder: Path) -> tuple[RunDir, ChunkRef]:
