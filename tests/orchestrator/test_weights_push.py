@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-import fsspec
 import msgspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
 from composer_prime.errors import ConfigError, CorruptWeightsError, UnwritableError
 from composer_prime.run.bucket import Bucket
@@ -244,7 +244,7 @@ def test_a_bucket_without_an_account_is_an_error(monkeypatch):
         def __init__(self, **options: object) -> None:
             raise ValueError("Must provide either a connection_string or account_name")
 
-    monkeypatch.setitem(fsspec.registry._registry, "az", NoAccount)
+    monkeypatch.setitem(_registry, "az", NoAccount)
     with pytest.raises(ConfigError, match=r"az://box/run cannot be opened \(ValueError: Must .*set the account"):
         Bucket("az://box/run")
 
