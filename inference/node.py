@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import time
@@ -37,6 +38,7 @@ from composer_prime.errors import (
     RunMismatchError,
 )
 from composer_prime.run.keys import ClientKeys
+from composer_prime.wire.audit import FromAuditor
 from composer_prime.wire.node import (
     CancelGenerate,
     ChunkMissing,
@@ -425,7 +427,7 @@ class GatewayLink(ChunkSource):
         self.endpoint = self._address()
         self._socket = dealer(self._context, self.endpoint, self._keys) if self.endpoint is not None else None
 
-    def send(self, message: FromNode) -> None:
+    def send(self, message: FromNode | FromAuditor) -> None:
         """Queue `message`. Without a connection it is dropped: the gateway reissues what it misses."""
         if self._socket is not None:
             # A DEALER without a high-water mark never blocks, so the returned future is done.
@@ -438,7 +440,7 @@ class GatewayLink(ChunkSource):
             return None
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
-            if not await self._socket.poll(left_s * 1000):
+            if not await self._socket.poll(math.ceil(left_s * 1000)):
                 return None
             frames = await self._socket.recv_multipart()
             try:

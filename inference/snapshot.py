@@ -116,7 +116,7 @@ class ChunkFolder:
             f"{error.strerror}; give this node room for two versions, or set TMPDIR to a larger disk",
         )
 
-    def put(self, manifest: Manifest, parts: Iterable[bytes]) -> ChunkRef:
+    def put(self, manifest: Manifest, parts: Iterable[bytes | bytearray]) -> ChunkRef:
         """Keep a file that was made here, of any size. Raises OSError when the disk is full."""
         partial, size, digest = self.path / f".{threading.get_ident()}.partial", 0, hashlib.sha256()
         try:
@@ -259,7 +259,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
         elements = max(1, elements or _BLOCK_BYTES // dtype.itemsize)
         for start in range(0, max(whole, 1), elements):
             raw = torch.empty(min(elements, whole - start) * dtype.itemsize, dtype=torch.uint8)
-            self._read(parts, offset + start * dtype.itemsize, memoryview(raw.numpy()))
+            self._read(parts, offset + start * dtype.itemsize, raw.numpy().data)
             yield start, raw.view(dtype)
 
     def _read_header(self, parts: list[tuple[Path, int]]) -> None:
@@ -328,11 +328,12 @@ class PatchedSnapshot(Snapshot):
         last, patch = self._read_last or (-1, None)
         if patch is None or last != part:
             start, end = self._starts[part : part + 2]
-            entry = bytearray(end - start)
             try:
-                with self._overlay.open("rb", buffering=0) as file:
+                with self._overlay.open("rb") as file:
                     file.seek(start)
-                    _fill(file, memoryview(entry))
+                    entry = file.read(end - start)
+                if len(entry) < end - start:
+                    raise EOFError(f"the file ends {end - start - len(entry)} bytes early")
             except (OSError, EOFError) as error:
                 raise CorruptWeightsError(
                     f"{self._name}: the overlay cannot be read from {self._overlay}: {error}"
@@ -414,7 +415,7 @@ def save_snapshot(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             tensor = tensors[name].detach().cpu().contiguous()
             begin, end = end, end + tensor.nbytes
             header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.seek(0)
         file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
 

@@ -282,4 +282,4 @@ def _file_of(tensors: Snapshot, manifest: Manifest) -> Iterator[bytes | memoryvi
     )
     for name in manifest.tensors:
         for _, block in tensors.blocks(name):
-            yield memoryview(block.to(dtype).view(torch.uint8).numpy())
+            yield block.to(dtype).view(torch.uint8).numpy().data
