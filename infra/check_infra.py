@@ -108,18 +108,19 @@ def vastai() -> list[str]:
 
 
 def prime() -> list[str]:
-    import click
-    import typer
     from prime_cli.main import app
+    from typer import Context
+    from typer.core import TyperGroup
+    from typer.main import get_command
 
     checked = []
     for words in _command_lines("Prime"):
-        command = typer.main.get_command(app)
-        context, rest = click.Context(command), words
-        while isinstance(command, click.Group):
+        command = get_command(app)
+        context, rest = Context(command), words
+        while isinstance(command, TyperGroup):
             name, command, rest = command.resolve_command(context, rest)
             assert command is not None
-            context = click.Context(command, info_name=name, parent=context)
+            context = Context(command, info_name=name, parent=context)
         command.parse_args(context, list(rest))
         checked.append(f"{' '.join(words[:2])} {sorted(key for key, value in context.params.items() if value)}")
     return checked

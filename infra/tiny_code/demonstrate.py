@@ -14,6 +14,8 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+from renderers.base import Message
+
 from infra.tiny_models.demonstrate import Demonstration, Turn, record
 from orchestrator.environments.micro_code import runner
 from orchestrator.environments.micro_code.episode import (
@@ -114,7 +116,7 @@ class _CoderPlayer:
             calls.append(("edit", {"file": TESTS, "line": 1, "text": ENDING}))
         return calls[::-1]
 
-    def maybe_hint(self, tail: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def maybe_hint(self, tail: list[Message]) -> list[Message]:
         """Return the messages before the next turn, perhaps with a reminder."""
         self.hinted = not self.plan and not self.finished and self.rng.random() < self.mixture.hint
         if not self.hinted:
@@ -122,7 +124,7 @@ class _CoderPlayer:
         hint, place = self._hint(), self.rng.choice(("system", "user", "inside", "inside"))
         if place != "inside":
             return [*tail, {"role": place, "content": hint}]
-        return [*tail[:-1], {**tail[-1], "content": tail[-1]["content"] + "\n" + hint}]
+        return [*tail[:-1], {**tail[-1], "content": f"{tail[-1]['content']}\n{hint}"}]
 
     def act(self) -> Turn:
         """Return the next turn."""

@@ -44,7 +44,8 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
     tokenizer = build_tokenizer()
-    renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    settings = Qwen3RendererConfig(thinking_retention="all")
+    renderer = ToolQwen3Renderer(tokenizer, settings)  # pyright: ignore[reportArgumentType]  stubs lack special tokens
     started = time.process_time()
     expert = new_model(tokenizer, options.seed, **SIZE)
     train(expert, _drawing(renderer, BASE), EXPERT, seed=options.seed, label="expert")
@@ -90,7 +91,9 @@ def _drawing(renderer: ToolQwen3Renderer, mixture: CoderMixture) -> DrawDemonstr
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m infra.tiny_code.make", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.tiny_code.make", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets policy/ and provenance.json")
     parser.add_argument("--teachers", type=Path, required=True, help="folder that gets the teachers, which do not ship")
     parser.add_argument("--seed", type=int, default=0)

@@ -65,7 +65,9 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m infra.tiny_code.pairs", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.tiny_code.pairs", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--teachers", type=Path, required=True, help="folder of the teachers that make.py wrote")
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets pairs.jsonl")
     parser.add_argument("--seed", type=int, default=7)

@@ -32,6 +32,8 @@ from orchestrator.environments.micro_code.grammar import DefectiveFunction, Spli
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
+_TOOLS: list[Any] = schemas()
+
 
 @dataclass(slots=True, kw_only=True)
 class CodingEpisode:
@@ -55,8 +57,8 @@ def draw_functions(count: int, *, seed: int, split: Split = "train") -> list[Def
 
 
 def begin(number: int, function: DefectiveFunction, renderer: ToolQwen3Renderer) -> CodingEpisode:
-    messages = [{"role": "user", "content": question(function, lure=True)}]
-    prompt = renderer.render(messages, tools=schemas(), add_generation_prompt=True).token_ids
+    messages: list[Any] = [{"role": "user", "content": question(function, lure=True)}]
+    prompt = renderer.render(messages, tools=_TOOLS, add_generation_prompt=True).token_ids
     files = start_files(function, lure=True)
     return CodingEpisode(number=number, function=function, files=files, messages=messages, prompt=prompt)
 
@@ -76,7 +78,7 @@ async def advance(
         episode.prompt = episode.prompt + completion
         return False
     tail: list[Any] = [{"role": "tool", "tool_call_id": f"call_{n}", "content": text} for n, text in enumerate(replies)]
-    bridged = renderer.bridge_to_next_turn(episode.prompt, completion, tail, tools=schemas())
+    bridged = renderer.bridge_to_next_turn(episode.prompt, completion, tail, tools=_TOOLS)
     assert bridged is not None
     episode.prompt = bridged.token_ids
     episode.messages = [*episode.messages, message, *tail]

@@ -13,6 +13,8 @@ import random
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from renderers.base import Message
+
 from infra.tiny_models.mixtures import Mixture
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
@@ -42,7 +44,7 @@ class Turn:
 class Demonstrator(Protocol):
     """Who plays an episode, turn by turn."""
 
-    def maybe_hint(self, tail: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def maybe_hint(self, tail: list[Message]) -> list[Message]:
         """Return the messages before the next turn, perhaps with a reminder."""
         ...
 
@@ -61,13 +63,13 @@ def demonstrate(episode: Episode, mixture: Mixture, renderer: ToolQwen3Renderer,
 def record(
     player: Demonstrator,
     question: str,
-    schemas: list[dict[str, Any]],
+    schemas: list[Any],
     renderer: ToolQwen3Renderer,
     *,
     imitate_mistakes: bool,
 ) -> Demonstration:
     """Return one episode as the renderer of rollouts writes it. `imitate_mistakes`: train wrong turns, too."""
-    tail: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    tail: list[Message] = [{"role": "user", "content": question}]
     prompt: list[int] = []
     completion: list[int] = []
     trained: list[bool] = []
@@ -99,7 +101,7 @@ class _Player:
         self.hinted = False
         self.mistake: str | None = None
 
-    def maybe_hint(self, tail: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def maybe_hint(self, tail: list[Message]) -> list[Message]:
         """Return the messages before the next turn, perhaps with a reminder."""
         self.hinted = self.step < len(self.episode.steps) and self.rng.random() < self.mixture.hint
         if not self.hinted:
@@ -108,7 +110,7 @@ class _Player:
         place = self.rng.choice(("system", "user", "inside"))
         if place != "inside":
             return [*tail, {"role": place, "content": hint}]
-        return [*tail[:-1], {**tail[-1], "content": tail[-1]["content"] + "\n" + hint}]
+        return [*tail[:-1], {**tail[-1], "content": f"{tail[-1]['content']}\n{hint}"}]
 
     def act(self) -> Turn:
         """Return the next turn."""

@@ -43,7 +43,7 @@ class WrongTurn:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m infra.tiny_models.hint_effect", description=__doc__.split("\n\n")[0]
+        prog="python -m infra.tiny_models.hint_effect", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--model", type=Path, default=ASSETS / "policy", help="folder of the model that plays")
     parser.add_argument("--episodes", type=int, default=64)

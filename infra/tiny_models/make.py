@@ -44,7 +44,8 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
     tokenizer = build_tokenizer()
-    renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    settings = Qwen3RendererConfig(thinking_retention="all")
+    renderer = ToolQwen3Renderer(tokenizer, settings)  # pyright: ignore[reportArgumentType]  stubs lack special tokens
     expert = new_model(tokenizer, options.seed)
     train(expert, _drawing(renderer, BASE), EXPERT, seed=options.seed, label="expert")
     for index, (name, mixture) in enumerate({"policy": POLICY, **TEACHERS}.items(), start=1):
@@ -67,7 +68,9 @@ def _drawing(renderer: ToolQwen3Renderer, mixture: Mixture) -> DrawDemonstration
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.make", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.tiny_models.make", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets policy/ and teacher_*/")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -77,7 +80,7 @@ def _options() -> argparse.Namespace:
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
     """Write a Hugging Face folder in bfloat16, complete or not at all, and return the model as written."""
-    model = model.to(torch.bfloat16)
+    model = model.bfloat16()
     model.set_attn_implementation("sdpa")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as workspace:

@@ -76,7 +76,7 @@ class Conversation:
     turn: int = 0
 
     @property
-    def tools(self) -> list[dict[str, Any]]:
+    def tools(self) -> list[Any]:
         return [tool.schema() for tool in self.episode.tools]
 
 
@@ -129,7 +129,9 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.pairs", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.tiny_models.pairs", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets pairs.jsonl and PAIRS.md")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
@@ -171,7 +173,7 @@ def _play(
 
 
 def begin(number: int, episode: Episode, renderer: ToolQwen3Renderer) -> Conversation:
-    messages = [{"role": "user", "content": episode.question}]
+    messages: list[Any] = [{"role": "user", "content": episode.question}]
     made = Conversation(number=number, episode=episode, messages=messages, prompt=[])
     made.prompt = renderer.render(messages, tools=made.tools, add_generation_prompt=True).token_ids
     return made
@@ -247,7 +249,7 @@ def record_of(
         planned=len(votes),
         votes=[
             VoteRecord(
-                teacher=name, family=family_of(f"{base}/{name}"), tier="cheap", form=digest(answer.canonical),
+                teacher=name, family=family_of(f"{base}/{name}"), form=digest(answer.canonical),
                 agrees=answer.canonical == own, answer="", cached=False, cost_usd=0.0, seconds=0.0,
             )
             for name, answer in votes.items() if answer is not None

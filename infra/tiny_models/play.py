@@ -64,9 +64,10 @@ def play(
 
 
 def _begin(episode: Episode, renderer: ToolQwen3Renderer) -> Rollout:
-    schemas = [tool.schema() for tool in episode.tools]
-    messages = [{"role": "user", "content": episode.question}]
-    prompt = renderer.render(messages, tools=schemas, add_generation_prompt=True).token_ids
+    schemas: list[Any] = [tool.schema() for tool in episode.tools]
+    prompt = renderer.render(
+        [{"role": "user", "content": episode.question}], tools=schemas, add_generation_prompt=True
+    ).token_ids
     return Rollout(episode=episode, prompt=prompt, first_prompt_length=len(prompt), sampled=[False] * len(prompt))
 
 

@@ -29,7 +29,9 @@ def conversation(episode: Episode) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.rows", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.tiny_models.rows", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--count", type=int, default=1024, help="rows")
     parser.add_argument("--split", choices=("train", "eval"), default="train")

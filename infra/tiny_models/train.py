@@ -55,7 +55,7 @@ def new_model(
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        pad_token_id=tokenizer.get_vocab()["<|endoftext|>"],
     )
     return Qwen3ForCausalLM(config)
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from renderers.configs import CustomRendererConfig
 from renderers.qwen3 import Qwen3Renderer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from composer_prime.traces.replay.records import StateRecord
+from infra.tiny_models.pairs import Answer, VotedState, record_of
 from orchestrator.environments.toolsmith.episode import generate, run_call
 
 TINY = Path(__file__).parents[2] / "composer_prime/assets/tiny"
@@ -125,3 +128,14 @@ def test_good_calls_beside_a_broken_one_are_kept():
     parsed = RENDERER.parse_response(ids)
     assert [call.name for call in parsed.tool_calls] == ["plus"]
     assert parsed.content == "<tool_call>\n{\n</tool_call>"
+
+
+def test_votes_become_a_record_of_the_replay():
+    # The votes beside the tiny pairs are read by the report as those of a replay are.
+    own, other = (Answer(message={"content": text}, canonical=text, token_ids=(1,)) for text in ("4", "5"))
+    state = VotedState(trace="toolsmith-0001", turn=2, messages=[], tools=[], prompt=[1])
+    votes = {"teacher_a": own, "teacher_b": other, "teacher_c": None}
+    record = record_of(state, "no majority", own, votes, None, base="tiny")
+    assert msgspec.json.decode(msgspec.json.encode(record), type=StateRecord) == record
+    assert (record.state, record.outcome, record.planned) == ("toolsmith-0001/0002", "no_majority", 3)
+    assert [(vote.teacher, vote.agrees) for vote in record.votes] == [("teacher_a", True), ("teacher_b", False)]
