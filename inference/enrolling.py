@@ -13,6 +13,7 @@ import asyncio
 import fcntl
 import hashlib
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -152,7 +153,7 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
         poller.register(events, zmq.POLLIN)
         until = time.monotonic() + limit_s
         while (left_s := until - time.monotonic()) > 0:
-            ready = dict(await poller.poll(left_s * 1000))
+            ready = dict(await poller.poll(math.ceil(left_s * 1000)))
             if socket in ready:
                 return _read(await socket.recv(), address)
             if events in ready:
