@@ -77,18 +77,18 @@ class ShardedMuon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                direction = _orthogonal(self._lookahead(parameter, group["momentum"]), owner=index)
+                direction = _orthogonal(self._lookahead(parameter, parameter.grad, group["momentum"]), owner=index)
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
                 parameter.add_(direction, alpha=-group["lr"])
                 index += 1
 
-    def _lookahead(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+    def _lookahead(self, parameter: nn.Parameter, grad: Tensor, momentum: float) -> Tensor:
         """Return Nesterov's mixture of the gradient and its running mean, sharded like the parameter."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        state["momentum_buffer"].lerp_(parameter.grad, 1.0 - momentum)
-        return parameter.grad.lerp(state["momentum_buffer"], momentum)
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        state["momentum_buffer"].lerp_(grad, 1.0 - momentum)
+        return grad.lerp(state["momentum_buffer"], momentum)
 
 
 def _orthogonal(update: Tensor, owner: int) -> Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -70,6 +71,7 @@ def train_step(
     the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all ranks alike, before
     anything is changed.
     """
+    assert isinstance(policy, FSDPModule)
     started = time.monotonic()
     losses: list[Tensor] = []
     not_finite: list[Tensor] = []

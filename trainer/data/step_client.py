@@ -237,6 +237,7 @@ class StepClient:
         request = StepRequest(run_id=info.run_id, step=step, rank=info.rank, world_size=info.world_size,
                               max_tokens=info.max_tokens)  # fmt: skip
         reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop)
+        assert isinstance(reply, StepReply | RunFinished)
         if isinstance(reply, StepReply):
             for batches in (reply.micro_batches, reply.held_out):
                 for index, batch in enumerate(batches):
@@ -287,7 +288,9 @@ class StepClient:
         self._wait_noted(should_stop=lambda: False)
         request = CheckpointRequest(run_id=self._info.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
-        return self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
+        reply = self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
+        assert isinstance(reply, CheckpointSaved)
+        return reply
 
     def _ask(
         self,
@@ -296,7 +299,7 @@ class StepClient:
         accept: Callable[[ToTrainer], bool],
         should_stop: Callable[[], bool] = lambda: False,
         silence_s: float | None = None,
-    ):
+    ) -> ToTrainer:
         """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers.
 
         Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.

@@ -70,6 +70,12 @@ class TeacherPart:
     """[D, H], detached: the states that predict the hinted turns' tokens behind the hint."""
     head: Head | None
 
+    @property
+    def filled(self) -> tuple[Tensor, Head]:
+        """Return both of a part that `Policy.forward` has seen."""
+        assert self.hidden_DH is not None and self.head is not None
+        return self.hidden_DH, self.head
+
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(student logits [C, V], teacher logits [C, V], targets [C]) -> [C], differentiable in the student's."""
@@ -84,7 +90,7 @@ class TeacherMixture:
 
     @property
     def rows(self) -> int:
-        return self.parts[0].hidden_DH.shape[0]
+        return len(self.parts[0].filled[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +159,7 @@ def head_of(lm: PreTrainedModel) -> Head:
     An adapted layer counts as W + (alpha / rank) B A, without the adapters' dropout, and as W while they are off.
     Raises ConfigError for an output layer that is not linear.
     """
-    module, config = lm.get_output_embeddings(), lm.config.get_text_config()
+    module: Any = lm.get_output_embeddings()
     layer = getattr(module, "base_layer", module)  # peft's layers; an isinstance would import peft, which takes seconds
     if not isinstance(layer, nn.Linear):
         raise ConfigError(
@@ -164,6 +170,7 @@ def head_of(lm: PreTrainedModel) -> Head:
     if layer is not module and not module.disable_adapters:
         for adapter in module.active_adapters:
             weight = weight + module.get_delta_weight(adapter)
+    config = lm.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     return Head(
@@ -240,7 +247,7 @@ class _FusedHead(torch.autograd.Function):
             student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
                 student_BV, temperature_B, targets_B = student_CV[block], job.temperature(rows), job.targets_R[rows]
-                if teacher_CV is not None:
+                if teacher_CV is not None and job.teacher is not None:
                     student_BV, temperature_B = job.cooled(student_BV, rows), None
                     teacher_BV, taught = job.cooled(teacher_CV[block], rows), job.teacher_rows(rows)
                     divergence_D[taught] = job.teacher.divergence(student_BV, teacher_BV, targets_B)
@@ -304,6 +311,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _divergence_gradient(job: _Job, student_BV: Tensor, teacher_BV: Tensor, rows: slice, coming_B: Tensor) -> Tensor:
+    assert job.teacher is not None
     leaf = job.cooled(student_BV, rows, copy=True).requires_grad_()
     with torch.enable_grad():
         divergence_B = job.teacher.divergence(leaf, job.cooled(teacher_BV, rows), job.targets_R[rows])
@@ -319,8 +327,8 @@ class _Logits:
         self.hidden_RH = _operand(hidden_RH, dtype)
         self.weight_VH = _operand(weight_VH, dtype)
         self._memory: dict[str, Tensor] = {}
-        parts = job.teacher.parts if job.teacher else ()
-        self._teacher_weights = [_operand(part.head.weight_VH.detach(), dtype) for part in parts]
+        parts = [(*part.filled, part.share) for part in job.teacher.parts] if job.teacher else []
+        self._parts = [(*part, _operand(part[1].weight_VH.detach(), dtype)) for part in parts]
 
     def student(self, chunk: slice, bias_V: Tensor | None) -> Tensor:
         """Return [C, V], scaled and capped, at temperature 1."""
@@ -331,9 +339,9 @@ class _Logits:
         if chunk.start < self._job.plain_rows:
             return None
         mixed_CV, *others = [
-            self._make(f"teacher {index}", _operand(part.hidden_DH[self._job.teacher_rows(chunk)], self._dtype),
-                       self._teacher_weights[index], part.head.bias_V, part.head).mul_(part.share)
-            for index, part in enumerate(self._job.teacher.parts)
+            self._make(f"teacher {index}", _operand(hidden_DH[self._job.teacher_rows(chunk)], self._dtype),
+                       weight_VH, head.bias_V, head).mul_(share)
+            for index, (hidden_DH, head, share, weight_VH) in enumerate(self._parts)
         ]  # fmt: skip
         for other_CV in others:
             mixed_CV += other_CV

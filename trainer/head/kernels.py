@@ -78,6 +78,7 @@ class LogitKernels(Protocol):
         self, logits_BV: Tensor, targets_B: Tensor, temperature_B: Tensor | None, *, overwrite: bool
     ) -> RowStatistics:
         """`targets_B` is int64 [B], `temperature_B` float [B] or None for 1; `overwrite` allows to reuse the block."""
+        ...
 
     def gradient(self, logits_BV: Tensor, inputs: GradientInputs) -> None:
         """Replace x by its gradient. In x / T: d log p_y = [j = y] - p_j, dH = -p_j (log p_j + H)."""

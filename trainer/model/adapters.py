@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
 
     peft_config = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  any number will do
         lora_dropout=config.dropout,
         target_modules=config.target_modules,
         task_type="CAUSAL_LM",
@@ -84,7 +85,7 @@ def factors(lm: PreTrainedModel) -> dict[str, Tensor] | None:
     return parts
 
 
-def _is_linear(layer: nn.Module) -> bool:
+def _is_linear(layer: Any) -> bool:
     return isinstance(layer.get_base_layer(), nn.Linear) and not hasattr(layer, "parameter_name")
 
 
@@ -92,7 +93,7 @@ def _plain(name: str) -> str:
     return _WRAPPER.sub("", name)
 
 
-def _adapted(lm: PreTrainedModel) -> dict[str, nn.Module]:
+def _adapted(lm: PreTrainedModel) -> dict[str, Any]:
     """Return peft's layers by the plain name of the parameter that each adapts."""
     from peft.tuners.lora import LoraLayer  # peft takes seconds to import
 
@@ -100,7 +101,7 @@ def _adapted(lm: PreTrainedModel) -> dict[str, nn.Module]:
     return {f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer for name, layer in layers}
 
 
-def _delta(layer, parameter: Tensor) -> Tensor:
+def _delta(layer: Any, parameter: Tensor) -> Tensor:
     """Return (alpha / rank) B A, sharded as `parameter`."""
     if _is_linear(layer):
         a_ri, b_or = (factor[_ADAPTER].weight.double() for factor in (layer.lora_A, layer.lora_B))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,8 +91,8 @@ def _runs(trees: tuple[Tree, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def flash_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: object, packed_keys: Tensor | None = None,
-    **options: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_keys: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend with transformers' flash attention, which aligns causal sequences of unequal lengths at their ends.
 
@@ -128,13 +129,13 @@ def packed_attention(
         )
     outputs: list[Tensor] = []
     sizes = [tree.tokens for tree in packed_trees]
-    for tree, *piece in zip(packed_trees, *(each.split(sizes, dim=2) for each in (query, key, value)), strict=True):
+    for tree, q, k, v in zip(packed_trees, *(each.split(sizes, dim=2) for each in (query, key, value)), strict=True):
         window = None if sliding_window is None or tree.longest <= sliding_window else sliding_window
         plain = window is None and dropout == 0.0 and query.shape[3] == value.shape[3]
         if tree.branches and plain and query.device.type == "cpu":
-            outputs.append(_TreeAttention.apply(*piece, tree, scaling))
+            outputs.append(_TreeAttention.apply(q, k, v, tree, scaling))
         else:
-            outputs += _attend_tree(tree, *piece, partial(_attend, window=window, dropout=dropout, scaling=scaling))
+            outputs += _attend_tree(tree, q, k, v, partial(_attend, window=window, dropout=dropout, scaling=scaling))
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -229,8 +230,8 @@ def _attend_tree(
     if above is not None:
         k, v = torch.cat([above[0], k], dim=2), torch.cat([above[1], v], dim=2)
     outputs = [attend(q, k, v)]
-    for branch, *piece in zip(tree.branches, queries, keys, values, strict=True):
-        outputs += _attend_tree(branch, *piece, attend, (k, v))
+    for branch, *of_branch in zip(tree.branches, queries, keys, values, strict=True):
+        outputs += _attend_tree(branch, *of_branch, attend=attend, above=(k, v))
     return outputs
 
 

@@ -195,6 +195,7 @@ def check_packing(lm: PreTrainedModel) -> float:
     documents = [torch.randint(0, vocabulary, (length,), generator=draw) for length in PROBE_LENGTHS]
     lm.eval()
     attention = lm.config._attn_implementation
+    assert attention is not None
     wanted = [np.arange(1, length) for length in PROBE_LENGTHS]
     row = reading_of([ids.numpy() for ids in documents], wanted, torch.device("cpu"), share=False)
     packed = Policy(lm, attention).scores(row, torch.cat([ids[1:] for ids in documents]))

@@ -91,9 +91,10 @@ class Policy(nn.Module):
 
         Made here, because some families (gpt-oss) drop the position IDs, and the borders of documents with them.
         """
+        weight = self.lm.get_input_embeddings().get_parameter("weight")
         return create_masks_for_generate(
             config=self.lm.config,
-            inputs_embeds=self.lm.get_input_embeddings().weight.new_empty(1, reading.input_ids.shape[1], 1),
+            inputs_embeds=weight.new_empty(1, reading.input_ids.shape[1], 1),
             attention_mask=None,
             past_key_values=None,
             position_ids=reading.position_ids,

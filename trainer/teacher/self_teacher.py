@@ -107,7 +107,7 @@ class SelfTeacher:
                             index: TeacherPart(share=share, hidden_DH=states_DH, head=head)
                             for index, states_DH in self._states(rows, passes).items()
                         }
-                    if scores_pairs:
+                    if scores_pairs and self._cache is not None:
                         pairs = [row.pairs for row, missing in zip(rows, uncached, strict=True) if missing]
                         self._cache.compute(self._policy, pairs)
             policy_states = self._states(rows, passes) if self._policy_share > 0 else {}

@@ -108,7 +108,7 @@ class VersionWriter:
         before = patches(map(store.read, last.overlay), sizes, word)
         overlay, delta, digest = ChunkWriter(store), ChunkWriter(store), hashlib.sha256()
         for ref, piece in zip(last.chunks, store.pieces(safetensors_parts(tensors)), strict=True):
-            changed = difference(store.read(ref), piece, word)
+            changed = difference(store.read(ref), memoryview(piece), word)
             delta.write(pack((changed + -next(before)).encode()))
             if delta.size > limit:
                 self._dense_until = self._anchor_every
@@ -142,4 +142,4 @@ def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, row-major, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
