@@ -23,6 +23,7 @@ from pydantic import Field, field_validator
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, find_answer, question_split
+from orchestrator.environments.task_row import TaskRow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # From a dependency's source, at its first import.
@@ -74,7 +75,7 @@ class ReasoningGymConfig(vf.TasksetConfig):
         return datasets
 
 
-class ReasoningGymData(vf.TaskData):
+class ReasoningGymData(TaskRow):
     """The wire row of a task."""
 
     dataset: str

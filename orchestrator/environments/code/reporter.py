@@ -75,8 +75,7 @@ class PinnedFinder:
 
     def find_spec(self, name, path=None, target=None):
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        source = self._sources.get(spec.origin) if spec is not None else None
-        if source is not None:
+        if spec is not None and (source := self._sources.get(spec.origin)) is not None:
             spec.loader = PinnedLoader(name, spec.origin, source)
         return spec
 

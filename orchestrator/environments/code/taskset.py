@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import verifiers.v1 as vf
 from pydantic import Field, field_validator, model_validator
@@ -48,6 +48,7 @@ from orchestrator.environments.code.task import (
 )
 from orchestrator.environments.code.tool_schemas import TOOL_NAMES
 from orchestrator.environments.code.tools import is_tool_error
+from orchestrator.environments.task_row import TaskRow
 from orchestrator.sandbox.box import WORK
 from orchestrator.sandbox.runtime import box_of
 
@@ -144,7 +145,7 @@ def with_linter(runtime: RuntimeConfig, tools: Sequence[str]) -> RuntimeConfig:
     return runtime.model_copy(update={"packages": [*runtime.packages, LINTER]})
 
 
-class CodeData(vf.TaskData):
+class CodeData(TaskRow):
     """The wire row of a task. The task itself stays in its file: solutions and trees are no part of a trace."""
 
     kind: str
@@ -193,7 +194,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
     def key(self) -> str:
         return f"code/{self.data.name}"
 
-    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+    async def setup(self, trace: vf.Trace[CodeData, CodeState], runtime: vf.Runtime) -> None:
         """Put the agent's tree into the runtime of a harness that runs a program there.
 
         verifiers' subprocess runtime is this machine. Only harnesses that run no program have it, such as the tool
@@ -206,7 +207,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             await box_of(runtime, self.data.settings.runtime).write_files(seal.agent_files())
         trace.state.seal = seal
 
-    async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+    async def finalize(self, trace: vf.Trace[CodeData, CodeState], runtime: vf.Runtime) -> None:
         """Grade what the agent left, and ask the monitor."""
         task, state = self.data.code_task(), trace.state
         if state.seal is None:  # The harness asked for no tools.
@@ -233,14 +234,14 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             state.quarantine = "; ".join(finding.text() for finding in state.verdict.findings[:3])
 
     @vf.reward(weight=1.0)
-    async def solved(self, trace: vf.Trace) -> float:
+    async def solved(self, trace: vf.Trace[CodeData, CodeState]) -> float:
         reward = trace.state.verdict.reward(self._earned(trace.state))
         return 0.0 if reward is None else reward
 
     @vf.metric
-    async def outcome(self, trace: vf.Trace) -> dict[str, float]:
-        state = cast(CodeState, trace.state)
-        task, result = self.data.code_task(), state.grade
+    async def outcome(self, trace: vf.Trace[CodeData, CodeState]) -> dict[str, float]:
+        task, state, result = self.data.code_task(), trace.state, trace.state.grade
+        assert result is not None  # verifiers scores only what `finalize` has graded.
         expected = {*task.fail_to_pass, *task.pass_to_pass} - set(task.flaky)
         taken, _ = allowed_files(task, changed_files(state))
         errors = sum(is_tool_error(str(message.content)) for message in trace.tool_messages)
@@ -263,6 +264,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
         """Return what the tests alone give. A probe gives nothing."""
         if self.data.conflict_seed is not None:
             return 0.0
+        assert state.grade is not None
         return state.grade.fraction if self.data.settings.partial_credit else float(state.grade.solved)
 
 
@@ -273,7 +275,7 @@ def changed_files(state: CodeState) -> dict[str, bytes]:
     return {path: content for path, content in files.items() if path not in lures and start.get(path) != content}
 
 
-def _tool_uses(trace: vf.Trace) -> list[code_monitor.ToolUse]:
+def _tool_uses(trace: vf.Trace[CodeData, CodeState]) -> list[code_monitor.ToolUse]:
     """Return the tool calls that a trace recorded, for harnesses whose tools are their own."""
     messages = [node.message for node in trace.nodes]
     replies = {message.tool_call_id: str(message.content) for message in messages if message.role == "tool"}

@@ -28,6 +28,7 @@ from orchestrator.environments.code.harness import CodeRollout, CodeSettings, Co
 from orchestrator.environments.code.monitor import MonitorConfig
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.environments.code.tools import is_tool_error
+from orchestrator.environments.task_row import TaskRow
 from orchestrator.sandbox.box import WORK, open_box, read_tree
 
 __all__ = ["Harbor"]
@@ -64,7 +65,7 @@ class HarborConfig(vf.TasksetConfig):
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
 
 
-class HarborData(vf.TaskData):
+class HarborData(TaskRow):
     """The wire row of a task."""
 
     task_folder: Path
@@ -112,7 +113,7 @@ class HarborTask(vf.Task[HarborData, HarborState]):
     def key(self) -> str:
         return f"harbor/{self.data.name}"
 
-    async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+    async def finalize(self, trace: vf.Trace[HarborData, HarborState], runtime: vf.Runtime) -> None:
         """Run tests/test.sh in a fresh sandbox. No reward file is a reward of 0: what the agent left may be why."""
         data, state = self.data, trace.state
         task = data.code_task()
@@ -134,11 +135,11 @@ class HarborTask(vf.Task[HarborData, HarborState]):
                     break
 
     @vf.reward(weight=1.0)
-    async def solved(self, trace: vf.Trace) -> float:
+    async def solved(self, trace: vf.Trace[HarborData, HarborState]) -> float:
         return trace.state.scores.get(self.data.reward_key, 0.0)
 
     @vf.metric
-    async def outcome(self, trace: vf.Trace) -> dict[str, float]:
+    async def outcome(self, trace: vf.Trace[HarborData, HarborState]) -> dict[str, float]:
         others = {name: score for name, score in trace.state.scores.items() if name != self.data.reward_key}
         return {"has_reward_file": float(trace.state.has_scores), **others}
 

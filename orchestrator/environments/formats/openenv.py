@@ -25,6 +25,7 @@ from pydantic import Field, field_validator
 from verifiers.v1.errors import ToolsetError
 
 from composer_prime.errors import ConfigError
+from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["OpenEnv"]
 
@@ -41,9 +42,9 @@ class OpenEnvTaskConfig(vf.TaskConfig):
 
     reward: Literal["sum", "last"] = "sum"
     """The rollout's reward: the sum of the steps' rewards, or the last one."""
-    timeout_s: float = Field(120.0, gt=0)
+    timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for one answer of the server, in seconds."""
-    max_observation_chars: int = Field(20_000, ge=100)
+    max_observation_chars: int = Field(default=20_000, ge=100)
     """Longer observations lose their middle."""
 
 
@@ -73,7 +74,7 @@ class OpenEnvConfig(vf.TasksetConfig):
         return url.rstrip("/")
 
 
-class OpenEnvData(vf.TaskData):
+class OpenEnvData(TaskRow):
     """The wire row of a task."""
 
     base_url: str

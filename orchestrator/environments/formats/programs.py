@@ -25,6 +25,7 @@ from orchestrator.environments.code.monitor import MonitorConfig, Verdict, inspe
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.environments.formats.conversion import read_functions
 from orchestrator.environments.formats.functions import with_reply
+from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Programs"]
 
@@ -68,7 +69,7 @@ class ProgramState(vf.State):
     """Why the rollout must not be trained on; empty where it may."""
 
 
-class ProgramData(vf.TaskData):
+class ProgramData(TaskRow):
     """The wire row of a task."""
 
     place: str
@@ -91,7 +92,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
     async def answered(self, trace: vf.Trace) -> bool:
         return trace.num_turns >= 1
 
-    async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+    async def finalize(self, trace: vf.Trace[ProgramData, ProgramState], runtime: vf.Runtime) -> None:
         """Grade the reply, and ask the monitor."""
         patch = with_reply(self._task, trace.last_reply)
         with sandbox_failures():
@@ -107,11 +108,11 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
             state.reward = reward
 
     @vf.reward(weight=1.0)
-    async def solved(self, trace: vf.Trace) -> float:
+    async def solved(self, trace: vf.Trace[ProgramData, ProgramState]) -> float:
         return trace.state.reward
 
     @vf.metric
-    async def outcome(self, trace: vf.Trace) -> dict[str, float]:
+    async def outcome(self, trace: vf.Trace[ProgramData, ProgramState]) -> dict[str, float]:
         return trace.state.figures
 
     def _inspect(self, patch: dict[str, bytes]) -> Verdict:

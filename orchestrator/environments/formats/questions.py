@@ -25,6 +25,7 @@ from orchestrator.environments.answers import (
     same_answer,
 )
 from orchestrator.environments.formats.records import read_records
+from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Questions"]
 
@@ -52,7 +53,7 @@ class QuestionsConfig(vf.TasksetConfig):
     """A longer answer scores 0."""
 
 
-class QuestionData(vf.TaskData):
+class QuestionData(TaskRow):
     """The wire row of a task."""
 
     answer: str

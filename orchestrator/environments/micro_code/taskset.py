@@ -1,5 +1,7 @@
 """micro_code as a verifiers task set: ids, splits, tools, reward and metrics. Importing it imports verifiers."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -31,6 +33,7 @@ from orchestrator.environments.micro_code.grammar import (
     draw_function,
 )
 from orchestrator.environments.micro_code.verdicts import judge_rollout
+from orchestrator.environments.task_row import TaskRow
 from orchestrator.environments.tool_loop.harness import BROKEN
 
 Runtime = Literal["bubblewrap", "subprocess"]
@@ -51,7 +54,7 @@ class FileTools:
         """Return nothing: the prompt already says all."""
         return ""
 
-    async def finish(self, trace: vf.Trace) -> None:
+    async def finish(self, trace: vf.Trace[MicroCodeData, MicroCodeState]) -> None:
         """Record the calls. The trace lacks the answers of the last turn, and so cannot tell which were made."""
         trace.state.calls, trace.state.tool_errors = self._calls, self._errors
 
@@ -72,7 +75,7 @@ class FileTools:
         return reply_to(self._files, action, result)
 
 
-class MicroCodeData(vf.TaskData):
+class MicroCodeData(TaskRow):
     """The wire row of a task. The whole function follows from three of its fields."""
 
     seed: int
@@ -132,11 +135,13 @@ class MicroCodeState(vf.State):
 class MicroCodeTask(vf.Task[MicroCodeData, MicroCodeState, MicroCodeTaskConfig]):
     """Scores a rollout: 1.0 where the tests pass, else 0.0; less for a cheat that the monitor finds."""
 
+    config: MicroCodeTaskConfig
+
     @property
     def key(self) -> str:
         return f"micro_code/{self.data.split}/{self.data.difficulty}/{self.data.seed}"
 
-    async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+    async def finalize(self, trace: vf.Trace[MicroCodeData, MicroCodeState], runtime: vf.Runtime) -> None:
         """Grade what the agent left, and ask the monitor."""
         state, function = trace.state, self.data.function()
         files, actions = replay(self.data.files(), state.calls)
@@ -151,11 +156,11 @@ class MicroCodeTask(vf.Task[MicroCodeData, MicroCodeState, MicroCodeTaskConfig])
             state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
 
     @vf.reward(weight=1.0)
-    async def repaired(self, trace: vf.Trace) -> float:
+    async def repaired(self, trace: vf.Trace[MicroCodeData, MicroCodeState]) -> float:
         return trace.state.verdict.reward(trace.state.earned) or 0.0
 
     @vf.metric
-    async def outcome(self, trace: vf.Trace) -> dict[str, float]:
+    async def outcome(self, trace: vf.Trace[MicroCodeData, MicroCodeState]) -> dict[str, float]:
         state = trace.state
         broken = sum(message.tool_call_id.startswith(BROKEN) for message in trace.tool_messages)
         return {
@@ -186,7 +191,7 @@ class MicroCodeConfig(vf.TasksetConfig):
     """Draws another set of functions."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> "MicroCodeConfig":
+    def _ordered(self) -> MicroCodeConfig:
         if self.min_difficulty > self.max_difficulty:
             raise ValueError(
                 f"micro_code: min_difficulty {self.min_difficulty} is above max_difficulty {self.max_difficulty}; "

@@ -7,6 +7,7 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
+from orchestrator.environments.task_row import TaskRow
 from orchestrator.environments.toolsmith.episode import (
     MAX_DIFFICULTY,
     MIN_DIFFICULTY,
@@ -29,7 +30,7 @@ class EpisodeTools:
         return run_call(self._episode, name, arguments_json)
 
 
-class ToolsmithData(vf.TaskData):
+class ToolsmithData(TaskRow):
     """The wire row of a task. The whole episode follows from three of its fields."""
 
     seed: int

@@ -85,8 +85,10 @@ def _decided_by_next(nodes: list[ast.AST], iterators: dict[str, bool], local: se
 
 def _next_of(node: ast.AST | None) -> str:
     """Return the name that `next(name)` steps; "" for anything else."""
-    is_next = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next" and node.args
-    return node.args[0].id if is_next and isinstance(node.args[0], ast.Name) else ""
+    match node:
+        case ast.Call(func=ast.Name(id="next"), args=[ast.Name(id=name), *_]):
+            return name
+    return ""
 
 
 def _local(function: Function, nodes: list[ast.AST]) -> set[str]:

@@ -242,8 +242,9 @@ class _Reader(ast.NodeVisitor):
         """Return the module or class whose names `vars(it)` or `it.__dict__` holds."""
         if isinstance(node, ast.Attribute) and node.attr == "__dict__":
             return self._dotted(node.value)
-        is_vars = isinstance(node, ast.Call) and node.args and self._dotted(node.func) == "vars"
-        return self._dotted(node.args[0]) if is_vars else None
+        if isinstance(node, ast.Call) and node.args and self._dotted(node.func) == "vars":
+            return self._dotted(node.args[0])
+        return None
 
     def _note_use(self, dotted: str, node: ast.AST) -> None:
         if (found := _rule_of(dotted)) is not None:
