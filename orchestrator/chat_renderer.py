@@ -11,13 +11,14 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import pydantic
 from renderers import RendererConfig, config_from_name, create_renderer
 from renderers.base import (
     MODEL_RENDERER_MAP,
+    ChatTemplateTokenizer,
     Message,
     ParsedResponse,
     ParsedToolCall,
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 _OURS = re.compile(r"orchestrator(\.\w+)+")
 _VISIBLE_CALLS = {"qwen3": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer"}
 """Stock renderers, and our own that keep broken tool calls visible."""
-_PROBES: list[list[dict[str, Any]]] = [
+_PROBES: list[list[Message]] = [
     [{"role": "user", "content": "What is 2 + 2?"}],
     [
         {"role": "system", "content": "Be brief."},
@@ -49,7 +50,7 @@ _PROBES: list[list[dict[str, Any]]] = [
         {"role": "user", "content": "Again, please."},
     ],
 ]
-_PROBE_TOOL = {
+_PROBE_TOOL: Any = {
     "type": "function",
     "function": {
         "name": "add",
@@ -95,7 +96,7 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
     name = MODEL_RENDERER_MAP.get(published_name(model_path) or "") or _by_architecture(model_path, tokenizer)
     if name is not None:
         visible = _VISIBLE_CALLS.get(name)
-        return config_from_name(name) if visible is None else _custom(visible)
+        return _explicit(name) if visible is None else _custom(visible)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"{model_path} has no chat template: add chat_template.jinja to the folder, set model.chat_template to a "
@@ -134,7 +135,7 @@ def published_name(model_path: str) -> str | None:
 def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
     try:
         if isinstance(choice, str):
-            return config_from_name(choice)
+            return config_from_name(choice)  # pyright: ignore[reportReturnType]  # Its classes are the union's.
         return pydantic.TypeAdapter(RendererConfig).validate_python(choice)
     except (pydantic.ValidationError, ValueError, KeyError) as error:
         names = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
@@ -153,7 +154,7 @@ def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
     if name is None or not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        renderer = create_renderer(tokenizer, config_from_name(name))
+        renderer = create_renderer(tokenizer, _explicit(name))
         agrees = all(
             renderer.render_ids(probe, tools=tools, add_generation_prompt=True)
             == list(tokenizer.apply_chat_template(probe, tools=tools, add_generation_prompt=True, return_dict=False))
@@ -170,6 +171,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+class _TemplateTokenizer(ChatTemplateTokenizer, Protocol):
+    chat_template: str | None
+    eos_token: str | None
+
+
 class ChatTemplateRenderer(DefaultRenderer):
     """A renderer for any model whose folder has a chat template, SmolLM2 among them.
 
@@ -181,6 +187,7 @@ class ChatTemplateRenderer(DefaultRenderer):
     3. Tool calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>` are parsed.
     """
 
+    _tokenizer: _TemplateTokenizer
     config_class = DefaultRendererConfig
     _MARK = "\u2063<think>\nabc\n</think>\n\nxyz\u2063"
 
@@ -212,12 +219,12 @@ class ChatTemplateRenderer(DefaultRenderer):
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
         """Return the previous ids, then the template's text for `new_messages`. None means render anew."""
-        if not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
-            return None
         stop = self._tokenizer.eos_token_id
+        if stop is None or not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
+            return None
         previous = trim_to_turn_close(previous_prompt_ids, previous_completion_ids, {stop}, synthesize_close=stop)
         pieces = self._pieces(new_messages, tools) if previous is not None else None
-        if pieces is None:
+        if previous is None or pieces is None:
             return None
         ids, owners = list(previous), [-1] * len(previous)
         for index, piece in enumerate(pieces):
@@ -236,7 +243,7 @@ class ChatTemplateRenderer(DefaultRenderer):
 
         One piece for each new message, then the opening of the answer. None where the template does not simply append.
         """
-        opening = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": self._MARK}]
+        opening: list[Message] = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": self._MARK}]
         messages = opening + [_with_content(message) for message in new_messages]
         try:
             texts = [self._text(messages[: len(opening) + count + 1], tools) for count in range(len(new_messages))]
@@ -244,9 +251,10 @@ class ChatTemplateRenderer(DefaultRenderer):
         except jinja2.TemplateError:
             return None
         _, mark, tail = texts[0].partition(self._MARK)
-        if not mark or not tail.startswith(self._tokenizer.eos_token):
+        stop = self._tokenizer.eos_token
+        if not mark or stop is None or not tail.startswith(stop):
             return None
-        pieces = [tail[len(self._tokenizer.eos_token) :]]
+        pieces = [tail[len(stop) :]]
         for shorter, longer in itertools.pairwise(texts):
             if not longer.startswith(shorter):
                 return None

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from composer_prime.config import Config
 from composer_prime.config.load import make_importable
@@ -23,8 +23,15 @@ from composer_prime.run.process import end_with_parent
 from orchestrator.chat_template import RENDER_ERRORS, chat_folder
 from orchestrator.tasks.sources import source_spec
 
-_CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
-_TOOL = {
+if TYPE_CHECKING:
+    from renderers import RendererConfig
+    from renderers.base import Message, ToolSpec
+
+_CONVERSATION: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+]
+_TOOL: ToolSpec = {
     "name": "add",
     "description": "Adds.",
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
@@ -56,7 +63,7 @@ def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, di
     return problems, tasks
 
 
-def _check_chat(config: Config, scratch: Path) -> Any:
+def _check_chat(config: Config, scratch: Path) -> RendererConfig | None:
     """Render as a worker would. Return the renderer's configuration, or None without the model's folder."""
     from orchestrator.chat_renderer import build_renderer
 

@@ -173,6 +173,7 @@ class HostServer:
         """Queue `message`. Return False when the connection is gone."""
         # A ROUTER without a high-water mark never blocks, so the returned future is done already.
         sent = self._socket.socket.send_multipart([identity, self._encoder.encode(message)], flags=zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)
         error = sent.exception()
         if error is None:
             return True

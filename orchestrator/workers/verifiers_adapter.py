@@ -23,7 +23,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -89,7 +89,7 @@ _ANSWER_FIELDS = ("answer", "solution", "target", "expected", "expected_answer",
 class Environment:
     """One task set of a source, and the agent that plays it."""
 
-    def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig) -> None:
+    def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig | None) -> None:
         """Load the plugins and the tasks.
 
         Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError.
@@ -169,7 +169,7 @@ class Environment:
         """Listen again: aiohttp's backlog is 128, and a connection beyond it waits a second for its retransmission."""
         runner = self._server.runner
         for site in runner.sites if runner else ():
-            for listening in site._server.sockets:
+            for listening in site._server.sockets:  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
                 with socket.socket(fileno=os.dup(listening.fileno())) as duplicate:
                     duplicate.listen(_BACKLOG)
 
@@ -305,7 +305,7 @@ def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
     seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}}
     if spec.max_total_tokens is not None:
         seat["max_total_tokens"] = spec.max_total_tokens
-    agents = agent_config_fields(loaders.env_config_type(taskset["id"], "")()) or ["agent"]
+    agents = agent_config_fields(loaders.env_config_type(taskset["id"], "").model_validate({})) or ["agent"]
     taskset = {"runtime": spec.runtime, **taskset} if spec.runtime and _opens_boxes(taskset["id"]) else taskset
     # One server, so one client and one connection pool, for all rollouts of this process.
     return {**{name: dict(seat) for name in agents}, "taskset": dict(taskset), "interception": {"type": "server"}}
@@ -376,9 +376,9 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
 
 
 def _verdict(main: vf.Trace | None) -> dict[str, Any]:
-    """Return what the environment's monitor says, where the state of the trace has it."""
+    """Return what the environment's monitor says. A state of somebody else's may have a verdict of another kind."""
     verdict = getattr(main.state, "verdict", None) if main is not None else None
-    record = getattr(verdict, "record", None)  # A state of somebody else's may have a verdict of another kind.
+    record: Callable[[], dict[str, Any]] | None = getattr(verdict, "record", None)
     return record() if callable(record) else {}
 
 
@@ -430,7 +430,7 @@ def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) ->
         message = f"reward functions without a result: {missing}" if missing else "the task has no reward function"
         return RolloutFailure(kind="no_reward", message=message, retryable=bool(missing))
     if not math.isfinite(main.reward):
-        message = f"reward {main.reward} from {[(name, part.score) for name, part in main.rewards.items()]}"
+        message = f"reward {main.reward} from {[(name, part.score) for name, part in main.rewards.items() if part]}"
         return RolloutFailure(kind="task", message=message, retryable=False)
     return None
 
