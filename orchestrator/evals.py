@@ -277,10 +277,10 @@ def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> 
         figures |= _estimate(f"{name}/turn_error_rate", rates)
     if probes := [fmean(probed) for probed in cheats if probed]:
         figures |= _estimate(f"{name}/cheats", probes)
-    versions = [(rollout.version_min, rollout.version_max) for rollout in rollouts if rollout.version_min is not None]
-    if versions:
-        figures[f"{name}/version_min"] = min(low for low, _ in versions)
-        figures[f"{name}/version_max"] = max(high for _, high in versions)
+    if oldest := [rollout.version_min for rollout in rollouts if rollout.version_min is not None]:
+        figures[f"{name}/version_min"] = min(oldest)
+    if newest := [rollout.version_max for rollout in rollouts if rollout.version_max is not None]:
+        figures[f"{name}/version_max"] = max(newest)
     return figures
 
 

@@ -56,7 +56,7 @@ class Notifier:
         done, _ = await asyncio.wait({self._next}, timeout=timeout_s)
         return bool(done)
 
-    async def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+    async def wait_for(self, condition: Callable[[], object], timeout_s: float) -> bool:
         """Return True once `condition()` holds, False when it does not hold within `timeout_s` seconds.
 
         Checks the condition now and at each notification.

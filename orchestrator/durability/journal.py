@@ -110,7 +110,7 @@ class Journal:
         self._file: BinaryIO | None = None
         """The segment being written; None between segments."""
         self._current: _Segment | None = None
-        numbers = [int(_NAME.search(segment.path.name)[1]) for segment in segments]
+        numbers = [int(match[1]) for segment in segments if (match := _NAME.search(segment.path.name))]
         self._next_number = max(numbers, default=0) + 1
         self._encoder = msgspec.msgpack.Encoder()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -176,8 +176,11 @@ class Journal:
     def _append(self, entry: Entry) -> None:
         payload = self._encoder.encode(entry)
         try:
-            if self._file is None:
-                self._open_segment()
+            if self._file is None or self._current is None:
+                self._current = _Segment(self._folder / f"{self._next_number:06d}.log")
+                self._next_number += 1
+                self._file = self._current.path.open("xb")
+                self._file.write(_MAGIC)
             self._file.write(_FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
             self._file.flush()
             if isinstance(entry, Formed):
@@ -195,14 +198,8 @@ class Journal:
         self._rotate()
         return [entry for segment in self._closed for entry in _read(segment.path, newest=False)]
 
-    def _open_segment(self) -> None:
-        self._current = _Segment(self._folder / f"{self._next_number:06d}.log")
-        self._next_number += 1
-        self._file = self._current.path.open("xb")
-        self._file.write(_MAGIC)
-
     def _rotate(self) -> None:
-        if self._file is None:
+        if self._file is None or self._current is None:
             return
         os.fsync(self._file.fileno())
         self._file.close()

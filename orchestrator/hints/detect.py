@@ -127,9 +127,9 @@ def _verdict(text: str) -> _Verdict:
 
 
 def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:
-    return ErrorTurn(
-        message=index, turn=rollout.turns[index].turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index)
-    )
+    turn = rollout.turns[index].turn
+    assert turn is not None  # Both kinds of search look at numbered turns only.
+    return ErrorTurn(message=index, turn=turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index))
 
 
 def tools_of(rollout: FinishedRollout, index: int) -> list[dict]:

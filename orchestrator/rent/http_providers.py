@@ -125,7 +125,7 @@ class RunPod(Provider):
         """
         content = json_of(answer, "RunPod")
         if errors := content.get("errors"):
-            first = errors[0] if isinstance(errors, list) and isinstance(errors[0], dict) else {"message": errors}
+            first: Any = errors[0] if isinstance(errors, list) and isinstance(errors[0], dict) else {"message": errors}
             inside = (first.get("extensions") or {}).get("code") == "INTERNAL_SERVER_ERROR"
             raise (ProviderError if inside else ProviderRefusedError)(f"RunPod: {first.get('message')}")
         return content.get("data")

@@ -240,7 +240,7 @@ def score_group(
     failed = [rollout for rollout, _ in ended if rollout.reward is None]
     if len(scored) < config.min_group:
         return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
-    advantages_G = group_advantages([rollout.reward for rollout, _ in scored], scaling)
+    advantages_G = group_advantages([rollout.reward for rollout, _ in scored if rollout.reward is not None], scaling)
     rollouts, samples = [], []
     for (rollout, rollout_samples), advantage in zip(scored, advantages_G, strict=True):
         rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))

@@ -170,7 +170,9 @@ def trained_by_node(groups: Iterable[FinishedGroup]) -> Counter[str]:
         rollouts = {rollout.rollout_id: rollout for rollout in group.rollouts}
         for sample in group.samples:
             rollout = rollouts.get(sample.sample_id.rpartition("/")[0])
-            for span in sample.turns if rollout is not None and rollout.turn_nodes else ():
+            if rollout is None or not rollout.turn_nodes:
+                continue
+            for span in sample.turns:
                 node_id = rollout.nodes[rollout.turn_nodes[span.turn]]
                 tokens[node_id] += sample.loss_mask.count(1, span.start, span.end)
     return tokens

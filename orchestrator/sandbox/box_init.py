@@ -32,7 +32,7 @@ import contextlib  # noqa: E402
 import ctypes  # noqa: E402
 import errno  # noqa: E402
 import gc  # noqa: E402
-import importlib  # noqa: E402
+import importlib.machinery  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import resource  # noqa: E402
@@ -266,7 +266,7 @@ def forks_interpreter(request):
             fresh = MODULES_WITH_RUNPY if words[1] == "-m" else FRESH_MODULES
             prepare_interpreter(words, env, folders, () if is_pytest else set(sys.modules) - fresh)
         if words[1] == "-m":
-            runpy._run_module_as_main(words[2])
+            runpy._run_module_as_main(words[2])  # pyright: ignore[reportAttributeAccessIssue]  # It is private.
         else:
             exec(compile(words[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
 

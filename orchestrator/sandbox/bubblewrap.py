@@ -38,7 +38,7 @@ from orchestrator.sandbox.usage import measure
 
 END_TIMEOUT_S = 10.0
 _MIB, _GIB = 1 << 20, 1 << 30
-_SIGNAL_LIMITS = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
+_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 _LIMITS_OF_THE_BOX = ("memory_gb", "files")
 """Limits of what all processes hold together, whichever command began them."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5

@@ -28,7 +28,7 @@ from orchestrator.sandbox.output import CommandStreams
 
 END_TIMEOUT_S = 10.0
 _MIB = 1 << 20
-_SIGNAL_LIMITS = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
+_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 # A limit that the system refuses (macOS has no -v) must not stop the command.
 _WITH_LIMITS = """ulimit -c 0; ulimit -t "$0" 2>/dev/null; ulimit -v "$1" 2>/dev/null; ulimit -f "$2" 2>/dev/null
 shift 2; exec "$@\""""

@@ -117,6 +117,7 @@ class Frontier:
     def next_task(self) -> int:
         rng = random.Random(derive_seed(self.seed, "frontier", self._drawn))
         self._drawn += 1
+        assert self.num_tasks is not None
         candidates = [rng.randrange(self.num_tasks) for _ in range(self.candidates)]
         if rng.random() < self.explore:
             return candidates[0]

@@ -233,7 +233,7 @@ def main() -> int:
     work = json.loads(sys.argv[1])
     stock, tree = Path(work["stock"]), work["tree"]
     settings_by_tree, verdicts = read_making(stock)
-    chosen = {
+    chosen: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings_by_tree[tree].items()
     }
     journal = MakingJournal(Path(work["folder"]))

@@ -139,6 +139,7 @@ def _describe(path: str, lines: list[str], node: FunctionNode, prefix: str) -> S
             break
         if line.strip():
             end = number
+    children = [child for part in statements for child in ast.walk(part)]
     return SourceFunction(
         path=path,
         qualname=prefix + node.name,
@@ -147,8 +148,8 @@ def _describe(path: str, lines: list[str], node: FunctionNode, prefix: str) -> S
         body_start=start,
         end_line=end,
         signature="\n".join(line[node.col_offset :].rstrip() for line in lines[first - 1 : start - 1]).rstrip(),
-        body_lines=len({child.lineno for part in statements for child in ast.walk(part) if hasattr(child, "lineno")}),
-        branches=sum(isinstance(child, _BRANCHES) for part in statements for child in ast.walk(part)),
+        body_lines=len({getattr(child, "lineno", None) for child in children} - {None}),
+        branches=sum(isinstance(child, _BRANCHES) for child in children),
         callees=frozenset(name for part in [*statements, *node.decorator_list] for name in _identifiers(part)),
     )
 
