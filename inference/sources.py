@@ -52,6 +52,14 @@ _FAR_FASTER = 4.0
 """Times as fast: then another source is asked in the middle of a chunk, and the gateway beside the sources."""
 
 
+class _BusyError(OSError):
+    """A host turned a read away and said when to ask again."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
 class HttpSource(ChunkSource):
     """A host that serves the weight store's folder: `orchestrator weights`, a relay, nginx, a public bucket.
 
@@ -116,6 +124,9 @@ class HttpSource(ChunkSource):
 
     def _check(self, response: aiohttp.ClientResponse, offset: int) -> None:
         """Raise OSError for an answer that cannot be bytes of a chunk."""
+        retry = response.headers.get("Retry-After", "")
+        if response.status == 503 and re.fullmatch("[0-9]{1,6}", retry):
+            raise _BusyError(f"{self.name} is busy", min(float(retry), _LONGEST_ASIDE_S))
         if response.status not in (200, 206, 404, 410, 416):
             raise OSError(f"{self.name} answers {response.status} {response.reason}")
         if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -261,6 +272,14 @@ class RankedSources(ChunkSource):
                 self._refused_urls.add(url)
                 logger.warning("weights are not pulled from there: %s", error)
         self._patient_until = None
+        self._doubt_speeds()
+
+    def _doubt_speeds(self) -> None:
+        """Let slow sources come nearer to the fastest, so that each is measured again some versions later."""
+        measured = [each for each in [*self._rated.values(), self._rated_last] if each.bytes_per_s is not None]
+        best = max((each.bytes_per_s or 0.0 for each in measured), default=0.0)
+        for each in measured:
+            each.bytes_per_s = min(2 * max(each.bytes_per_s or 0.0, 1.0), best)
 
     def _rate(self, url: str, is_relay: bool) -> None:
         source = open_source(url, self.timeout_s)
@@ -343,7 +362,7 @@ class RankedSources(ChunkSource):
         try:
             return await self._timed(rated, sha256, offset)
         except (ComposerError, OSError) as error:
-            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(rated), error)
+            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(rated, error), error)
             return None
 
     async def _timed(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
@@ -384,12 +403,16 @@ class RankedSources(ChunkSource):
         logger.warning("weights come from elsewhere for %g s: %s gave %d bytes in %.1f s",
                        self._put_aside(rated), rated.name, num_bytes, seconds)  # fmt: skip
 
-    def _put_aside(self, rated: _Rated) -> float:
-        """Return for how many seconds: longer after each failure in a row."""
-        aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
-        rated.failures += 1
-        rated.aside_until = self.clock() + aside_s
-        return aside_s
+    def _put_aside(self, rated: _Rated, error: Exception | None = None) -> float:
+        """Return for how many seconds: longer after each failure in a row. Reads at a time may fail for one cause."""
+        now, aside_s = self.clock(), 0.0
+        if isinstance(error, _BusyError):
+            aside_s = error.retry_s
+        elif rated.aside_until <= now:
+            aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
+            rated.failures += 1
+        rated.aside_until = max(rated.aside_until, now + aside_s)
+        return rated.aside_until - now
 
     def _note_giver(self, sha256: str, offset: int, giver: _Rated) -> None:
         givers = self._givers.setdefault(sha256, []) if offset else []

@@ -200,6 +200,57 @@ def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
     asyncio.run(scenario())
 
 
+# Reads at a time that fail for one cause are one failure. A host that is busy has not failed at all.
+@pytest.mark.parametrize(("status", "headers", "pause_s", "failures"), [
+    (500, {}, 5.0, 1), (503, {}, 5.0, 1), (503, {"Retry-After": "7"}, 7.0, 0)
+])  # fmt: skip
+def test_parallel_failures_count_once(tmp_path, status, headers, pause_s, failures):
+    async def scenario() -> None:
+        store, clock, waiting, all_came = WeightStore(tmp_path), Clock(), [], asyncio.Event()
+        (ref,) = store.put_chunks(b"x" * 100)
+
+        async def handler(request: web.Request) -> web.Response:
+            waiting.append(request)
+            if len(waiting) == 4:
+                all_came.set()
+            await all_came.wait()
+            return web.Response(status=status, headers=headers)
+
+        async with scripted(handler) as url:
+            sources = RankedSources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
+            sources._rated[url].bytes_per_s = 1e6
+            await asyncio.gather(*(pull_one_by_one(sources, [ref]) for _ in range(4)))
+            (rated,) = sources._rated.values()
+            assert (rated.aside_until - clock.now, rated.failures) == (pause_s, failures)
+            await sources.close()
+
+    asyncio.run(scenario())
+
+
+# A copy that was slow once is asked again some versions later, and used as soon as it is fast.
+def test_a_slow_copy_is_measured_again(tmp_path):
+    async def scenario() -> None:
+        store, clock, pause_s = WeightStore(tmp_path), Clock(), 20.0
+        chunks = [store.put_chunks(random.Random(seed).randbytes(PIECE_BYTES)) for seed in range(16)]
+
+        async def handler(request: web.Request) -> web.Response:
+            return await slowed(store, clock, pause_s)(request)
+
+        async with scripted(handler) as url, scripted(slowed(store, clock, 0.5)) as fast:
+            sources = RankedSources(Untouchable(), TIMEOUT_S, [url, fast], clock=clock)
+            await pull_one_by_one(sources, [ref for refs in chunks[:4] for ref in refs])
+            slow = sources._rated[url]
+            assert slow.num_bytes == PIECE_BYTES
+            pause_s = 0.1
+            for refs in chunks[4:]:
+                sources.learn([], [], "127.0.0.1")
+                await pull_one_by_one(sources, refs)
+            assert slow.num_bytes > 4 * PIECE_BYTES
+            await sources.close()
+
+    asyncio.run(scenario())
+
+
 # A version that has not reached the bucket yet is waited for there, not pulled through the gateway.
 def test_a_copy_may_lag(tmp_path):
     async def scenario() -> None:
