@@ -110,11 +110,13 @@ def check_answer(
     *,
     max_tokens: int,
     vocab_size: int,
-    newest_version: int,
+    versions: range,
     node_id: str,
     streamed: PartialAnswer | None = None,
 ) -> NodeAnswer:
     """Return the completion in `message`, which begins with what its node `streamed`.
+
+    `versions`: policy versions that may have sampled it.
 
     Raises WireError naming what is wrong with it.
     """
@@ -128,7 +130,7 @@ def check_answer(
     if message.finish_reason == "length" and len(token_ids) < max_tokens:
         raise WireError(f"finish_reason is 'length' after {len(token_ids)} tokens, but max_tokens was {max_tokens}")
     _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), newest_version)
+    _check_spans(message.version_spans, len(token_ids), versions)
     if streamed and not message.token_ids.startswith(bytes(streamed.token_ids)):
         raise WireError(f"the answer does not begin with the {len(streamed)} tokens that its node had streamed")
     return NodeAnswer(
@@ -143,7 +145,7 @@ def check_answer(
 
 
 def check_progress(
-    message: Progress, streamed: PartialAnswer, *, max_tokens: int, vocab_size: int, newest_version: int, node_id: str
+    message: Progress, streamed: PartialAnswer, *, max_tokens: int, vocab_size: int, versions: range, node_id: str
 ) -> PartialAnswer:
     """Return the tokens in `message`, which come after `streamed`. Raises WireError naming what is wrong with them."""
     token_ids, logprobs = _numbers(message)
@@ -152,7 +154,7 @@ def check_progress(
     if not 0 < len(token_ids) < max_tokens - len(streamed):
         raise WireError(f"{len(token_ids)} tokens came after {len(streamed)} as a part, but max_tokens is {max_tokens}")
     _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), newest_version)
+    _check_spans(message.version_spans, len(token_ids), versions)
     if message.version_spans[0].version < streamed.newest_version:
         raise WireError(f"version {message.version_spans[0].version} came after version {streamed.newest_version}")
     return PartialAnswer(
@@ -183,13 +185,13 @@ def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) 
         raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({_NO_EVIDENCE}, 0]")
 
 
-def _check_spans(spans: list[VersionSpan], num_tokens: int, newest_version: int) -> None:
-    end, version = 0, 0
+def _check_spans(spans: list[VersionSpan], num_tokens: int, versions: range) -> None:
+    end, oldest = 0, versions.start
     for span in spans:
         if span.start != end or span.end <= span.start:
             raise WireError(f"version span [{span.start}, {span.end}) does not continue at position {end}")
-        if not version <= span.version <= newest_version:
-            raise WireError(f"version {span.version} is not between {version} and the newest, {newest_version}")
-        end, version = span.end, span.version
+        if not oldest <= span.version < versions.stop:
+            raise WireError(f"version {span.version} is not between {oldest} and the newest, {versions.stop - 1}")
+        end, oldest = span.end, span.version + 1
     if end != num_tokens:
         raise WireError(f"version spans cover {end} of {num_tokens} tokens")

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from composer_prime.errors import RequestError
 from composer_prime.monitor.events import event
 from composer_prime.wire.node import ComputeDevice, NodeHello, Sampling, Status
 from composer_prime.wire.types import INT
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _COUNTERS = ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out")
 UNPROVEN_PLACES = 32
 """As how many places a node counts, at most, whose speed is not measured yet."""
+_FAILURES_IN_ROW = 4
+"""After this many failures in a row a node gets no request for a while."""
 _CONTINUES = "local"
 """The engine that goes on with another node's answer as if it were its own."""
 
@@ -142,7 +145,7 @@ class AttachedNode:
     max_concurrent: int
     """Places that it claims."""
     places: int
-    """Requests that it may hold now: what it claims, or 1 after a stall until it has answered."""
+    """Requests that it may hold now: what it claims, or 1 after a suspension until it has answered."""
     version: int
     """Policy version it samples with, from its last report."""
     last_heard: float
@@ -223,7 +226,15 @@ class AttachedNode:
         self.tokens_out += num_tokens
         self.last_delivered = time.monotonic()
         self.failures_in_row = self.stalls_in_row = 0
+        self.suspended_until = 0.0
         self.places = self.max_concurrent
+
+    def note_failure(self, suspend_s: float) -> None:
+        """Count a failure. After several in a row it gets no request for a while, then one until it has answered."""
+        self.failures_in_row += 1
+        if self.failures_in_row >= _FAILURES_IN_ROW:
+            self.suspended_until = max(self.suspended_until, time.monotonic() + suspend_s)
+            self.places = 1
 
     def stalled_s(self, now: float) -> float:
         """Return for how long it has held requests without any progress.
@@ -281,8 +292,8 @@ class Nodes:
     def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
         """Attach the node that sent `hello` on connection `identity`.
 
-        A node that says Hello starts empty, so requests that it held before count as lost. Stalls and suspension
-        belong to a process: they outlast its reconnect, not its restart.
+        A node that says Hello starts empty, so requests that it held before count as lost. Stalls, failures and
+        suspension belong to a process: they outlast its reconnect, not its restart.
         """
         previous = self._by_identity.get(identity)
         if previous is not None:
@@ -299,7 +310,7 @@ class Nodes:
             engine=hello.engine,
             trust=self.trust[hello.node_id],
             max_concurrent=hello.max_concurrent,
-            places=1 if former is not None and is_same_process and former.stalls_in_row else hello.max_concurrent,
+            places=hello.max_concurrent,
             version=hello.version,
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
@@ -316,6 +327,9 @@ class Nodes:
             if is_same_process:
                 node.speed, node.streams = former.speed, former.streams
                 node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
+                node.failures_in_row = former.failures_in_row
+                if former.places < former.max_concurrent:
+                    node.places = 1
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         self._on_change(node)
@@ -335,8 +349,6 @@ class Nodes:
         node.last_heard = now
         if status.tokens_per_s > 0 or status.version != node.version:
             node.last_progress = now
-            if node.stalls_in_row:
-                node.suspended_until = now
         node.status = status
         node.cache_is_full = status.kv_used > KV_FULL
         node.version = status.version
@@ -386,6 +398,18 @@ def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[Att
         return []
     needed = min(request.num_wanted, largest)
     return [node for node in willing if node.context >= needed]
+
+
+def too_long(request: GatewayRequest, context: int) -> RequestError:
+    """Return the error of a prompt that no known node has room for."""
+    # Clients recognize this sentence; renderers' own check uses it too.
+    return RequestError(
+        f"Prompt length ({request.num_prompt}) exceeds maximum context length ({context}) less one token for the "
+        "reply, on the node with the largest context: shorten the conversation or start a node with a larger "
+        "--max-context",
+        code="context_length_exceeded",
+        param="token_ids",
+    )
 
 
 def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import msgspec
 from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Progress, Sampling, ToNode
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, check_answer, check_progress, complete
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, RequestCounters, able_nodes
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, RequestCounters, able_nodes, too_long
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.stragglers import SiblingRequests
 from orchestrator.gateway.waits import Waits
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
 """Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
-_FAILURES_IN_ROW = 4
-"""After this many failed answers in a row a node gets no request for a while."""
+_MAX_REFUSALS = 16
+"""Nodes that may refuse a request before it ends; it ends sooner when no other node is left."""
 
 
 class Router:
@@ -219,7 +219,7 @@ class Router:
             able = able_nodes(request, serving)
         largest_known = self.nodes.largest_context(self._no_node_timeout_s)
         if request.num_prompt >= largest_known:
-            return _too_long(request, int(largest_known))
+            return too_long(request, int(largest_known))
         return [node for node in able if len(node.leases) < node.places]
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
@@ -329,7 +329,7 @@ class Router:
                 message,
                 max_tokens=request.tokens_on(node),
                 vocab_size=self._vocab_size,
-                newest_version=self.newest_version,
+                versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
                 streamed=request.streamed,
             )
@@ -339,6 +339,10 @@ class Router:
         node.note_answer(len(answer.token_ids))
         self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
         self.placing.update(node)
+        # Others refused what can be answered. A request that all refuse is no node's fault.
+        for refuser in self.nodes.attached() if request.refused_by else ():
+            if refuser.node_id in request.refused_by:
+                self.blame(refuser)
         answer = complete(request.kept, answer)
         request.streamed = PartialAnswer()
         self.counters.answered += 1
@@ -361,7 +365,7 @@ class Router:
                 request.streamed,
                 max_tokens=request.tokens_on(node),
                 vocab_size=self._vocab_size,
-                newest_version=self.newest_version,
+                versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
             )
         except WireError as error:
@@ -394,7 +398,7 @@ class Router:
             return
         for one in (request, self.open.get(request.request_id, request)):
             one.refused_by.add(node.node_id)
-        may_go_on = len(request.refused_by) < _MAX_FAILURES and self._has_other_node(request)
+        may_go_on = len(request.refused_by) < _MAX_REFUSALS and self._has_other_node(request)
         if may_go_on or self._goes_on_without(request):
             self.reissue(request, f"{node.node_id}: {message.error}", keep=False)
         else:
@@ -432,9 +436,7 @@ class Router:
 
         A twin's failure is one of the first request too, which goes on.
         """
-        node.failures_in_row += 1
-        if node.failures_in_row >= _FAILURES_IN_ROW:
-            node.suspended_until = time.monotonic() + self._suspend_s
+        self.blame(node)
         request.failures += 1
         request.avoid = node.node_id
         first = self.open.get(request.request_id, request)
@@ -448,6 +450,11 @@ class Router:
         else:
             self.reissue(request, f"{node.node_id}: {error}", keep=False)
         self.place()
+
+    def blame(self, node: AttachedNode) -> None:
+        """Count a failure of an attached node, which may suspend it."""
+        node.note_failure(self._suspend_s)
+        self.placing.update(node)
 
     def end(self, request: GatewayRequest, error: Exception) -> None:
         """End `request` with `error`, unless it has ended."""
@@ -487,14 +494,3 @@ class Router:
             "sessions_moved": self.placing.moved,
             **asdict(self.counters),
         }
-
-
-def _too_long(request: GatewayRequest, context: int) -> RequestError:
-    # Clients recognize this sentence; renderers' own check uses it too.
-    return RequestError(
-        f"Prompt length ({request.num_prompt}) exceeds maximum context length ({context}) less one token for the "
-        "reply, on the node with the largest context: shorten the conversation or start a node with a larger "
-        "--max-context",
-        code="context_length_exceeded",
-        param="token_ids",
-    )

@@ -42,9 +42,16 @@ class Waits:
         elif self._no_node_since is None:
             self._no_node_since = now
         for request in list(self._router.open.values()):
-            if now - request.since >= self._request_timeout_s:
+            if now - request.since >= self._request_timeout_s and not request.done.done():
+                self._blame_nodes(request, now)
                 self._router.end(request, self._too_slow(request, now))
         return self._end_without_node(now)
+
+    def _blame_nodes(self, request: GatewayRequest, now: float) -> None:
+        """Count a failure of each node that had `request` for most of its time, and did not answer."""
+        for one in (request, request.twin):
+            if one is not None and one.node is not None and now - one.placed >= self._request_timeout_s / 2:
+                self._router.blame(one.node)
 
     def _end_without_node(self, now: float) -> DeadlineError | None:
         since = self._no_node_since

@@ -13,8 +13,8 @@ from http_calls import generate_body, post
 from node_peer import failed
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.node import NodeHello
-from composer_prime.wire.types import VersionSpan, ints
+from composer_prime.wire.node import NodeHello, Sampling
+from composer_prime.wire.types import VersionSpan, ints, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
@@ -69,6 +69,23 @@ async def test_an_answer_goes_on_with_the_same_or_newer_weights():
     await fleet.close()
 
 
+@pytest.mark.parametrize("how", ["answers", "streams"])
+async def test_a_claim_of_older_weights_than_the_request_allows_is_refused(how):
+    """Neither below the rollout's oldest version nor below that of the tokens that it continues."""
+    fleet = Fleet(a={"version": 3}, b={"version": 3}, c={"version": 3})
+    fleet.router.newest_version = 3
+    work = fleet.router.generate("g", "g", pack_ints([5]), Sampling(max_tokens=8), oldest_version=2)
+    fleet.calls.append(asyncio.create_task(work))
+    await asyncio.sleep(0)
+    claim = fleet.finish if how == "answers" else fleet.stream
+    claim("a", fleet.sent["a"][0], [10], version=1)
+    fleet.stream("b", fleet.sent["b"][0], [10], version=3)
+    fleet.router.nodes.leave(fleet.node("b"), "silent")
+    claim("c", fleet.sent["c"][0], [11], version=2)
+    assert [fleet.node(name).bad_answers for name in "abc"] == [1, 0, 1]
+    await fleet.close()
+
+
 async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
     """The node that is left has older weights: it gets the request as it came, and the lost tokens are counted."""
     fleet = Fleet(a={"version": 2}, old={"version": 1})
@@ -92,6 +109,7 @@ async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
         {"version": 5},
         {"logprobs": b""},
         {"version_spans": []},
+        {"ids": [10, 11], "version_spans": [VersionSpan(0, 1, 0), VersionSpan(1, 2, 0)]},
     ],
 )
 async def test_a_part_that_cannot_be_true_costs_the_node_the_request(changes):

@@ -53,7 +53,11 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     reclaim_stalled(fleet.router, 75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     assert "stalls in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")
-    fleet.router.nodes.update_status(node, status(tokens_per_s=1.0))
+    fleet.router.nodes.update_status(node, status(tokens_per_s=1.0, version=1))
+    assert node.cannot_serve(time.monotonic(), 0, 1) is not None, "a claim ends no suspension"
+    fleet.router.nodes.update_status(node, status())
+    node.suspended_until = 0.0
+    fleet.router.placing.look_again()
     fleet.router.nodes.update_status(fleet.node("b"), status(kv_used=0.97))
     await fleet.ask(6)
     assert len(node.leases) == 1
@@ -127,6 +131,55 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
         reclaim_stalled(fleet.router, 75.0)
         assert node.leases
         await fleet.close()
+
+
+@pytest.mark.parametrize(("held_s", "is_suspended"), [(100.0, True), (20.0, False)])
+async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, is_suspended):
+    """Its reports of progress do not help it. Requests that were queued for most of their time are not its fault."""
+    fleet = Fleet(a={})
+    await fleet.ask(4)
+    node = fleet.node("a")
+    fleet.router.nodes.update_status(node, status(running=4, tokens_per_s=1e12))
+    for request in fleet.router.open.values():
+        request.since -= 100.0
+        request.placed -= held_s
+    for _ in range(2):
+        fleet.router.waits.enforce()
+    replies = await asyncio.gather(*fleet.calls, return_exceptions=True)
+    assert ["node a has not answered" in str(reply) for reply in replies] == [True] * 4
+    assert (node.failures_in_row, node.places) == ((4, 1) if is_suspended else (0, 64))
+    assert ("4 failures in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")) == is_suspended
+    await fleet.close()
+
+
+async def test_nodes_that_refuse_what_others_answer_are_suspended():
+    """Three of four refuse all: every request reaches the fourth, and soon the three get none."""
+    fleet = Fleet(a={}, b={}, c={}, good={})
+    refused = 0
+    for asked in range(8):
+        await fleet.ask()
+        while not fleet.calls[-1].done() and not fleet.node("good").leases:
+            [name] = [name for name in "abc" if fleet.node(name).leases]
+            refused += 1
+            fleet.router.on_failed(fleet.node(name), failed(fleet.sent[name][-1], "I refuse", retryable=False))
+        fleet.answer("good", fleet.sent["good"][-1])
+        assert (await fleet.calls[asked]).node_id == "good"
+    assert refused == 12 and [node.node_id for node in fleet.router.serving()] == ["good"]
+    await fleet.close()
+
+
+async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
+    """It ends at once, and the nodes serve on."""
+    fleet = Fleet(a={}, b={}, c={}, d={})
+    for asked in range(6):
+        await fleet.ask()
+        while holders := [node for node in fleet.router.nodes if node.leases]:
+            request = fleet.sent[holders[0].node_id][-1]
+            fleet.router.on_failed(holders[0], failed(request, "no such sampling", retryable=False))
+        with pytest.raises(RequestError, match="no such sampling"):
+            await fleet.calls[asked]
+    assert len(fleet.router.serving()) == 4 and [len(sent) for sent in fleet.sent.values()] == [6] * 4
+    await fleet.close()
 
 
 async def test_one_nodes_refusal_does_not_end_a_request(open_gateway, node_keys):
