@@ -82,7 +82,9 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     """
     request, claimed = audit.request, floats(audit.request.logprobs)
     bounds = np.full(len(claimed), request.tolerance)
-    bounds[request.version_spans[0].end :] *= _MIXED_CACHE
+    spans = request.version_spans
+    swap = next((span.start for span in spans if span.version != spans[0].version), len(claimed))
+    bounds[swap:] *= _MIXED_CACHE
     gaps = np.abs(np.where(np.isfinite(audit.logprobs), claimed - audit.logprobs, 0.0))
     wrong = (audit.misses > bounds) | (gaps > _GREATEST_GAP * bounds)
     return AuditVerdict(

@@ -152,6 +152,10 @@ class Audits:
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
+        self._versions = set(store.versions())
+        """Policy versions that the gateway had; of those before its start, the ones that were kept."""
+        self._oldest_certain = max(self._versions, default=None)
+        """Of later versions it is certain whether the gateway had them."""
         self._auditors: dict[bytes, ConnectedAuditor] = {}
         self._socket = NodeSocket(keys, max_context, frozenset([keys.curve("trainer").public]).__contains__)
         self._decoder = msgspec.msgpack.Decoder(FromAuditor)
@@ -190,6 +194,12 @@ class Audits:
         )
         self._open.setdefault(rollout_id, []).append(answer)
         self.counters["answers"] += 1
+        if invented := [span for span in record.version_spans if self._is_invented(span.version)]:
+            logger.warning("node %s names policy version %d, which there never was", answer.nodes, invented[0].version)
+            wrong, tokens = [span.start for span in invented], len(record.completion_ids)
+            self._note(answer, AuditVerdict(audit=0, tokens=tokens, wrong=wrong, fault=None, gap_mean=0.0, gap_max=0.0,
+                                            seconds=0.0))  # fmt: skip
+            return
         share = max(trust.share(self._config.floor) for trust in nodes.values())
         if share < 1.0 and self._chance() >= share:
             return
@@ -231,10 +241,8 @@ class Audits:
         for answer in answers:
             if (objection := self._objection(answer)) is not None:
                 return objection
-        for answer in answers:
-            if answer.verdict is None:
-                for node_id in answer.quarantines:
-                    self._recent[node_id].append(rollout_id)
+        for node_id in {name for answer in answers if answer.verdict is None for name in answer.quarantines}:
+            self._recent[node_id].append(rollout_id)
         return None
 
     def forget(self, rollout_id: str) -> None:
@@ -305,8 +313,14 @@ class Audits:
 
     # -- auditors ------------------------------------------------------------------------------------------------
 
-    def publish(self, signed: bytes) -> None:
+    def _is_invented(self, version: int) -> bool:
+        first = self._oldest_certain
+        return first is not None and version > first and version not in self._versions
+
+    def publish(self, signed: bytes, version: int) -> None:
         """Tell the auditors of a new version."""
+        self._versions.add(version)
+        self._oldest_certain = version if self._oldest_certain is None else self._oldest_certain
         for identity in self._auditors:
             self._send(identity, NewVersion(manifest=signed))
 

@@ -228,7 +228,7 @@ class Gateway:
         self.router.oldest_version = min(self.router.oldest_version, manifest.version)
         self._link.newest_manifest = signed
         if self.audits is not None:
-            self.audits.publish(signed)
+            self.audits.publish(signed, manifest.version)
         for node in self.router.nodes.attached():
             self._nodes.send(node.identity, NewVersion(manifest=signed, **self._link.weight_places(node.identity)))
         return manifest.version

@@ -21,12 +21,13 @@ def verdict(
     stop: int | None = None,
     finish: str = "length",
     swap: int | None = None,
+    newer: int = 4,
 ) -> AuditVerdict:
     """Judge an answer of `tokens` tokens: misses, errors of logprobs and own logprobs by position, 0 elsewhere."""
     claimed = np.full(tokens, -1.0, np.float32)
     for index, gap in (gaps or {}).items():
         claimed[index] += gap
-    spans = [VersionSpan(0, tokens, 3)] if swap is None else [VersionSpan(0, swap, 3), VersionSpan(swap, tokens, 4)]
+    spans = [VersionSpan(0, tokens, 3)] if swap is None else [VersionSpan(0, swap, 3), VersionSpan(swap, tokens, newer)]
     audit = OpenAudit(
         AuditRequest(
             audit=9,
@@ -89,3 +90,5 @@ def test_a_stop_must_be_one_and_be_drawn():
 def test_behind_a_swap_the_tolerance_is_wider():
     # The node's cache still holds keys and values of the weights before.
     assert verdict(misses={9: 0.05, 10: 0.05, 11: 0.09}, swap=10).wrong == [9, 11]
+    # Two spans of one version are no swap.
+    assert verdict(misses={9: 0.05, 10: 0.05}, swap=10, newer=3).wrong == [9, 10]

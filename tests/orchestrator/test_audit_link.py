@@ -97,13 +97,13 @@ def audited(tmp_path):
     return serve
 
 
-def record(node: str, *parts: tuple[str, int], tokens: int = 8) -> GenerationRecord:
+def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0) -> GenerationRecord:
     return GenerationRecord(
         session="s",
         prompt_ids=np.array([5, 6], np.int32),
         completion_ids=np.arange(tokens, dtype=np.int32),
         logprobs=np.full(tokens, -0.5, np.float32),
-        version_spans=(VersionSpan(0, tokens, 0),),
+        version_spans=(VersionSpan(0, tokens, version),),
         finish_reason="length",
         sampling=Sampling(max_tokens=tokens, seed=3),
         node_id=node,
@@ -226,6 +226,29 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
         auditor.send(AuditFailed(audit=request.audit, error="version 3 cannot be had"))
         assert "could not be audited: version 3 cannot be had" in (await audits.cleared("r1") or "")
         assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
+
+
+async def test_a_version_that_there_never_was_is_the_nodes_fault(audited):
+    # Without an auditor and whatever share is audited. Versions before the first one that is known may have been.
+    async with audited(chances=[1.0, 1.0]) as (audits, trust, _):
+        trust["n0"].clean = 10**6
+        for version in (3, 5):
+            audits.publish(b"", version)
+        for version, is_refused in ((2, False), (5, False), (4, True)):
+            audits.offer(record("n0", version=version), f"r{version}")
+            assert bool(await audits.cleared(f"r{version}")) == is_refused
+        assert (trust["n0"].doubtful, trust["n0"].audited, audits.metrics()["audit/wrong"]) == (1, 1, 1)
+
+
+async def test_a_rollout_of_many_answers_is_remembered_once(audited):
+    # Long rollouts push no others out of what is remembered of a node.
+    async with audited(chances=[1.0] * 9) as (audits, trust, _):
+        trust["n0"].clean = 10**6
+        for rollout in ("r1", "r2", "r3"):
+            for _ in range(3):
+                audits.offer(record("n0"), rollout)
+            assert await audits.cleared(rollout) is None
+        assert list(audits._recent["n0"]) == ["r1", "r2", "r3"]
 
 
 async def test_an_auditor_of_another_run_is_rejected(audited):
