@@ -131,6 +131,7 @@ class Router:
             return await request.done
         except asyncio.CancelledError:
             self.counters.cancelled += 1
+            self.waits.blame_nodes(request)
             raise
         finally:
             self._drop(request)

@@ -16,6 +16,9 @@ from orchestrator.gateway.nodes import GatewayRequest, able_nodes
 if TYPE_CHECKING:
     from orchestrator.gateway.routing import Router
 
+_HELD_SHARE = 0.25
+"""Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
+
 
 class Waits:
     """Deadlines of the requests of one router."""
@@ -43,14 +46,15 @@ class Waits:
             self._no_node_since = now
         for request in list(self._router.open.values()):
             if now - request.since >= self._request_timeout_s and not request.done.done():
-                self._blame_nodes(request, now)
+                self.blame_nodes(request)
                 self._router.end(request, self._too_slow(request, now))
         return self._end_without_node(now)
 
-    def _blame_nodes(self, request: GatewayRequest, now: float) -> None:
-        """Count a failure of each node that had `request` for most of its time, and did not answer."""
+    def blame_nodes(self, request: GatewayRequest) -> None:
+        """Count a failure of each node that had `request` for long when it ended without an answer."""
+        since = time.monotonic() - _HELD_SHARE * self._request_timeout_s
         for one in (request, request.twin):
-            if one is not None and one.node is not None and now - one.placed >= self._request_timeout_s / 2:
+            if one is not None and one.node is not None and one.placed <= since:
                 self._router.blame(one.node)
 
     def _end_without_node(self, now: float) -> DeadlineError | None:

@@ -133,9 +133,13 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
         await fleet.close()
 
 
-@pytest.mark.parametrize(("held_s", "is_suspended"), [(100.0, True), (20.0, False)])
-async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, is_suspended):
-    """Its reports of progress do not help it. Requests that were queued for most of their time are not its fault."""
+@pytest.mark.parametrize("ended_by", ["gateway", "caller"])
+@pytest.mark.parametrize(("held_s", "is_suspended"), [(20.0, True), (10.0, False)])
+async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, is_suspended, ended_by):
+    """Its reports of progress do not help it. Requests that were queued for most of their time are not its fault.
+
+    The caller's deadline, a rollout's, may come first.
+    """
     fleet = Fleet(a={})
     await fleet.ask(4)
     node = fleet.node("a")
@@ -143,10 +147,14 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, is_suspended
     for request in fleet.router.open.values():
         request.since -= 100.0
         request.placed -= held_s
-    for _ in range(2):
+    if ended_by == "caller":
+        for call in fleet.calls:
+            call.cancel()
+    else:
+        fleet.router.waits.enforce()
         fleet.router.waits.enforce()
     replies = await asyncio.gather(*fleet.calls, return_exceptions=True)
-    assert ["node a has not answered" in str(reply) for reply in replies] == [True] * 4
+    assert ["node a has not answered" in str(reply) for reply in replies] == [ended_by == "gateway"] * 4
     assert (node.failures_in_row, node.places) == ((4, 1) if is_suspended else (0, 64))
     assert ("4 failures in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")) == is_suspended
     await fleet.close()
