@@ -29,7 +29,7 @@ from composer_prime.console import EXIT_USAGE, console_script, pluralize
 from composer_prime.errors import ComposerError, ConfigError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
-from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session
+from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
@@ -39,6 +39,8 @@ from inference.serving import FAILED, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
+_END_S = 30.0
+"""How long a node may take to end beside inference.drain_timeout_s."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -200,22 +202,33 @@ class _Machine:
         self._invite = invite
         self._state = state
         self._stopping = asyncio.Event()
+        self._running: set[int] = set()
+        """Process ids of the children."""
 
     async def run(self) -> int:
         """Return the worst exit status of the nodes. Raises what keeps all of them from starting."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         options, state = self._options, self._state
         machine = await asyncio.to_thread(find_machine, state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
         enrollment = await enroll(self._invite, state, 0, _name(options, 0), machine, options.connect_timeout)
         shares = self._plan(machine, enrollment)
-        limit = json.loads(enrollment.answer.inference).get("max_restarts", 5)
+        inference = join_config(options, json.loads(enrollment.answer.inference))
+        grace_s = inference.drain_timeout_s + _END_S
         keepers = [
-            keep_running(f"node {slot}", *self._child(slot, share), limit, self._stopping)
+            keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts, self._stopping,
+                         grace_s=grace_s, running=self._running)
             for slot, share in enumerate(shares)
-        ]
+        ]  # fmt: skip
         return max(await asyncio.gather(*keepers))
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Have the nodes drain; pass on every further signal, at which they drop what runs."""
+        if self._stopping.is_set():
+            for pid in self._running:
+                signal_session(pid, number)
+        self._stopping.set()
 
     def _plan(self, machine: NodeMachine, enrollment: EnrolledNode) -> list[NodeShare]:
         answer = enrollment.answer
@@ -249,23 +262,34 @@ class _Machine:
 
 
 async def keep_running(
-    name: str, command: list[str], environment: dict[str, str], limit: int, stopping: asyncio.Event
+    name: str,
+    command: list[str],
+    environment: dict[str, str],
+    limit: int,
+    stopping: asyncio.Event,
+    *,
+    grace_s: float,
+    running: set[int],
 ) -> int:
     """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-    An end with status 0 or 2 is final. At `stopping` it gets SIGTERM, and its end is awaited.
+    An end with status 0 or 2 is final. At `stopping` it gets SIGTERM, and after `grace_s` SIGKILL. While it runs its
+    id is in `running`.
     """
     restarts = Restarts()
     while True:
         start = time.monotonic()
         process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
-        ends, stop = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stopping.wait())
-        await asyncio.wait([ends, stop], return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
+        running.add(process.pid)
+        ends, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stopping.wait())
+        await asyncio.wait([ends, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
         if stopping.is_set():
-            signal_session(process.pid, signal.SIGTERM)
-            return max(await ends, 0)
+            await stop(process, grace_s)
         status = await ends
+        running.discard(process.pid)
+        if stopping.is_set():
+            return max(status, 0)
         if status in (0, EXIT_USAGE):
             return status
         pause_s = restarts.pause_s(time.monotonic() - start, limit)

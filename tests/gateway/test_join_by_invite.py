@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -86,7 +87,8 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     starts = tmp_path / "starts"
 
     async def run(plan: str, limit: int, stopping: asyncio.Event) -> tuple[int, int]:
-        status = await keep_running("node 0", [sys.executable, "-c", script, plan], {}, limit, stopping)
+        command = [sys.executable, "-c", script, plan]
+        status = await keep_running("node 0", command, {}, limit, stopping, grace_s=100.0, running=set())
         count = len(starts.read_text())
         starts.unlink()
         return status, count
@@ -100,6 +102,30 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     stopping.set()
     status, count = await asyncio.wait_for(staying, 100)
     assert status == 0 and count == 1
+
+
+@pytest.mark.process
+async def test_a_node_that_does_not_end_is_killed(tmp_path):
+    """Each signal reaches it, and SIGKILL after the time that it has to drain."""
+    ready, seen = tmp_path / "ready", tmp_path / "seen"
+    script = f"""
+import pathlib, signal, time
+seen = pathlib.Path({str(seen)!r})
+signal.signal(signal.SIGTERM, lambda *_: seen.open("a").write("x"))
+pathlib.Path({str(ready)!r}).touch()
+while True:
+    time.sleep(600)
+"""
+    stopping, running = asyncio.Event(), set[int]()
+    command = [sys.executable, "-c", script]
+    staying = asyncio.create_task(keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, running=running))
+    await until(ready.exists, "the process to start")
+    (pid,) = running
+    stopping.set()
+    assert await asyncio.wait_for(staying, 100) == 0 and not running
+    assert seen.read_text() == "x"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_nodes_of_one_machine_relay_at_ports_of_their_own():
