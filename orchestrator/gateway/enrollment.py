@@ -10,10 +10,10 @@ every other version is whole in the weight store.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
-import threading
 from collections.abc import Collection
 from pathlib import Path
 
@@ -37,7 +37,7 @@ _SETTINGS = {
 
 
 class Enrollment:
-    """Used by the gateway's event loop, by its authenticator's thread, and by threads that answer."""
+    """Used by the gateway's event loop, by its authenticator's thread, and by threads that read files."""
 
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
         """`model_dir`: the folder with config.json, tokenizer and chat template."""
@@ -53,7 +53,9 @@ class Enrollment:
         """Nodes by key, as of the last `refresh`: they count while the registry cannot be read."""
         self._invites: Collection[bytes] = ()
         """The same for invites."""
-        self._lock = threading.Lock()
+        self._strangers: set[bytes] = set()
+        """Keys that were no node's since the last `refresh`: looked up once, whatever they send."""
+        self._hashing = asyncio.Lock()
         self._model = b""
         self._places: dict[str, tuple[Path, int, int]] = {}
         """File, offset and bytes of each chunk of a model file."""
@@ -72,7 +74,7 @@ class Enrollment:
         except ConfigError as error:
             logger.error("nodes are those known before: %s", error)
             return
-        self._known = {node.key: node for node in nodes}
+        self._known, self._strangers = {node.key: node for node in nodes}, set()
         self.revoked = {node.key: node.reason for node in nodes if node.revoked is not None}
 
     def is_admitted(self, key: bytes) -> bool:
@@ -93,8 +95,9 @@ class Enrollment:
         """Return whether `key` may do more than enroll."""
         if key == self._shared_key or (key in self._known and key not in self.revoked):
             return True
-        node = self._find(key)
+        node = None if key in self._strangers else self._find(key)
         if node is None or node.revoked is not None:
+            self._strangers.add(key)
             return False
         self._known[key] = node
         return True
@@ -123,30 +126,18 @@ class Enrollment:
 
     # -- what a node is told -------------------------------------------------------------------------------------------
 
-    def answer(
+    async def answer(
         self, key: bytes, message: Enroll, manifest: bytes, taken_names: Collection[str] = ()
     ) -> Enrolled | Rejected | None:
-        """Enroll the sender, whose connection has proven `key`: an invite's, or its own. Reads and hashes files.
+        """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
-        `manifest`: the newest, signed. `taken_names`: of nodes without a key of their own. Return None for a fault of
-        this machine, such as a full disk: who gets no answer asks again.
+        `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry. Return
+        None for a fault of this machine, such as a full disk: who gets no answer asks again.
         """
         try:
-            if (message.protocol, message.release) != (PROTOCOL, release()):
-                return Rejected(reason=other_release(release(), PROTOCOL))
-            if message.run_id != self._run_id:
-                return Rejected(
-                    reason=f"the invite is of run {message.run_id!r}, here is run {self._run_id!r}: make one with "
-                    "`orchestrator invite RUN_DIR` for this run"
-                )
-            if key == self._shared_key:
-                return Rejected(reason="the run's shared node key enrolls nobody: join with an invite")
-            if key != message.key and self._registry.is_known(key):
-                return Rejected(reason="a node may enroll only itself: join with an invite")
-            if message.key == self._shared_key or self._registry.is_invite(message.key):
-                return Rejected(reason="that key is not a node's own: remove its state folder and join again")
-            node = self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
-            model = self._signed_model()
+            node = await asyncio.to_thread(self._enroll, key, message, taken_names)
+            async with self._hashing:  # Who waits for the first one's files keeps no thread.
+                self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:
             return Rejected(reason=str(error))
         except (ComposerError, OSError) as error:
@@ -156,11 +147,28 @@ class Enrollment:
         inference = self._config.inference.model_dump_json(include=_SETTINGS)
         return Enrolled(
             node_id=node.name,
-            model=model,
+            model=self._model,
             manifest=manifest,
             max_context=self._config.model.max_context,
             inference=inference.encode(),
         )
+
+    def _enroll(self, key: bytes, message: Enroll, taken_names: Collection[str]) -> RegisteredNode:
+        """Raise InviteError when the sender is refused."""
+        if (message.protocol, message.release) != (PROTOCOL, release()):
+            raise InviteError(other_release(release(), PROTOCOL))
+        if message.run_id != self._run_id:
+            raise InviteError(
+                f"the invite is of run {message.run_id!r}, here is run {self._run_id!r}: make one with "
+                "`orchestrator invite RUN_DIR` for this run"
+            )
+        if key == self._shared_key:
+            raise InviteError("the run's shared node key enrolls nobody: join with an invite")
+        if key != message.key and self._registry.is_known(key):
+            raise InviteError("a node may enroll only itself: join with an invite")
+        if message.key == self._shared_key or self._registry.is_invite(message.key):
+            raise InviteError("that key is not a node's own: remove its state folder and join again")
+        return self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
         """Return up to `size` bytes of a chunk of a model file; None when it is none. Raises OSError."""
@@ -172,16 +180,13 @@ class Enrollment:
             file.seek(start + offset)
             return file.read(max(0, min(size, length - offset)))
 
-    def _signed_model(self) -> bytes:
-        with self._lock:
-            if not self._model:
-                paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]
-                if self._config.trainer.lora is not None and (base := present_model(self._config.model.path)):
-                    index = base / "model.safetensors.index.json"
-                    paths += [*weight_files(base), *([index] if index.is_file() else [])]
-                files = [ModelFile(path.name, self._chunks(path)) for path in paths if path.is_file()]
-                self._model = ModelFiles(run_id=self._run_id, files=files).sign(self._keys.signer())
-            return self._model
+    def _sign_model(self) -> bytes:
+        paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]
+        if self._config.trainer.lora is not None and (base := present_model(self._config.model.path)):
+            index = base / "model.safetensors.index.json"
+            paths += [*weight_files(base), *([index] if index.is_file() else [])]
+        files = [ModelFile(path.name, self._chunks(path)) for path in paths if path.is_file()]
+        return ModelFiles(run_id=self._run_id, files=files).sign(self._keys.signer())
 
     def _chunks(self, path: Path) -> list[ChunkRef]:
         refs, offset = [], 0

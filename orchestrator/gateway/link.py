@@ -198,8 +198,10 @@ class NodeLink:
 
         A node with a key of its own keeps its account over a reconnect.
         """
-        if isinstance(message, Generated | GenerateFailed | Progress) and node and message.lease in node.leases:
-            return True
+        if isinstance(message, Generated | GenerateFailed | Progress) and node:
+            request = node.leases.get(message.lease)
+            if request is not None and request.request_id == message.request_id and not request.done.done():
+                return True
         cost = (_HELLO_COST if isinstance(message, NodeHello) else 1) + received.num_bytes // _UNASKED_BYTES
         places = node.max_concurrent if node else 0
         if self._budgets.charge(self._account(received.identity, received.key), cost, extra=2 * places):
@@ -287,13 +289,14 @@ class NodeLink:
             self._router.nodes.leave(node, why)
 
     def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
-        """Answer in a thread: a registry and files are read. What a connection asks meanwhile is dropped."""
+        """Answer as soon as registry and files are read. What a connection asks meanwhile is dropped."""
         if identity in self._enrolling or len(self._enrolling) >= _MAX_ENROLLING:
             return
-        taken_names = {node.node_id for node in self._router.nodes if not self._enrollment.is_own(node.key)}
+        nodes = self._router.nodes
+        taken_names = {node.node_id for node in nodes if not self._enrollment.is_own(node.key)}.union(nodes.refused)
 
         async def answer() -> None:
-            reply = await asyncio.to_thread(self._enrollment.answer, key, message, self.newest_manifest, taken_names)
+            reply = await self._enrollment.answer(key, message, self.newest_manifest, taken_names)
             if reply is None:
                 return
             if isinstance(reply, Rejected):

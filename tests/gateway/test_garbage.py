@@ -13,6 +13,7 @@ import zmq.asyncio
 from http_calls import generate_body, post
 from node_peer import PeerNode
 
+from composer_prime.errors import EngineError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import (
     ChunkRequest,
@@ -171,6 +172,29 @@ async def test_answers_that_were_asked_for_are_not_counted(open_gateway, node_ke
             assert (await post(gateway.http_url, generate_body(5)))[0] == 200
         assert len(node.generates) == 3
         assert [used for used, _ in gateway._link._budgets._used.values()] == [16], "the cost of its hello"
+
+
+async def test_only_messages_about_a_held_request_are_free(open_gateway, node_keys):
+    """One that names another request under a held lease, or whose request has ended, is charged."""
+    async with (
+        open_gateway(inference={"lost_after_s": 300.0}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", heartbeat_s=300, answer=lambda request: None) as peer,
+    ):
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+        await peer.until(lambda: len(peer.generates) == 1)
+        [request], [node], link = peer.generates, gateway.router.nodes.attached(), gateway._link
+        received = FromConnection(identity=node.identity, key=node.key, peer="", first=b"", num_frames=1, num_bytes=0)
+
+        def costs(request_id: str) -> float:
+            link._budgets = MessageBudgets(burst=10, per_s=0)
+            message = Progress(request_id=request_id, lease=request.lease, start=0, **_SAMPLED)
+            assert link._is_in_budget(received, node, message)
+            return sum(used for used, _ in link._budgets._used.values())
+
+        assert (costs(request.request_id), costs("another")) == (0, 1)
+        gateway.router.end(node.leases[request.lease], EngineError("ended in the same burst"))
+        assert costs(request.request_id) == 1
+        assert (await call)[0] == 502
 
 
 def test_a_budget_is_a_burst_and_what_is_refunded_is_free():
