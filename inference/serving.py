@@ -111,26 +111,28 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
         else:
             starting.cancel()
 
-    starting = asyncio.ensure_future(engine.start())
+    async def start() -> InferenceNode:
+        await engine.start()
+        on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
+        tolerance = inference.canary_limit(on_cuda=on_cuda)
+        receiver, sources, relay_port = await _receive(assignment, engine, link, folder, tolerance, weights)
+        if assignment.first is not None:
+            await receiver.install(*assignment.first)
+        make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
+        device = _device(inference, on_cuda=on_cuda)
+        return make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
+
+    starting = asyncio.ensure_future(start())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         try:
-            await starting
+            node = await starting
         except asyncio.CancelledError:
             if not stopped:
                 raise
-        if not stopped:
-            on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
-            tolerance = inference.canary_limit(on_cuda=on_cuda)
-            receiver, sources, relay_port = await _receive(assignment, engine, link, folder, tolerance, weights)
-            if assignment.first is not None:
-                await receiver.install(*assignment.first)
-            make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
-            device = _device(inference, on_cuda=on_cuda)
-            node = make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
-            if not stopped:
-                await node.run()
+        if node is not None and not stopped:
+            await node.run()
     finally:
         await engine.close()
         await asyncio.to_thread(link.close)
@@ -158,9 +160,12 @@ async def _receive(
         return receiver, None, 0
     relays = inference.relay is not None
     sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from, relays)
-    receiver = Receiver(engine, sources, folder, tolerance, relays=relays, kept=assignment.kept)
-    stack.callback(receiver.close)
     stack.push_async_callback(sources.close)
+    # What is kept is hashed: minutes for a large model.
+    receiver = await asyncio.to_thread(
+        Receiver, engine, sources, folder, tolerance, relays=relays, kept=assignment.kept
+    )
+    stack.callback(receiver.close)
     if inference.relay is None:
         return receiver, sources, 0
     server = WeightServer(receiver.chunks)

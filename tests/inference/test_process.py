@@ -11,14 +11,18 @@ import sys
 import time
 
 import pytest
+from aiohttp import web
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import Generated, Goodbye
 from inference.main import main
+from inference.serving import Assignment, _serve
 from inference.sources import HttpSource
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
+from tests.inference.publisher import RUN_ID
+from tests.inference.test_weight_sources import scripted
 
 
 def start(*words: str, **env: str) -> subprocess.Popen:
@@ -130,6 +134,36 @@ sys.exit(main())
     finally:
         process.kill()
         process.stdout.close()
+
+
+def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder, config):
+    # Its first version never comes; without the stop the pull would fail after 1000 s.
+    async def scenario() -> None:
+        released = asyncio.Event()
+
+        async def handler(request: web.Request) -> web.Response:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await released.wait()
+            return web.Response(status=404)
+
+        async with scripted(handler) as url:
+            settings = {"weights_from": [url], "chunk_timeout_s": 1000.0, "threads": 1}
+            assignment = Assignment(
+                node_name="box",
+                inference=config.model_copy(update=settings),
+                model=str(folder),
+                max_context=MAX_CONTEXT,
+                keys=lambda: publisher.keys.client("node"),
+                address=lambda: None,
+                run_dir=None,
+                first=(publisher.publish(1), publisher.verify_key, RUN_ID),
+            )
+            try:
+                await asyncio.wait_for(_serve(assignment, folder), 200)
+            finally:
+                released.set()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.process
