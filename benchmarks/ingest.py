@@ -69,7 +69,6 @@ def run(mask):
     with open("/dev/null", "wb") as out, compressed(out) as sink:
         for state in ingest(path, tally, Options(mask=mask)):
             sink.write(b"".join(table.lines(state)))
-    assert tally.balanced
     records, states = tally.seen, tally.states
 cpu, wall = time.process_time(), time.perf_counter()
 exec(program)

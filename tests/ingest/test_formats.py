@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
-from composer_prime.errors import ConfigError
 from composer_prime.llm.families import family_of
 
 
@@ -350,11 +349,6 @@ def test_model_and_family_from_the_user(tmp_path: Path) -> None:
     path = lines(tmp_path / "m.jsonl", {"messages": MESSAGES}, {"messages": MESSAGES[1:], "model": "gpt-4o"})
     assert [state.source_model for state in taken(path, model="qwen3-8b")[0]] == ["qwen3-8b"] * 2 + ["gpt-4o"] * 2
     assert {state.source_family for state in taken(path, family="mine")[0]} == {"mine"}
-
-
-def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="claude_code, claude_stream"):
-        taken(lines(tmp_path / "m.jsonl", MESSAGES), format="cursor")
 
 
 # Names as providers and proxies write them.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from loopback import Endpoint, configured, kept_answers, replayed, serving, state
+from loopback import Endpoint, configured, replayed, serving, state
 
 from composer_prime.traces.replay.command import replay_summary
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
@@ -102,24 +102,6 @@ def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
             assert (later.states, later.left_out, later.resumed) == (0, 1, 1)
 
     asyncio.run(run())
-
-
-# An answer that an older release kept with its thinking gives a pair without it, and is not paid for again.
-def test_thinking_of_a_kept_answer(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=lambda model, messages: "All done.")) as endpoint:
-            config = configured(tmp_path, endpoint.url)
-            await replayed(tmp_path, config, [state(0)])
-            with closing(sqlite3.connect(tmp_path / "cache" / "answers.sqlite")) as database, database:
-                for key, content in kept_answers(tmp_path / "cache").items():
-                    old = content.replace(b"All done.", b"<think>Perhaps not.</think>All done.")
-                    database.execute("UPDATE answers SET answer = ? WHERE key = ?", (old, key))
-            again = await replayed(tmp_path / "again", config, [state(0)])
-            assert (again.calls, again.cached, again.pairs) == (0, 2, 1)
-
-    asyncio.run(run())
-    (pair,) = read_pairs(tmp_path / "again" / "pairs.jsonl")
-    assert pair.chosen["content"] == "All done."
 
 
 # A cap that one vote meets does not hide that the disk refused the answer to another.

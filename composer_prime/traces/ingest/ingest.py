@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.formats import (
     adp,
     aider,
@@ -64,14 +63,11 @@ def ingest(
 
     The file is read twice, first to gather the tools that it uses. Bytes appended after the start are not read. `tally`
     is filled as states are drawn and balances at the end. `fingerprints` and `trace_ids` may be shared between files.
-    `progress` is called with the bytes read, with 0 in the first pass. Raises OSError when the file cannot be read and
-    ConfigError for an unknown `options.format`. Bad content is counted and never raises.
+    `progress` is called with the bytes read, with 0 in the first pass. Raises OSError when the file cannot be read. Bad
+    content is counted and never raises.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = [reader for reader in FORMATS if options.format == reader.NAME]
-    if options.format and not named:
-        names = ", ".join(reader.NAME for reader in FORMATS)
-        raise ConfigError(f"there is no trace format {options.format!r}: choose one of {names}, or let it be detected")
     size = path.stat().st_size
     if path.is_file() and is_compressed(path):  # states, of which no states are made
         tally.skip(NO_TRACE)

@@ -73,11 +73,6 @@ class Tally:
         for name in ("skipped", "passed_over", "masked"):
             getattr(self, name).update(getattr(other, name))
 
-    @property
-    def balanced(self) -> bool:
-        """Check that every record and every turn is accounted for."""
-        return self.seen == self.taken + self.skipped.total() and self.turns == self.states + self.passed_over.total()
-
 
 def _bounded(counter: Counter[str], reason: str) -> str:
     return reason if reason in counter or len(counter) < MAX_REASONS else "other reasons"

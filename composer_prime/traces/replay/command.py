@@ -207,8 +207,6 @@ def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast
         f"pairs     {progress.pairs} written to {pairs}" + (f"; dropped: {dropped}" if dropped else ""),
         f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
         f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked{beside}",
-        f"entropy   known of {progress.with_entropy} of {progress.states} states; of the others, the error and the "
-        "first vote tell what a further one is worth",
     ]
     if progress.left_out:
         lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")

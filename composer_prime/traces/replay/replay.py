@@ -120,8 +120,6 @@ class ReplayProgress:
     """Paid now, also on states that were not finished."""
     cached_usd: float = 0.0
     """What answers from the cache cost when they were asked for."""
-    with_entropy: int = 0
-    """States whose trace has the student's entropy."""
     stopped: str | None = None
     """Why it stopped early."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -412,7 +410,6 @@ class Replay:
         progress.usd = self._budget.spent_usd - self._spent_before_usd
         progress.cached_usd += record.price_usd - record.cost_usd
         progress.other_models.update(f"{vote.teacher}: {vote.model}" for vote in record.votes if vote.model)
-        progress.with_entropy += record.entropy is not None
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
         self._note(record, usd=record.cost_usd)

@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.families import UNKNOWN, family_named, is_foreign
 from composer_prime.llm.prices import ANSWER_SHARE, BYTES_PER_TOKEN, Price, price_of
-from composer_prime.llm.reply import ROUNDING, reply_text, split_thinking
+from composer_prime.llm.reply import ROUNDING
 from composer_prime.model_source import resolve_model, weight_files
 from composer_prime.run.process import child_options, stop
 from composer_prime.run.run_dir import write_atomic
@@ -53,8 +52,6 @@ _REMEDIES = {
 _PARAMETER = re.compile("|".join(sorted(_REMEDIES, reverse=True)))
 _NAMED_PARAMETER = re.compile(r'"param":\s*"([^"]+)"')
 _UNSUPPORTED = re.compile("unsupported|not support", re.IGNORECASE)
-
-
 _END_S = 10.0
 _POLL_S = 0.5
 _MARK_BYTES = 1 << 16
@@ -153,7 +150,7 @@ class Teacher:
                 ) from None
         if answer.cached and (foreign := self._foreign(answer.answer)) is not None:
             raise NotAskedError(foreign)  # an older release kept it
-        return replace(answer, answer=_without_thinking(answer.answer))
+        return answer
 
     def _check_model(self, answer: CachedAnswer) -> None:
         foreign = self._foreign(answer)
@@ -219,12 +216,6 @@ class Teacher:
 
 def _size(question: Question) -> int:
     return len(msgspec.json.encode([question.messages, question.tools]))
-
-
-def _without_thinking(stored: CachedAnswer) -> CachedAnswer:
-    """Take the thinking out of answers that an older release kept with it."""
-    content = split_thinking(reply_text(stored.message.get("content")))[0].strip()
-    return msgspec.structs.replace(stored, message={**stored.message, "content": content or None})
 
 
 def check_teachers(config: TeachersConfig) -> None:
