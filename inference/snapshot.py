@@ -56,7 +56,10 @@ class ChunkFolder:
     def _take_over(self) -> None:
         """Learn what an earlier process pulled here. Files that are not what their name says are removed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in list(self.path.iterdir()):
+        for path in sorted(self.path.iterdir()):  # NAME before NAME.part
+            if path.stem in self._pulled:
+                path.unlink()
+                continue
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, hashlib.sha256)
             size, is_whole = path.stat().st_size, digest.hexdigest() == path.stem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import math
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineErro
 from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, WeightStore
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
-from inference.snapshot import checksum
+from inference.snapshot import ChunkFolder, checksum
 from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
@@ -282,6 +283,17 @@ def test_an_endless_store_is_refused(training, open_node):
     with pytest.raises(CorruptWeightsError, match="chunk"):
         asyncio.run(node.fetch(manifest))
     assert source.reads <= 2 and {path.name for path in node.chunks.path.iterdir()} == before
+
+
+# Beside a whole chunk a part of it is of no use, in whichever order the folder lists them.
+@pytest.mark.parametrize("is_intact", [True, False])
+def test_a_whole_chunk_wins_over_its_part(tmp_path, is_intact):
+    name = hashlib.sha256(b"whole").hexdigest()
+    (tmp_path / f"{name}.part").write_bytes(b"wh")
+    (tmp_path / name).write_bytes(b"whole" if is_intact else b"other")
+    chunks = ChunkFolder(tmp_path)
+    assert chunks.size(name) == (5 if is_intact else 2)
+    assert [path.name for path in tmp_path.iterdir()] == [name if is_intact else f"{name}.part"]
 
 
 HOSTILE = ["flipped", "cut", "older"]
