@@ -72,12 +72,13 @@ class NodeState:
         (self.path / f"node-{slot}.enrolled").touch()
 
     def held_bytes(self) -> int:
-        """Return the bytes of all files here."""
-        sizes = 0
+        """Return the bytes of all files here. The nodes of a machine share chunks by hard links."""
+        sizes = {}
         for path in self.path.glob("*/*"):
             with suppress(OSError):
-                sizes += path.stat().st_size
-        return sizes
+                status = path.stat()
+                sizes[status.st_ino] = status.st_size
+        return sum(sizes.values())
 
     @contextmanager
     def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:

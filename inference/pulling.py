@@ -82,7 +82,11 @@ async def pull_model(
     free = shutil.disk_usage(state.path).free
     check_disk(free, needed - state.held_bytes(), state.path)
     for file in wanted:
-        await _persistently(lambda file=file: pull_file(link or source, file, state.model), lambda: 0)
+        part = state.model / f"{file.name}.part"
+        await _persistently(
+            lambda file=file: pull_file(link or source, file, state.model),
+            lambda part=part: part.stat().st_size if part.exists() else 0,
+        )
     _link_chunks(state, slot, manifest)
     versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
     snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)
@@ -101,7 +105,8 @@ async def pull_file(source: ChunkSource, file: ModelFile, folder: Path) -> None:
     Raises CorruptWeightsError, or what the source raises.
     """
     target, part = folder / file.name, folder / f"{file.name}.part"
-    if await asyncio.to_thread(_whole_chunks, target, file.chunks) == len(file.chunks):
+    is_sized = target.exists() and target.stat().st_size == file.size
+    if is_sized and await asyncio.to_thread(_whole_chunks, target, file.chunks) == len(file.chunks):
         return
     done = await asyncio.to_thread(_whole_chunks, part, file.chunks)
     with part.open("r+b" if part.exists() else "wb") as output:

@@ -6,17 +6,20 @@ import asyncio
 import hashlib
 import shutil
 import time
+from dataclasses import replace
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
 import zmq
 from zmq.utils import z85
 
-from composer_prime.errors import CorruptWeightsError, WireError
+from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import ChunkRef, sign
 from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, ModelFile, ModelFiles, release
+from inference import pulling
 from inference.enrolling import EnrolledNode, NodeState
 from inference.pulling import pull_file, pull_model
 from inference.versions import FolderSource
@@ -179,6 +182,42 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_pulled(
     with pytest.raises(OSError, match=r"needs 0\.0\d GiB of disk more .* has 0\.00 GiB free: pass --state-dir"):
         asyncio.run(pull_model(source, invite, enrolled(signed), NodeState(tmp_path, invite), 0))
     assert not source.got
+
+
+def test_chunks_that_nodes_share_are_held_once(tmp_path, invite):
+    state = NodeState(tmp_path, invite)
+    for slot in range(3):
+        state.chunks(slot).mkdir(parents=True)
+    (state.chunks(0) / "a").write_bytes(b"x" * 100)
+    (state.chunks(1) / "a").hardlink_to(state.chunks(0) / "a")
+    (state.chunks(2) / "b").write_bytes(b"x" * 50)
+    assert state.held_bytes() == 150
+
+
+class Faltering(CutSource):
+    """A link that fails at every other read."""
+
+    reads = 0
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        self.reads += 1
+        if self.reads % 2:
+            raise DeadlineError("nothing came")
+        return await super().read(sha256, offset)
+
+
+def test_a_link_that_falters_brings_a_long_file(publisher, invite, enrolled, tmp_path, monkeypatch):
+    """What came of a model file is progress: more failures than are borne in a row do not end the pull."""
+    monkeypatch.setattr(pulling, "_RETRY_S", 0.0)
+    parts = [bytes([number]) * 1000 for number in range(2 * pulling._TRIES)]
+    made, state = enrolled(publisher.publish(1)), NodeState(tmp_path, invite)
+    files = [ModelFile("tokenizer.json", [ref_of(part) for part in parts]), ModelFile("empty.txt", [])]
+    model = ModelFiles(run_id="run-1", files=files).sign(publisher.keys.signer())
+    made = replace(made, answer=msgspec.structs.replace(made.answer, model=model))
+    link = Faltering(publisher.store, {ref_of(part).sha256: part for part in parts})
+    asyncio.run(pull_model(CutSource(publisher.store, {}), invite, made, state, 0, link))
+    assert (state.model / "tokenizer.json").read_bytes() == b"".join(parts)
+    assert (state.model / "empty.txt").read_bytes() == b""
 
 
 def test_a_model_file_keeps_its_whole_chunks(tmp_path, publisher):
