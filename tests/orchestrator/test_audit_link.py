@@ -17,7 +17,7 @@ from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
-from composer_prime.wire.node import Goodbye, NodeHello, NodeWelcome, Rejected, Sampling
+from composer_prime.wire.node import Goodbye, Heard, NodeHello, NodeWelcome, Rejected, Sampling, Status
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan, ints
 from orchestrator.audit.audits import Audits
@@ -211,6 +211,8 @@ async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
         second.hello("b")
         await second.next(NodeWelcome)
         second.send(verdict(request, wrong=(1, 2, 3, 4)))
+        second.send(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+        await second.next(Heard)
         first.send(Goodbye(reason="test"))
         second.send(verdict(await second.next(AuditRequest)))
         assert await audits.cleared("r1") is None and trust["n0"].quarantines == 0
