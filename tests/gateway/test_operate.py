@@ -31,14 +31,16 @@ from orchestrator.fleet import commands
 from orchestrator.fleet.commands import RunConnection
 from orchestrator.gateway import Gateway
 
-PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}
 WAIT_S = 150.0
+PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}
+# The source's limit is also a drained node's: a busy machine may need more for what its node holds.
+SLOW = {"source": [{"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}, "timeout_s": WAIT_S}]}
 
 
 @asynccontextmanager
 async def live_run(root: Path):
     """A gateway and the files by which commands find it."""
-    run_dir, config = RunDir(root), config_with(inference=PATIENT)
+    run_dir, config = RunDir(root), config_with(inference=PATIENT, orchestrator=SLOW)
     run_dir.config.write_text(load.dump(config))
     run_id = create_run_id(run_dir, "r")
     gateway = Gateway(
