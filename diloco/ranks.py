@@ -16,18 +16,17 @@ POLL_S = 0.2
 class Ranks:
     """The trainer ranks of this cluster; without a process group, this rank alone. Every method is a collective."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group` must carry CPU tensors (gloo); None takes the default group, if there is one."""
+    def __init__(self) -> None:
+        """The default group, if there is one, must carry CPU tensors (gloo)."""
         distributed = dist.is_available() and dist.is_initialized()
-        self._group = group
-        self.rank = dist.get_rank(group) if distributed else 0
-        self.size = dist.get_world_size(group) if distributed else 1
+        self.rank = dist.get_rank() if distributed else 0
+        self.size = dist.get_world_size() if distributed else 1
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         """Return the smallest over the ranks, element by element."""
         reduced = torch.tensor(values, dtype=torch.int64)
         if self.size > 1:
-            dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._group)
+            dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
         return reduced.tolist()
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -35,7 +34,7 @@ class Ranks:
         own = torch.tensor(values, dtype=torch.float64)
         parts = [own] if self.size == 1 else [torch.empty_like(own) for _ in range(self.size)]
         if self.size > 1:
-            dist.all_gather(parts, own, group=self._group)
+            dist.all_gather(parts, own)
         return [math.fsum(each) for each in zip(*(part.tolist() for part in parts), strict=True)]
 
     def all(self, flag: bool) -> bool:
@@ -62,6 +61,6 @@ class Ranks:
         send_counts, receive_counts = [sum(map(len, each)) for each in outgoing], [sum(each) for each in incoming_sizes]
         sent = torch.cat([torch.empty(0), *itertools.chain.from_iterable(outgoing)])
         received = torch.empty(sum(receive_counts))
-        dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self._group)
+        dist.all_to_all_single(received, sent, receive_counts, send_counts)
         parts = zip(received.split(receive_counts), incoming_sizes, strict=True)
         return [list(part.split(list(each))) for part, each in parts]

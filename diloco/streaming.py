@@ -56,7 +56,6 @@ class StreamingDiLoCo:
         parameters: Iterable[NamedParameter],
         optimizer: torch.optim.Optimizer,
         config: DilocoConfig,
-        ranks: Ranks | None = None,
         agreed: Mapping[str, str] | None = None,
         *,
         should_stop: Callable[[], bool] = lambda: False,
@@ -71,7 +70,7 @@ class StreamingDiLoCo:
         Raises ConfigError when the model has too few parts or the key file is unusable.
         """
         self.config = config
-        self.ranks = ranks or Ranks()
+        self.ranks = Ranks()
         self.schedule = Schedule.of(config)
         named = list(parameters)
         self.fragments = partition(named, config.fragments, config.partition)
