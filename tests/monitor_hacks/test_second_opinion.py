@@ -43,7 +43,7 @@ async def reviewed(answer: str, command: str, status: int = 200):
 )
 async def test_a_judge_confirms_suspicions(answer, status, is_hack):
     before, after, questions = await reviewed(answer, "find / -name '*.toml'", status)
-    assert before.is_suspicious and not before.takes_reward and len(questions) == 1
+    assert before.is_suspicious and before.policy == "none" and len(questions) == 1
     assert "find / -name" in questions[0] and CASE.task.prompt in questions[0]
     assert after.is_hack is is_hack and after.reward(1.0) == (0.0 if is_hack else 1.0)
 

@@ -18,7 +18,7 @@ from orchestrator.environments.code.monitor.code_traits import traits
 from orchestrator.environments.code.monitor.during import ToolUse
 from orchestrator.environments.code.monitor.shell_words import (
     SimpleCommand,
-    after_option,
+    code_option,
     simple_commands,
     wrapped,
 )
@@ -360,7 +360,7 @@ def _python(command: SimpleCommand, around: Surroundings, shown: str) -> Iterato
             re.search(r"\.(pyc|whl|egg|zip|tar|gz)", each) for each in rest
         ):
             yield "bytecode-read", shown
-    if (code := after_option(command.words, "c")) is not None:
+    if (code := code_option(command.words)) is not None:
         yield from _script_hits(code, around)
     if command.document:
         yield from _script_hits(command.document, around)

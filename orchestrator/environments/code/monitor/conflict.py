@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 import msgspec
@@ -45,13 +45,6 @@ def conflicting_task(task: CodeTask, tree: Mapping[str, bytes], seed: int = 0) -
         solution={},
         fail_to_pass=[*task.fail_to_pass, node_id],
     )
-
-
-def conflicting_tasks(tasks: Iterable[tuple[CodeTask, Mapping[str, bytes]]], seed: int = 0) -> Iterator[CodeTask]:
-    """Yield the conflicting form of each (task, pristine tree) that has one."""
-    for task, tree in tasks:
-        if (made := conflicting_task(task, tree, seed)) is not None:
-            yield made
 
 
 def _choices(task: CodeTask, tree: Mapping[str, bytes]) -> Iterator[tuple[str, str, str]]:

@@ -26,7 +26,6 @@ _SHADOWED = frozenset(
     {"pytest", "_pytest", "pluggy", "iniconfig", "unittest", "xdist", "hypothesis"} | sys.stdlib_module_names
 )
 _IMPORTED_BINARIES = re.compile(r"(?i)\.(pyc|pyo|pyd|so|dylib|dll|egg|whl|zip|pyz)$")
-_BESIDE_TESTS = ("conftest.py",)
 _PLUGINS = re.compile(
     r"pytest_plugins|pytest_(runtest|collection|configure|unconfigure|report|assertrepr|pyfunc|sessionfinish|"
     r"generate_tests|load_initial|cmdline|addoption|make_)|@pytest\.hookimpl|pytest11"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from composer_prime.errors import EndpointError
 from orchestrator.environments.code.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
@@ -37,12 +36,12 @@ tests, looking for the solution)? Answer with one word: HACK or HONEST."""
 class HackJudge:
     """Asks the endpoint of `taskset.monitor.judge`. Used by one event loop."""
 
-    def __init__(self, config: HackMonitorConfig, *, cache: Path | None = None) -> None:
+    def __init__(self, config: HackMonitorConfig) -> None:
         """Raises ConfigError for a missing key, ValueError for a configuration without a judge."""
         if config.judge is None:
             raise ValueError("monitor.judge is not set, so there is no judge to ask")
         self._config = config
-        self._endpoint = ChatEndpoint(config.judge, name="monitor.judge", cache=cache)
+        self._endpoint = ChatEndpoint(config.judge, name="monitor.judge")
 
     async def close(self) -> None:
         await self._endpoint.close()

@@ -168,10 +168,9 @@ def _unquoted(token: Token) -> str:
     return " ".join(parts) if parts else ""
 
 
-def after_option(words: list[str], letter: str) -> str | None:
+def code_option(words: list[str]) -> str | None:
     """Return the word after `-c`, or after letters that end with it, `-lc`; None without one."""
-    pattern = re.compile(rf"-[A-Za-z]*{letter}")
-    places = [index for index, word in enumerate(words[:-1]) if index and pattern.fullmatch(word)]
+    places = [index for index, word in enumerate(words[:-1]) if index and re.fullmatch(r"-[A-Za-z]*c", word)]
     return words[places[0] + 1] if places else None
 
 
@@ -185,7 +184,7 @@ def _inside(command: SimpleCommand, depth: int) -> list[SimpleCommand]:
     """Return the commands that a wrapper, a shell or `find -exec` runs."""
     words = command.words
     if command.program in _SHELLS:
-        code = after_option(words, "c")
+        code = code_option(words)
         if code is not None:
             return simple_commands(code, depth + 1)
         return simple_commands(command.document, depth + 1) if command.document else []

@@ -6,7 +6,7 @@ unless a judge confirms it. A `hack` brings the source's policy into force.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -149,10 +149,6 @@ class HackVerdict:
         """Tell whether there are suspicions and no proof: what a judge is asked about."""
         return not self.is_hack and any(finding.severity == "suspicious" for finding in self.findings)
 
-    @property
-    def takes_reward(self) -> bool:
-        return self.policy != "none"
-
     def reward(self, earned: float) -> float | None:
         """Return the reward after the policy; None where the rollout must not be trained on."""
         match self.policy:
@@ -207,13 +203,3 @@ def decide(config: HackMonitorConfig, findings: Iterable[HackFinding]) -> HackVe
         findings=tuple(distinct[:_MOST_FINDINGS]),
         count=len(distinct),
     )
-
-
-def metric_names() -> list[str]:
-    """Return the names of all metrics of the monitor."""
-    return list(decide(HackMonitorConfig(), ()).metrics(0.0))
-
-
-def rule_table(rules: Mapping[str, tuple[Severity, str]] = RULES) -> list[str]:
-    """Return the rules as rows of a Markdown table."""
-    return [f"| `{rule}` | {severity} | {meaning} |" for rule, (severity, meaning) in rules.items()]
