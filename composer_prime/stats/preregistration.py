@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -179,8 +178,3 @@ def _with_new_keys(compared: dict[str, Any]) -> dict[str, Any]:
             tables = Config.model_validate({**arm["settings"], "run": run}).model_dump(mode="json")
             arm["settings"] = {table: values for table, values in tables.items() if table not in ("run", "monitor")}
     return compared
-
-
-def arm_of(run_name: str) -> str:
-    """Return the arm of a run that a ladder named."""
-    return re.sub(r"-seed\d+$", "", run_name)

@@ -13,14 +13,14 @@ from composer_prime.stats.comparison import Comparison, RunCompute, arm_means, c
 from composer_prime.stats.preregistration import FILE, PlannedArm, Preregistration
 
 
-def finished_runs(folder: Path, registered: Preregistration, *, trained: bool = True) -> list[RunDir]:
+def finished_runs(folder: Path, registered: Preregistration) -> list[RunDir]:
     """Return the runs whose last evaluation is there, those of the baseline first."""
     arms = sorted(registered.arms, key=lambda arm: arm.name != registered.baseline)
     found = []
     for arm in arms:
         for seed in registered.seeds:
             run_dir = RunDir(folder / registered.run_name(arm.name, seed))
-            if run_dir.eval_rollouts(arm.steps).is_file() and (arm.steps or not trained):
+            if run_dir.eval_rollouts(arm.steps).is_file() and arm.steps:
                 found.append(run_dir)
     return found
 
