@@ -36,14 +36,14 @@ OUTER = ("average", "nesterov", "muon")
 
 
 class Decoder(nn.Module):
-    def __init__(self, seed: int, blocks: int = 2) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.place = nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(blocks)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 

@@ -176,7 +176,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
-def scale_config(model_dir: Path, concurrent: int, max_context: int = 2048) -> Config:
+def scale_config(model_dir: Path, concurrent: int, max_context: int) -> Config:
     """Return the configuration of a gateway for `concurrent` rollouts."""
     source = {"name": "scale", "taskset": {"id": "none"}, "timeout_s": 600.0}
     return Config.model_validate(

@@ -108,9 +108,9 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def tails(logs: Sequence[Path], lines: int = 25) -> str:
+def tails(logs: Sequence[Path]) -> str:
     return "\n".join(
-        line for log in logs if log.is_file() for line in log.read_text(errors="replace").splitlines()[-lines:]
+        line for log in logs if log.is_file() for line in log.read_text(errors="replace").splitlines()[-25:]
     )
 
 
