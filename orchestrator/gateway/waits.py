@@ -51,10 +51,10 @@ class Waits:
         return self._end_without_node(now)
 
     def blame_nodes(self, request: GatewayRequest) -> None:
-        """Count a failure of each node that had `request` for long when it ended without an answer."""
+        """Count a failure of each node that had `request` for long, when it ended, and delivered nothing meanwhile."""
         since = time.monotonic() - _HELD_SHARE * self._request_timeout_s
         for one in (request, request.twin):
-            if one is not None and one.node is not None and one.placed <= since:
+            if one is not None and one.node is not None and one.node.last_delivered <= one.placed <= since:
                 self._router.blame(one.node)
 
     def _end_without_node(self, now: float) -> DeadlineError | None:

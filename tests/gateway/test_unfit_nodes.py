@@ -134,9 +134,13 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
 
 
 @pytest.mark.parametrize("ended_by", ["gateway", "caller"])
-@pytest.mark.parametrize(("held_s", "is_suspended"), [(20.0, True), (10.0, False)])
-async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, is_suspended, ended_by):
-    """Its reports of progress do not help it. Requests that were queued for most of their time are not its fault.
+@pytest.mark.parametrize(
+    ("held_s", "delivers", "is_suspended"), [(20.0, False, True), (20.0, True, False), (10.0, False, False)]
+)
+async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is_suspended, ended_by):
+    """Its reports of progress do not help it, what it delivers to others does.
+
+    Requests that were queued for most of their time are not its fault.
 
     The caller's deadline, a rollout's, may come first.
     """
@@ -147,6 +151,8 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, is_suspended
     for request in fleet.router.open.values():
         request.since -= 100.0
         request.placed -= held_s
+    if not delivers:
+        node.last_delivered -= 100.0
     if ended_by == "caller":
         for call in fleet.calls:
             call.cancel()

@@ -212,5 +212,10 @@ def _params(sampling: Sampling) -> SamplingParams:
 
 
 def _spans(completion: CompletionOutput) -> list[VersionSpan]:
-    spans = [VersionSpan(span.start, span.end, int(span.version)) for span in completion.weight_versions or []]
-    return [span for span in spans if span.end > span.start]
+    spans: list[VersionSpan] = []
+    for span in completion.weight_versions or []:
+        if spans and spans[-1].version == int(span.version):
+            spans[-1] = VersionSpan(spans[-1].start, span.end, spans[-1].version)
+        elif span.end > span.start:
+            spans.append(VersionSpan(span.start, span.end, int(span.version)))
+    return spans
