@@ -20,15 +20,12 @@ from pathlib import Path
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.tasks.factory.check import draw_tasks
-from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, factory_runtime
-from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
+from orchestrator.tasks.factory.journal import MakingJournal
 from orchestrator.tasks.factory.suite import SuiteRun, run_suite
 
 
-class _Quiet:
-    def source_begun(self, source: str) -> None: ...
-    def candidates_found(self, source: str, count: int, done: int) -> None: ...
-    def verdict(self, verdict: CandidateVerdict) -> None: ...
+class _Quiet(Watcher):
     def source_ended(self, source: str, problem: str) -> None:
         print(f"{source}: {problem or 'done'}")
 

@@ -20,7 +20,7 @@ from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import bounded_interval
 from orchestrator.tasks.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
-from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, factory_runtime
+from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
 from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
 
 NOTHING = 1
@@ -162,7 +162,7 @@ async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, 
     return await factory.make(sources)
 
 
-class _ScreenWatcher:
+class _ScreenWatcher(Watcher):
     """Draws a bar a source, or prints a line now and then where no bar can be drawn."""
 
     def __init__(self, console: Console):

@@ -28,9 +28,9 @@ _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?", re.ASCII)
 _NUMBER_DIGITS = 200
 
 
-def question_split(question: str, eval_share: float) -> Split:
-    """Return "eval" for a share `eval_share` (0..1) of all questions."""
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+def split_of(name: str, eval_share: float) -> Split:
+    """Return "eval" for a share `eval_share` (0..1) of all names, which are questions or repositories."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
 
 

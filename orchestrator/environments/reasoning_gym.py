@@ -22,7 +22,7 @@ import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, find_answer, question_split
+from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, find_answer, split_of
 from orchestrator.environments.task_row import TaskRow
 
 with warnings.catch_warnings():
@@ -143,7 +143,7 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
         tries = count * _TRIES_PER_TASK
         entries = (dataset[index] for index in range(tries))
-        of_split = (entry for entry in entries if question_split(entry["question"], config.eval_share) == config.split)
+        of_split = (entry for entry in entries if split_of(entry["question"], config.eval_share) == config.split)
         index = -1
         for index, entry in enumerate(itertools.islice(of_split, count)):
             data = ReasoningGymData(

@@ -29,7 +29,6 @@ _MIB = 1 << 20
 _SHARED_MEMORY_BYTES = 16 * _MIB
 _FOLDERS_OUTSIDE_USR = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 _HIDDEN_FOLDERS = ("/usr/local", "/usr/lib/python3/dist-packages", "/usr/src", "/usr/share/doc", "/usr/games")
-_LIBRARY_CACHE = "/etc/ld.so.cache"
 _INIT = "/opt/box_init.py"
 
 

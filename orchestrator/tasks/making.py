@@ -34,7 +34,8 @@ from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.monitor.events import event
 from composer_prime.run.process import child_options, end_with_parent, last_words
 from composer_prime.run.run_dir import write_atomic
-from orchestrator.environments.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, read_tasks, repository_split
+from orchestrator.environments.answers import split_of
+from orchestrator.environments.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, read_tasks
 from orchestrator.tasks.curriculum import Frontier
 from orchestrator.tasks.sources import Sources, grown_tasks
 
@@ -108,7 +109,7 @@ class TaskMaker:
         else:
             is_in = taskset.get("split", "train") in (
                 "all",
-                repository_split(task.repository, taskset.get("eval_share", 0.2)),
+                split_of(task.repository, taskset.get("eval_share", 0.2)),
             )
         is_kind = not taskset.get("kinds") or task.kind in taskset["kinds"]
         return is_in and is_kind and (task.difficulty or 0.0) <= taskset.get("max_difficulty", 1.0)
@@ -214,20 +215,11 @@ def task_makers(configs: Sequence[SourceConfig], sources: Sources, run_dir: Path
     return makers
 
 
-class _Silent:
-    """A watcher of the factory that shows nothing."""
-
-    def source_begun(self, source: str) -> None: ...
-    def candidates_found(self, source: str, count: int, done: int) -> None: ...
-    def verdict(self, verdict: Any) -> None: ...
-    def source_ended(self, source: str, problem: str) -> None: ...
-
-
 def main() -> int:
     """Make tasks of one tree: the first candidates that neither the stock nor an earlier round has looked at."""
     end_with_parent(signal.SIGKILL)
     os.nice(19)
-    from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, factory_runtime
+    from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
     from orchestrator.tasks.factory.journal import MakingJournal, read_making
 
     work = json.loads(sys.argv[1])
@@ -241,7 +233,7 @@ def main() -> int:
     proven = sum(verdict.source == tree and not verdict.reason for verdict in journal.verdicts.values())
     settings = FactorySettings(**chosen, limit=proven + work["tasks"])
     runtime = factory_runtime(work["runtime"], settings.packages)
-    factory = TaskFactory(journal, settings, runtime, work["jobs"], stock, _Silent())
+    factory = TaskFactory(journal, settings, runtime, work["jobs"], stock, Watcher())
     try:
         asyncio.run(factory.make([str(stock / TREES_FOLDER / tree)]))
     finally:

@@ -17,7 +17,7 @@ from orchestrator.environments.reasoning_gym import (
     ReasoningGym,
     ReasoningGymConfig,
     find_answer,
-    question_split,
+    split_of,
 )
 from orchestrator.workers.protocol import RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import Environment, load_env
@@ -45,8 +45,8 @@ def score(task: Any, reply: str) -> float:
 @given(question=st.text(), small=st.floats(0.01, 0.98), more=st.floats(0.001, 0.5))
 def test_a_question_is_in_one_split(question: str, small: float, more: float) -> None:
     """A larger share only ever moves questions into the evaluation split."""
-    if question_split(question, small) == "eval":
-        assert question_split(question, min(0.99, small + more)) == "eval"
+    if split_of(question, small) == "eval":
+        assert split_of(question, min(0.99, small + more)) == "eval"
 
 
 def test_splits_share_no_question_whatever_their_seeds() -> None:

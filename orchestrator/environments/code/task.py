@@ -11,11 +11,9 @@ editable files of the agent's tree into the pristine one (see `grading.py`).
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 import msgspec
 
@@ -107,12 +105,6 @@ def read_task(folder: Path, place: int) -> CodeTask:
     with (folder / TASKS_FILE).open("rb") as file:
         file.seek(place)
         return _decode(file.readline(), f"{folder / TASKS_FILE} at byte {place}")
-
-
-def repository_split(repository: str, eval_share: float) -> Literal["train", "eval"]:
-    """Return "eval" for a share `eval_share` (0..1) of all repositories."""
-    digest = hashlib.blake2b(repository.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
 
 
 def write_tasks(folder: Path, tasks: Iterable[CodeTask], *, append: bool = False) -> int:

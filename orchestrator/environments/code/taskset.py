@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from composer_prime.monitor.rollouts import PROBE
+from orchestrator.environments.answers import split_of
 from orchestrator.environments.code import monitor as code_monitor
 from orchestrator.environments.code.combine import (
     KINDS,
@@ -43,7 +44,6 @@ from orchestrator.environments.code.task import (
     CodeTask,
     index_tasks,
     read_task,
-    repository_split,
     tree_of,
 )
 from orchestrator.environments.code.tool_schemas import TOOL_NAMES
@@ -304,7 +304,7 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
                 in_tree.setdefault(task.tree, []).append(data)
             chosen.append((hashlib.blake2b(f"{config.seed}/{task.id}".encode()).digest(), data))
         if not chosen:
-            splits = {name: repository_split(name, config.eval_share) for name in sorted(repositories)}
+            splits = {name: split_of(name, config.eval_share) for name in sorted(repositories)}
             listed = ", ".join(f"{name} ({split})" for name, split in list(splits.items())[:20])
             raise EmptyTaskSetError(
                 f"{settings.folder}: none of its tasks is in split {config.split!r} with kinds "
@@ -373,7 +373,7 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
         if config.repositories:
             in_split = task.repository in config.repositories
         else:
-            in_split = config.split in ("all", repository_split(task.repository, config.eval_share))
+            in_split = config.split in ("all", split_of(task.repository, config.eval_share))
         is_kind = not config.kinds or task.kind in config.kinds
         if task.difficulty is None:
             return in_split and is_kind

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import EmptyTaskSetError
-from orchestrator.environments.answers import Split, question_split
+from orchestrator.environments.answers import Split, split_of
 from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.harness import sandbox_failures
 from orchestrator.environments.code.monitor import MonitorConfig, Verdict, inspect, seal
@@ -128,7 +128,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
         config = self.config
         count = 0
         for task in read_functions(config.file, shown_tests=config.shown_tests):
-            if config.eval_share and question_split(task.id, config.eval_share) != config.split:
+            if config.eval_share and split_of(task.id, config.eval_share) != config.split:
                 continue
             data = ProgramData(
                 name=task.id, prompt=task.prompt, system_prompt=config.instruction or None, place=task.source

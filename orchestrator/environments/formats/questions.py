@@ -21,8 +21,8 @@ from orchestrator.environments.answers import (
     AnswerPlace,
     Split,
     find_answer,
-    question_split,
     same_answer,
+    split_of,
 )
 from orchestrator.environments.formats.records import read_records
 from orchestrator.environments.task_row import TaskRow
@@ -93,7 +93,7 @@ class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):
         count = 0
         for record in read_records(config.file):
             question = record.text(config.question_field)
-            if config.eval_share and question_split(question, config.eval_share) != config.split:
+            if config.eval_share and split_of(question, config.eval_share) != config.split:
                 continue
             answer = (find_answer(written := record.text(config.answer_field), "hashes") or written).strip()
             if not answer:

@@ -44,7 +44,7 @@ def build_task(
     hidden = sorted(failing_files) if hide_tests else []
     prompt = _prompt(index, proof, functions)
     if name_tests and candidate.kind == "delete":
-        prompt += "\n\n" + named_tests(proof.fail_to_pass, only_files=True)
+        prompt += "\n\n" + named_tests(proof.fail_to_pass)
     return CodeTask(
         id=candidate.id,
         kind=candidate.kind,

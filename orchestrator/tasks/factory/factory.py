@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
@@ -87,8 +87,8 @@ def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
     return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
 
 
-class Watcher(Protocol):
-    """Is told how the work goes."""
+class Watcher:
+    """Is told how the work goes. This one shows nothing."""
 
     def source_begun(self, source: str) -> None: ...
     def candidates_found(self, source: str, count: int, done: int) -> None: ...

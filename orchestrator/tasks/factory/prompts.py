@@ -89,9 +89,9 @@ def steady(text: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]{4,}", "0x...", text)
 
 
-def named_tests(nodes: Iterable[str], *, only_files: bool) -> str:
-    """Return the sentence that names the failing tests, or their files."""
-    names = sorted({node.split("::", 1)[0] for node in nodes}) if only_files else sorted(nodes)[:20]
+def named_tests(nodes: Iterable[str]) -> str:
+    """Return the sentence that names the files of failing tests."""
+    names = sorted({node.split("::", 1)[0] for node in nodes})
     return "Tests of it: " + ", ".join(f"`{name}`" for name in names)
 
 
