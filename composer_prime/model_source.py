@@ -24,7 +24,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError, ModelNotFoundError
+from composer_prime.errors import ComposerError, ConfigError, CorruptWeightsError, DeadlineError, ModelNotFoundError
 from composer_prime.hub import HubModel, check_space, outlook
 from composer_prime.plan.machine import install_command
 
@@ -230,3 +230,13 @@ def block_of(name: str) -> tuple[str, int] | None:
 def count_parts(names: Iterable[str]) -> int:
     """Count the blocks and the single tensors outside them, the most parts that a model can be divided into."""
     return len({name if (block := block_of(name)) is None else block for name in names})
+
+
+def model_folder(model: str) -> str:
+    """Return `model`, or the final/ folder of a run directory. Raises ConfigError for a run that has not finished."""
+    final = Path(model) / "final"
+    if (Path(model) / "run_id").is_file():
+        if not final.is_dir():
+            raise ConfigError(f"{model} is a run directory without final/: the run has not finished")
+        return str(final)
+    return model

@@ -26,7 +26,7 @@ from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config, resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, console_script, pluralize, printable
 from composer_prime.errors import ConfigError, RoleFailedError
-from composer_prime.model_source import resolve_model
+from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.stats.intervals import difference_interval, mean_interval, pass_at_k
@@ -362,16 +362,6 @@ def _flips(first: str, before: Scores, second: str, after: Scores, threshold: fl
         which = f": {', '.join(names[:_NAMED])}{more}" if names else ""
         lines.append(f"  {pluralize(len(names), 'task')} solved by {winner}, not by {loser}{which}")
     return lines
-
-
-def model_folder(model: str) -> str:
-    """Return `model`, or the final/ folder of a run directory. Raises ConfigError for a run that has not finished."""
-    final = Path(model) / "final"
-    if (Path(model) / "run_id").is_file():
-        if not final.is_dir():
-            raise ConfigError(f"{model} is a run directory without final/: the run has not finished")
-        return str(final)
-    return model
 
 
 def _of_source(scored: Scores, source: str) -> Scores:

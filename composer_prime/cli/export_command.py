@@ -10,9 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from composer_prime.cli.eval_command import model_folder
 from composer_prime.errors import ConfigError
-from composer_prime.model_source import check_model_folder, resolve_model
+from composer_prime.model_source import check_model_folder, model_folder, resolve_model
 from composer_prime.run.run_dir import RunDir
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -19,13 +19,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from composer_prime.cli.eval_command import model_folder
 from composer_prime.cli.rollouts_command import show
 from composer_prime.config import Config
 from composer_prime.config.load import read_config, resolve
 from composer_prime.console import pluralize, printable
 from composer_prime.errors import ConfigError
-from composer_prime.model_source import resolve_model
+from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import failure_text
 from composer_prime.run.run_dir import RunDir
 
