@@ -1,4 +1,4 @@
-"""Measure replay: calls a second, and the savings of sequential voting and of the value of information.
+"""Measure replay: calls a second, and the savings of sequential voting.
 
     python benchmarks/replay.py calls
     python benchmarks/replay.py savings STATES.jsonl --states 300
@@ -7,9 +7,8 @@
 in flight, beside the rate that the delay alone allows (calls in flight / delay).
 
 `savings` replays real states (`composer ingest` of toolsmith rollouts) with the three tiny teachers, at a cheap, a
-middling and an expensive price. It compares four policies: all three vote; votes in sequence; votes in sequence that
-are worth their price, by the default settings of teachers.voi, which are printed; the same when a pair is worth less.
-Greedy answers are the same under each. A policy's recall is the share of the pairs of the vote of all three that it
+middling and an expensive price. It compares two policies: all three vote; votes in sequence. Greedy answers are the
+same under each. A policy's recall is the share of the pairs of the vote of all three that it
 finds too, with the same two answers. `others` are pairs that only the policy has. Beside it stand the mean epsilon of
 its pairs (how sure the votes were) and their mean margin: log p(chosen) - log p(rejected), a token, under the student
 that made the traces. The lower the margin, the more there is to learn from a pair.
@@ -26,7 +25,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,7 +33,7 @@ from typing import Any
 
 from aiohttp import web
 
-from composer_prime.config.teachers import TeachersConfig, VoiConfig
+from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.budget import teacher_budget
 from composer_prime.traces.pairs import Pair
@@ -126,16 +124,7 @@ async def calls(count: int, delay_s: float) -> None:
                 print(f"{in_flight:>9} {rate:>9.1f} {floor:>9.1f} {rate / floor:>6.0%}", flush=True)
 
 
-VOI = VoiConfig(enabled=True)
-LOW_USD = 0.003
-"""What a pair is worth where money is short: three to four times what all votes on a state cost."""
-
-
-def policies() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "all vote", {"voting": "all"}
-    yield "sequential", {"voting": "sequential"}
-    yield "VOI", {"voting": "sequential", "voi": VOI.model_dump()}
-    yield f"VOI, ${LOW_USD:g}", {"voting": "sequential", "voi": {**VOI.model_dump(), "pair_value_usd": LOW_USD}}
+POLICIES = {"all vote": {"voting": "all"}, "sequential": {"voting": "sequential"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,13 +182,12 @@ async def savings(path: Path, count: int) -> None:
             shared = {"teacher": teachers, "max_tokens": 64, "system_prompt": "", "score": False}
             shared |= {"budget": ROOMY, "kill": NEVER}
             print(f"{len(states)} states of {len({state.trace_id for state in states})} traces")
-            print(f"VOI, the default: {', '.join(f'{key} = {value}' for key, value in VOI.model_dump().items())}")
             print(
                 f"{'policy':<16} {'calls':>6} {'dollars':>9} {'pairs':>6} {'$/pair':>9} {'recall':>7} {'others':>6} "
                 f"{'epsilon':>8} {'margin':>8}"
             )
             reference: set[tuple[str, str, str]] = set()
-            for name, changes in policies():
+            for name, changes in POLICIES.items():
                 own = Path(folder) / name
                 # Priced votes, not cached ones, are what a policy weighs: each has a cache of its own.
                 config = TeachersConfig.model_validate({**shared, **changes, "cache_dir": str(own / "cache")})

@@ -21,15 +21,12 @@ from composer_prime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_VOI_PRIOR = "value of information has a fixed prior and explores one state in twenty"
 RETIRED = {
     "teachers.teacher.tier": "teachers are asked in the order of their prices",
     "teachers.budget.bytes_per_token": "a call reserves a token for three bytes of its prompt",
     "teachers.budget.overcharge_factor": "a call reserves twice its bound",
     "teachers.kill.p95_usd_per_trace": "teachers.budget.usd_per_trace caps the cost of each trace",
-    "teachers.voi.prior_disagreement": _VOI_PRIOR,
-    "teachers.voi.prior_weight": _VOI_PRIOR,
-    "teachers.voi.explore": _VOI_PRIOR,
+    "teachers.voi": "votes come in sequence; leaving out more by the value of information saved 2 % of the calls",
 }
 """Keys that files may still hold, config.json of earlier runs among them, and what holds instead."""
 

@@ -66,7 +66,8 @@ def _wrong_flag(word: str, following: str) -> str | None:
     """Return what is wrong with flag `word`; `following` is its value unless it holds one itself."""
     name, equals, value = word[2:].partition("=")
     location = _flag_location(word)
-    if (instead := RETIRED.get(_dotted(_names(location)))) is not None:
+    tables = itertools.accumulate(_names(location), "{}.{}".format)
+    if (instead := next((RETIRED[key] for key in tables if key in RETIRED), None)) is not None:
         return f"--{name} was retired: {instead}; leave it out"
     if not _is_known(location):
         switch = _flag_location(f"--{name.removeprefix('no-')}")

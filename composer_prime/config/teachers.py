@@ -131,16 +131,6 @@ class KillSwitchConfig(BaseConfig):
     """States on which a call was made before the switch looks."""
 
 
-class VoiConfig(BaseConfig):
-    """Value of information: a vote is requested only when its probable result is worth its price."""
-
-    enabled: bool = False
-    """Leave out votes that are not worth their price; off, every state gets votes."""
-    pair_value_usd: float | None = Field(default=None, gt=0)
-    """Worth of a preference pair. None takes six times the expected cost of a state's votes, from the mean of the
-    states so far, so that it follows the teachers' prices."""
-
-
 class GateConfig(BaseConfig):
     """The density gate on online pairs: it measures a window at a time, and only windows that pass are trained."""
 
@@ -210,8 +200,6 @@ class TeachersConfig(BaseConfig):
     """Hard caps of cost."""
     kill: KillSwitchConfig = KillSwitchConfig()
     """Limits at which replay stops by itself."""
-    voi: VoiConfig = VoiConfig()
-    """Which votes are worth their price."""
     gate: GateConfig = GateConfig()
     """Which of the online pairs may be trained."""
 

@@ -164,13 +164,14 @@ def test_retired_keys_are_told_and_ignored(base, tmp_path, caplog):
     assert f"{old}: teachers.teacher.tier was retired and does nothing: teachers are asked in" in caplog.messages[0]
     caplog.clear()
     values = json.loads(dump(config))
-    values["teachers"]["voi"] |= {"prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    values["teachers"]["voi"] = {"enabled": False, "pair_value_usd": None}
     values["teachers"]["teacher"][1]["tier"] = "mid"
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
     assert read_config(path) == resolve(["@", str(path)]).config == config and not caplog.messages
     text = refused("@", base, "--teachers.kill.p95-usd-per-trace", "3")
     assert "--teachers.kill.p95-usd-per-trace was retired: teachers.budget.usd_per_trace caps" in text
+    assert "was retired: votes come in sequence" in refused("@", base, "--teachers.voi.enabled", "true")
 
 
 def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):

@@ -18,7 +18,6 @@ from composer_prime.traces.replay.actions.canonical import RULES
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import Replay
 from composer_prime.traces.replay.teachers import Teacher, TeacherPool
-from composer_prime.traces.state import TraceState
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -313,84 +312,3 @@ def test_the_base_chooses_the_text(tmp_path: Path) -> None:
     (pair,) = read_pairs(tmp_path / "pairs.jsonl")
     assert pair.chosen["tool_calls"][0]["function"]["arguments"] == '{"path": "a.py"}'
     assert pair.teachers["chosen_by"] == "likeliest"
-
-
-# Value of information: where the cheap teacher agrees with the student, the dear ones are not asked. Without a value
-# of its own a pair is worth a multiple of the votes, so that states are voted on at any price (here $1 a 1,000 tokens).
-@pytest.mark.parametrize("value_usd", [1.0, None])
-def test_votes_that_are_not_worth_their_price(tmp_path: Path, value_usd: float | None) -> None:
-    voi = {"enabled": True, "pair_value_usd": value_usd}
-    states = [state(number, error="boom" if number % 2 else None) for number in range(40)]
-
-    def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
-        number = int(messages[-1]["content"].split()[1])
-        return ("ls", {"n": number}) if number % 2 == 0 else ("cat", {"path": "a.py"})
-
-    progress, _ = play(tmp_path, agree, states, voi=voi, concurrent_states=1)
-    assert progress.outcomes["not_worth_it"] >= 10
-    assert progress.outcomes["overruled"] == 20 and progress.pairs == 20
-
-
-# A state on which the teachers uphold the student against one of them gives a pair too: its votes stay worth asking.
-def test_a_minority_is_worth_its_votes(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0}
-
-    def against_one(model: str, messages: list[dict]) -> tuple[str, dict]:
-        number = int(messages[-1]["content"].split()[1])
-        return ("rm", {"n": number}) if model == "gpt-a" else ("ls", {"n": number})
-
-    states = [state(number) for number in range(20)]
-    progress, _ = play(tmp_path, against_one, states, voi=voi, concurrent_states=1)
-    assert progress.outcomes == {"agreed": 20} and progress.pairs == 20
-
-
-# Where the trace tells how certain the student was, votes go to the uncertain: that is learned from the votes.
-def test_votes_go_to_the_uncertain(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0}
-    states = [state(number, entropy=1.2 if number % 2 else 0.1) for number in range(40)]
-
-    def answers(model: str, messages: list[dict]) -> tuple[str, dict]:
-        number = int(messages[-1]["content"].split()[1])
-        return ("cat", {"path": "a.py"}) if number % 2 else ("ls", {"n": number})
-
-    progress, endpoint = play(tmp_path, answers, states, voi=voi, concurrent_states=1)
-    asked = {int(messages[-1]["content"].split()[1]) for messages in (body["messages"] for body in endpoint.seen)}
-    assert {number for number in asked if number % 2} == set(range(1, 40, 2))
-    assert len([number for number in asked if number % 2 == 0]) < 8
-    assert progress.outcomes["overruled"] == 20
-
-
-# What was learned of votes before an interruption counts after it: the second replay asks for none of them.
-def test_a_resumed_replay_knows_what_votes_are_worth(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0}
-
-    def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
-        return "ls", {"n": int(messages[-1]["content"].split()[1])}
-
-    def outcomes(folder: Path, first: int, last: int) -> dict[str, int]:
-        states = [state(number, trace=f"t{number}") for number in range(first, last)]
-        return play(folder, agree, states, voi=voi, concurrent_states=1)[0].outcomes
-
-    learned = outcomes(tmp_path, 0, 20)
-    assert learned["agreed"] > 0 and learned["not_worth_it"] > 0
-    assert outcomes(tmp_path, 20, 25) == {"not_worth_it": 5}
-    assert outcomes(tmp_path / "fresh", 20, 25)["agreed"] > 0
-
-
-# What votes were expected to cost before an interruption counts after it: where a pair has no value of its own, a state
-# that is much dearer than those before is left out by a replay that goes on as it is by one that was not interrupted.
-def test_a_resumed_replay_knows_what_votes_cost(tmp_path: Path) -> None:
-    voi = {"enabled": True}
-    budget = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
-    cheap = [state(number) for number in range(5)]
-    dear = state(9, messages=[{"role": "user", "content": f"Task 9 {'of many words ' * 300}"}])
-
-    def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
-        return "ls", {"n": int(messages[-1]["content"].split()[1])}
-
-    def outcomes(folder: Path, states: list[TraceState]) -> dict[str, int]:
-        return play(folder, agree, states, voi=voi, budget=budget, concurrent_states=1)[0].outcomes
-
-    assert outcomes(tmp_path / "at once", [*cheap, dear]) == {"agreed": 5, "not_worth_it": 1}
-    assert outcomes(tmp_path, cheap) == {"agreed": 5}
-    assert outcomes(tmp_path, [dear]) == {"not_worth_it": 1}

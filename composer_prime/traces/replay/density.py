@@ -10,8 +10,8 @@ units: the tests exchange whole traces, and the intervals draw whole traces. Eig
 p < .01.
 
 Cost and time are those of asking: an answer from the cache counts at what it cost when it was asked for. Pairs a trace
-are of the traces that anybody could judge, also where the value of information left out every vote. Dollars a trace are
-of those that a teacher was asked about. Traces that were refused would only thin both out. The gates are our own.
+are of the traces that anybody could judge. Dollars a trace are of those that a teacher was asked about. Traces that
+were refused would only thin both out. The gates are our own.
 
 `composer pairs report PAIRS.jsonl --base MODEL` gives the gate as text, as a chart and as a verdict.
 """

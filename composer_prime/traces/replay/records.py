@@ -63,13 +63,12 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     step: int
     family: str
     outcome: str
-    """overruled | agreed | no_majority | cannot_run | not_worth_it | refused | failed | budget"""
+    """overruled | agreed | no_majority | cannot_run | refused | failed | budget"""
     reason: str | None = None
     planned: int = 0
     votes: list[VoteRecord] = []
     student_form: str | None = None
     error: bool = False
-    entropy: float | None = None
     failed_calls: int = 0
     """Calls of this replay that gave no vote. An answer from the cache that gives none is not one."""
     broken: bool = False
@@ -78,8 +77,6 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Paid now, retries included."""
     seconds: float = 0.0
     """As Ballot.seconds; 0 where all votes came from the cache."""
-    expected_usd: float | None = None
-    """As Ballot.expected_usd. The value of information uses its mean."""
     price_usd: float = 0.0
     """As cost_usd, with answers from the cache at what they cost when they were first asked for."""
     vote_s: float = 0.0

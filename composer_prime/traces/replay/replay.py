@@ -3,12 +3,12 @@
     states ──> [ concurrent_states at a time ]
                  longer than a training step holds? refused
                  voters (never the trace's own family, cheapest first)
-                 vote ── settled? no ── worth it? yes ── next vote ...
+                 vote ── settled? no ── next vote ...
                  candidates ── length, duplicates ── text by the base's likelihood ──> ReplayRecords
                kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
 A replay that was interrupted, killed or stopped goes on where it was. Done states are skipped. Answers that were paid
-for come from the cache. What the kill switch and the value of information had seen is read from votes and costs.
+for come from the cache. What the kill switch had seen is read from votes and costs.
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ from composer_prime.traces.replay.voting import (
     Ballot,
     Candidate,
     KillSwitch,
-    ValueOfInformation,
     Voting,
     candidates,
     length_ratio,
-    situation_of,
     without_thinking,
 )
 from composer_prime.traces.state import TraceState
@@ -100,7 +98,7 @@ async def open_replay(
         stack.push_async_callback(pool.close)
         gate = RunningGate(teachers.gate, records, served) if gated else None
         limits = await asyncio.to_thread(training_limits, config)
-        yield Replay(teachers, pool, budget, records, scorer, seed=config.run.seed, gate=gate, limits=limits)
+        yield Replay(teachers, pool, budget, records, scorer, gate=gate, limits=limits)
 
 
 @dataclass(slots=True)
@@ -147,7 +145,6 @@ class Replay:
         records: ReplayRecords,
         scorer: Scorer | None = None,
         *,
-        seed: int = 0,
         gate: RunningGate | None = None,
         limits: TrainingLimits | None = None,
     ) -> None:
@@ -163,15 +160,14 @@ class Replay:
         self._limits = limits
         self._counting = asyncio.Lock()
         self._spent_before_usd = budget.spent_usd
-        self._voi = ValueOfInformation(config.voi, seed)
-        self._voting = Voting(config, pool, self._voi, self.progress.without_vote)
+        self._voting = Voting(config, pool, self.progress.without_vote)
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
         self._stopping = asyncio.Event()
         self._seen: dict[tuple[str, str], str | None] = {}
         """(trace, state) -> digest of the states of this replay."""
         self._writing = asyncio.Lock()
         for record in records.history:
-            self._recall(record)
+            self._note(record, usd=0.0)  # its cost is in the ledger
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> ReplayProgress:
         """Replay until the states end or something stops it, which `progress.stopped` names.
@@ -226,22 +222,6 @@ class Replay:
     def in_flight(self) -> int:
         """Calls without an answer yet."""
         return self._budget.in_flight
-
-    def _recall(self, record: StateRecord) -> None:
-        """Take in a state of an earlier replay. Its cost is in the ledger."""
-        self._note(record, usd=0.0)
-        if record.expected_usd is not None:
-            self._voi.expect(record.expected_usd)
-        self._learn(record)
-
-    def _learn(self, record: StateRecord) -> None:
-        """Teach the value of information whether the votes on a state gave a pair, if they came to an end."""
-        if record.outcome not in ("agreed", "overruled", "no_majority", "cannot_run") or not record.votes:
-            return
-        minority = record.outcome == "agreed" and any(not vote.agrees for vote in record.votes)
-        for disagrees in (None, not record.votes[0].agrees):
-            situation = situation_of(error=record.error, entropy=record.entropy, cheap_disagrees=disagrees)
-            self._voi.learn(situation, minority or record.outcome == "overruled")
 
     def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
         place, content = (state.trace_id, state.state_id), _content(state)
@@ -316,7 +296,6 @@ class Replay:
                 "votes": [vote.record for vote in ballot.votes],
                 "student_form": digest(ballot.student),
                 "failed_calls": ballot.failed,
-                "expected_usd": ballot.expected_usd,
                 "seconds": ballot.seconds,
                 "price_usd": usd + ballot.cached_usd,
                 "vote_s": ballot.seconds + ballot.cached_s,
@@ -329,7 +308,6 @@ class Replay:
             outcome=outcome,
             reason=reason,
             error=state.error is not None,
-            entropy=state.entropy,
             broken=broken,
             cost_usd=usd,
             content=_content(state),
@@ -413,7 +391,6 @@ class Replay:
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
         self._note(record, usd=record.cost_usd)
-        self._learn(record)
         progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
 
     def _note(self, record: StateRecord, *, usd: float) -> None:

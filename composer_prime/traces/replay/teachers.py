@@ -27,7 +27,7 @@ from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.families import UNKNOWN, family_named, is_foreign
-from composer_prime.llm.prices import ANSWER_SHARE, BYTES_PER_TOKEN, Price, price_of
+from composer_prime.llm.prices import Price, price_of
 from composer_prime.llm.reply import ROUNDING
 from composer_prime.model_source import resolve_model, weight_files
 from composer_prime.run.process import child_options, stop
@@ -108,13 +108,6 @@ class Teacher:
         """Return the most that asking may cost, by the bytes of the question and the limit of the answer."""
         tokens = int(_size(question) / bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
         return self.price.bound_usd(tokens, question.max_tokens)
-
-    def expected_usd(self, state: TraceState, *, now: bool = False) -> float:
-        """Return about what the vote on a state costs as first asked; `now`: nothing where the cache has the answer."""
-        question = self._question(state)
-        if now and self._cache.get(question.key) is not None:
-            return 0.0
-        return self.price.cost_usd(int(_size(question) / BYTES_PER_TOKEN), int(ANSWER_SHARE * question.max_tokens))
 
     async def ask(self, state: TraceState) -> ChatAnswer:
         """Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError

@@ -12,14 +12,13 @@ epsilon, the probability that a label is wrong: 1 - (k + 1/2) / (n + 1) with k o
 from __future__ import annotations
 
 import asyncio
-import random
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_prime.config.teachers import KillSwitchConfig, TeachersConfig, VoiConfig
+from composer_prime.config.teachers import KillSwitchConfig, TeachersConfig
 from composer_prime.errors import CapError
 from composer_prime.llm.client import NoAnswerError
 from composer_prime.llm.families import is_same_model
@@ -33,16 +32,6 @@ Cast = tuple[str, Canonical]
 """(family, form) of one vote."""
 MAX_REASONS = 50
 """Reasons for missing votes that are told apart; endpoints word their errors as they like."""
-VALUE_IN_STATES = 6.0
-"""What a pair is worth by default, in prices of all votes on a state. Of 226 toolsmith states with 158 pairs, this
-saved 4 % of the calls and lost 3 pairs; twice the price saved 15 % and lost 11."""
-_LEVELS_NATS = (0.05, 0.1, 0.2, 0.5)
-"""Nats a token between levels of uncertainty. Of 352 toolsmith states, 2 % were overruled below the first, 42, 80 and
-99 % between the others, and all above the last."""
-_PRIOR_CHANCE, _PRIOR_STATES = 0.3, 4.0
-"""The chance of a pair before the first state is known, and its weight in states."""
-_EXPLORE = 0.05
-"""Share of states that get votes regardless of the estimate, which would never be corrected otherwise."""
 _MIN_CHARS = 24
 """Shorter answers count as this long: one more word is no difference in length."""
 
@@ -54,63 +43,6 @@ class Vote:
     record: VoteRecord
     form: Canonical
     message: Message
-
-
-Situation = tuple[bool, int | None, bool | None]
-"""(an error followed, level of uncertainty, the cheap teacher disagreed): what is known of a state before a vote."""
-
-
-def situation_of(*, error: bool, entropy: float | None, cheap_disagrees: bool | None) -> Situation:
-    """`entropy` is None where it is not known, `cheap_disagrees` before the first vote."""
-    return error, None if entropy is None else bisect_right(_LEVELS_NATS, entropy), cheap_disagrees
-
-
-class ValueOfInformation:
-    """Decides whether a vote is worth its price.
-
-        P(the votes give a pair | what is known) * value of a pair >= price of the votes that are still open
-
-    The votes give a pair where they overrule the student, and where they agree with it against a minority. P is the
-    mean of a Beta distribution for each situation: whether the action led to an error, how uncertain the student was,
-    and whether the first, cheap teacher disagreed. It starts from a prior and learns from every state that was voted on
-    to the end. How uncertain the student was is known of this project's own rollouts only (TraceState.entropy).
-    """
-
-    def __init__(self, config: VoiConfig, seed: int = 0) -> None:
-        self._config = config
-        self._random = random.Random(seed)
-        self._states = 0
-        self._votes_usd = 0.0
-        self._counts: dict[Situation, tuple[int, int]] = {}
-        """(states that gave a pair, states) by situation."""
-
-    def chance(self, situation: Situation) -> float:
-        """Return P(the votes give a pair)."""
-        gave, seen = self._counts.get(situation, (0, 0))
-        return (gave + _PRIOR_CHANCE * _PRIOR_STATES) / (seen + _PRIOR_STATES)
-
-    def expect(self, votes_usd: float) -> None:
-        """Take in a new state, with what all votes on it are expected to cost."""
-        self._states += 1
-        self._votes_usd += votes_usd
-
-    @property
-    def pair_value_usd(self) -> float:
-        if self._config.pair_value_usd is not None:
-            return self._config.pair_value_usd
-        return VALUE_IN_STATES * self._votes_usd / max(self._states, 1)
-
-    def worth(self, situation: Situation, price_usd: float) -> bool:
-        """Return whether to ask for votes that cost `price_usd` together."""
-        if not self._config.enabled or price_usd <= 0:
-            return True
-        if self._random.random() < _EXPLORE:
-            return True
-        return self.chance(situation) * self.pair_value_usd >= price_usd
-
-    def learn(self, situation: Situation, gave_pair: bool) -> None:
-        count, seen = self._counts.get(situation, (0, 0))
-        self._counts[situation] = (count + gave_pair, seen + 1)
 
 
 @dataclass(slots=True)
@@ -171,8 +103,6 @@ class Ballot:
     """As the trace left them."""
     student: Canonical
     planned: int
-    expected_usd: float | None = None
-    """What all planned votes were expected to cost, where their value was weighed against it."""
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
     """Calls that gave no vote. An answer from the cache that gives none is not one."""
@@ -181,19 +111,12 @@ class Ballot:
     cached_s: float = 0.0
     seconds: float = 0.0
     """What endpoints took for the votes that were called for, without waiting for turns, places and money."""
-    stopped_by: str | None = None
     no_vote_reason: str | None = None
     """Of the last teacher that gave no vote."""
 
     @property
     def cast(self) -> list[Cast]:
         return [(vote.record.family, vote.form) for vote in self.votes]
-
-    @property
-    def situation(self) -> Situation:
-        disagrees = not self.votes[0].record.agrees if self.votes else None
-        error, entropy = self.state.error is not None, self.state.entropy
-        return situation_of(error=error, entropy=entropy, cheap_disagrees=disagrees)
 
     def obstacle(self, form: Canonical) -> str | None:
         """Return why no action of a majority for this form can run; None where one can."""
@@ -203,13 +126,10 @@ class Ballot:
 
 
 class Voting:
-    def __init__(
-        self, config: TeachersConfig, pool: TeacherPool, voi: ValueOfInformation, no_vote_reasons: Counter[str]
-    ) -> None:
+    def __init__(self, config: TeachersConfig, pool: TeacherPool, no_vote_reasons: Counter[str]) -> None:
         """`no_vote_reasons` counts why teachers gave no vote."""
         self._config = config
         self._pool = pool
-        self._voi = voi
         self._no_vote_reasons = no_vote_reasons
 
     async def vote(self, ballot: Ballot, voters: list[Teacher]) -> tuple[str, str | None]:
@@ -224,8 +144,6 @@ class Voting:
                 return "run_budget", str(error)
             self.count_no_vote(str(error))
             return "budget", str(error)
-        if ballot.stopped_by is not None:
-            return "not_worth_it", ballot.stopped_by
         form = majority(ballot.cast, ballot.planned)
         if form is None:
             alone = len({vote.record.family for vote in ballot.votes}) < 2
@@ -237,20 +155,9 @@ class Voting:
         return "agreed" if form == ballot.student else "overruled", None
 
     async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """Ask for one vote after another, while the majority is open and the next ones are worth their price."""
-        if self._config.voi.enabled:
-            ballot.expected_usd = sum(each.expected_usd(ballot.state) for each in voters[: ballot.planned])
-            self._voi.expect(ballot.expected_usd)
-        for index, teacher in enumerate(voters):
+        """Ask for one vote after another, while the majority is open."""
+        for teacher in voters:
             if settled(ballot.cast, ballot.planned):
-                return
-            needed = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
-            price_usd = 0.0
-            if self._config.voi.enabled:
-                price_usd = sum(each.expected_usd(ballot.state, now=True) for each in voters[index : index + needed])
-            if not self._voi.worth(ballot.situation, price_usd):
-                chance = self._voi.chance(ballot.situation)
-                ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price_usd:.5f}"
                 return
             ballot.seconds += await self._ask(ballot, teacher)
 
