@@ -149,6 +149,44 @@ def test_make_refuses_failing_tests(tmp_path: Path) -> None:
         make(source, tmp_path / "out")
 
 
+# A package whose only tests fail, reach for a network or are slow is refused with one of them and its last words.
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        (
+            "def test_a():\n    assert 1 + 1 == 3",
+            r"failed: 1, such as \S+::test_a \(AssertionError: assert 1 \+ 1 == 3\)",
+        ),
+        (
+            "import urllib.request\ndef test_a(): urllib.request.urlopen('http://example.com')",
+            r"needs a network: 1, such as \S+::test_a \(.*no network in a task's tests",
+        ),
+        ("import time\ndef test_a(): time.sleep(60)", r"slow: 1, such as \S+::test_a \(TestTooSlow: longer than 1 s"),
+        (
+            "def test_a(): pass",
+            r"only one of its tests passes(.|\n)*left out: none. A task needs a test that fails and",
+        ),
+    ],
+    ids=["fails", "network", "slow", "one test"],
+)
+def test_make_names_a_test_that_it_leaves_out(tmp_path: Path, test: str, words: str) -> None:
+    source = write_package(tmp_path / "shapes_made", tests__test_shapes=test)
+    with pytest.raises(ConfigError, match=words):
+        make(source, tmp_path / "out", "--test-timeout", "1")
+
+
+# A function on the first line of a file is a function like others: the module's own code has that line as well.
+def test_make_deletes_a_function_on_the_first_line(tmp_path: Path) -> None:
+    source = write_package(
+        tmp_path / "shapes_made",
+        shapes_made__shapes="def area(width, height):\n    one = width\n    two = height\n    return one * two\n",
+        tests__test_shapes="from shapes_made.shapes import area\n"
+        "def test_area(): assert area(2, 3) == 6\ndef test_callable(): assert callable(area)\n",
+    )
+    assert make(source, tmp_path / "out", "--kinds", "delete") == 0
+    assert [task.symbols for task in read_tasks(tmp_path / "out")] == [["shapes_made.shapes.area"]]
+
+
 # A suite that hangs before its first test is refused with the place.
 def test_make_refuses_a_hanging_import(tmp_path: Path) -> None:
     source = write_package(

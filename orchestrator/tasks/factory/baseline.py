@@ -76,7 +76,8 @@ async def measure_baseline(
     if len(baseline.stable) < 2:
         count = "only one" if baseline.stable else "none"
         raise ConfigError(
-            f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(tree, baseline)}"
+            f"{tree.origin}: {count} of its tests passes here, so no task can be made. "
+            f"{_why(tree, baseline, results, hanging)}"
         )
     return baseline
 
@@ -147,9 +148,17 @@ def last_line(text: str) -> str:
     return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
 
 
-def _why(tree: SourceTree, baseline: Baseline) -> str:
-    counts = ", ".join(f"{reason}: {count}" for reason, count in baseline.excluded.items()) or "pytest finds none"
-    text = f"Tests left out: {counts}."
+def _why(tree: SourceTree, baseline: Baseline, results: list[SuiteResult], hanging: list[str]) -> str:
+    counts = ", ".join(f"{reason}: {count}" for reason, count in baseline.excluded.items())
+    text = f"Tests left out: {counts or ('none' if baseline.stable else 'pytest finds none')}"
+    examples = {
+        node: ": ".join(filter(None, [last_line(record.message), record.assertion[:200]]))
+        for node, record in results[0].tests.items()
+    }
+    examples = dict.fromkeys(hanging, "it hangs") | examples
+    if example := next((node for node in examples if node not in baseline.stable), None):
+        text += f", such as {example}" + f" ({examples[example] or 'no message'})"
+    text += ". A task needs a test that fails and one that passes." if baseline.stable else "."
     if tree.compiled:
         text += f" The package has C extensions ({tree.compiled[0]} ...), and the factory compiles nothing."
     if baseline.collect_errors:

@@ -73,7 +73,9 @@ class Reach:
 
     def take(self) -> list[str]:
         """Return what ran since the last call, as `path:first line`."""
-        places = {self.place(code.co_filename, code.co_firstlineno) for code in list(self.codes)}
+        # A module's own code has line 1 as well, where its first function may begin.
+        codes = [code for code in list(self.codes) if code.co_name != "<module>"]
+        places = {self.place(code.co_filename, code.co_firstlineno) for code in codes}
         self.codes.clear()
         return sorted(places - {""})
 
