@@ -168,6 +168,9 @@ class TeachersConfig(BaseConfig):
     """First message for traces without a system message."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature of teachers."""
+    samples: int = Field(default=1, ge=1, le=64)
+    """Answers that each teacher draws for a state; its vote is split evenly over them. More than 1 needs a
+    temperature."""
     max_tokens: int = Field(default=1024, ge=1)
     """Tokens of an answer; one that is cut short is no vote."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -238,6 +241,12 @@ class TeachersConfig(BaseConfig):
             raise ValueError(
                 f"teachers.teacher has {pluralize(len(self.teacher), 'teacher')}, all of family {families[0]!r}: "
                 "agreement within one family proves little; add a teacher of another family"
+            )
+        greedy = [teacher.name for teacher in self.teacher if teacher.temperature_of(self.temperature) == 0]
+        if self.samples > 1 and greedy:
+            raise ValueError(
+                f"teachers.samples = {self.samples}, but {', '.join(greedy)} would draw the same answer each time at "
+                "temperature 0: set teachers.temperature above 0, or samples = 1"
             )
         if self.online and not self.teacher:
             raise ValueError("teachers.online is true, but there is no [[teachers.teacher]]: add at least two")

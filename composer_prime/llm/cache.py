@@ -58,6 +58,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """None: the model's own."""
     max_tokens: int
     version: int = VERSION
+    sample: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of the answer, from 1, where several are drawn after the first."""
 
     @property
     def key(self) -> str:

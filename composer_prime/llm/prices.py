@@ -103,7 +103,8 @@ class CostForecast:
 
     states: int
     low_usd: float
-    """Two votes on each state, from the cheapest two families that may judge it, with answers of mean length."""
+    """Two votes on each state, from the cheapest two families that may judge it, with answers of mean length. A vote is
+    `teachers.samples` answers."""
     high_usd: float
     """Votes of all voters on each state, the dearest that may judge it, with answers of max_tokens. At most the cap."""
 
@@ -176,7 +177,8 @@ def _cost_of_rollouts(config: Config) -> str:
     return (
         f"about ${rollouts * state_usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): "
         f"{rollouts:,} rollouts, prompts of "
-        f"model.max_context = {context:,} tokens, {votes} votes of the dearest, answers of "
+        f"model.max_context = {context:,} tokens, {votes} votes of the dearest"
+        f"{f' (teachers.samples = {teachers.samples} answers each)' if teachers.samples > 1 else ''}, answers of "
         f"teachers.max_tokens = {teachers.max_tokens:,}"
     )
 
@@ -193,7 +195,7 @@ def _state_usd(
     if family == UNKNOWN or len(cheapest) < 2:
         return 0.0, 0.0
     full = sorted((price.cost_usd(int(prompt_tokens), teachers.max_tokens) for _, price in allowed), reverse=True)
-    return sum(sorted(cheapest.values())[:2]), sum(full[: teachers.voters])
+    return teachers.samples * sum(sorted(cheapest.values())[:2]), teachers.samples * sum(full[: teachers.voters])
 
 
 def _read_line(line: bytes) -> _Line | None:

@@ -139,8 +139,10 @@ def _roles(config: Config, findings: Findings) -> Rows:
     if orchestrator.address:
         rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
     else:
-        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source) or "none"
-        rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers})"))
+        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source if source.workers)
+        rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers or 'none'})"))
+        if remote := ", ".join(source.name for source in orchestrator.source if not source.workers):
+            rows.append(("", f"workers of {remote} elsewhere: their hosts join at {orchestrator.worker_address}"))
         rows += [("", f"code of {source.name} runs in: {text}") for source, text in source_runtimes(config)]
     if inference.nodes == 0 and orchestrator.source:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
@@ -227,7 +229,8 @@ def _teachers(config: Config, findings: Findings) -> Rows:
         return []
     families = ", ".join(f"{teacher.name} ({teacher.known_family})" for teacher in teachers.teacher)
     when = "online" if teachers.online else "for `composer replay`"
-    rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
+    answers = f" with {teachers.samples} answers each" if teachers.samples > 1 else ""
+    rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}{answers}, {when}")]
     try:
         rows.append(("", cost_with_cap(config, forecast_cost(config))))
     except ConfigError as error:

@@ -211,11 +211,11 @@ def test_a_form_can_be_written_down(arguments: str) -> None:
 # settled() by enumeration: no continuation of the votes may change the majority.
 @given(st.integers(2, 5), st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from("abc")), max_size=5))
 def test_settled_means_no_vote_can_change_it(planned: int, cast: list[tuple[str, str]]) -> None:
-    votes = [(family, (form,)) for family, form in cast[:planned]]
+    votes = [(family, (form,), 1.0) for family, form in cast[:planned]]
     outcomes = {majority(votes, planned)} if len(votes) == planned else set()
     frontier = [votes] if len(votes) < planned else []
     while frontier:
-        grown = [[*some, (f"new {len(some)}", (form,))] for some in frontier for form in "abcde"]
+        grown = [[*some, (f"new {len(some)}", (form,), 1.0)] for some in frontier for form in "abcde"]
         outcomes |= {majority(some, planned) for some in grown if len(some) == planned}
         frontier = [some for some in grown if len(some) < planned]
     assert settled(votes, planned) == (len(outcomes) == 1)
@@ -224,10 +224,27 @@ def test_settled_means_no_vote_can_change_it(planned: int, cast: list[tuple[str,
 # A majority within one family is none; with one vote a family only the count matters.
 def test_a_majority_needs_two_families() -> None:
     one, other = ("x",), ("y",)
-    assert majority([("gpt", one), ("qwen", other), ("gpt", one)], 3) is None
-    assert majority([("gpt", one), ("qwen", one), ("gpt", other)], 3) == one
-    assert not settled([("gpt", one), ("gpt", one)], 3)
-    assert settled([("gpt", one), ("qwen", one)], 3)
+    assert majority([("gpt", one, 1.0), ("qwen", other, 1.0), ("gpt", one, 1.0)], 3) is None
+    assert majority([("gpt", one, 1.0), ("qwen", one, 1.0), ("gpt", other, 1.0)], 3) == one
+    assert not settled([("gpt", one, 1.0), ("gpt", one, 1.0)], 3)
+    assert settled([("gpt", one, 1.0), ("qwen", one, 1.0)], 3)
+
+
+# A vote that is split over answers counts by its shares, and its family only where half of a vote is for the form: a
+# stray answer of another family makes no agreement. Sums of thirds that should tie do not pass for more than a half.
+def test_split_votes() -> None:
+    one, other = ("x",), ("y",)
+
+    def split(family: str, *forms: tuple) -> list[tuple]:
+        return [(family, form, 1 / len(forms)) for form in forms]
+
+    gpt, glm = split("gpt", one), split("glm", one, other)
+    assert majority([*gpt, *glm], 2) == one and settled([*gpt, *glm], 2)
+    assert majority([*gpt, *split("glm", one, other, other)], 2) is None
+    assert majority([*gpt, *gpt, *split("glm", one, other, other, other)], 3) is None
+    thirds = [*split("gpt", one, one, other), *split("glm", one, other, other), *split("qwen", one, other)]
+    assert majority(thirds, 3) is None and settled(thirds, 3)
+    assert not settled(thirds[:6], 3) and majority([*thirds[:6], *split("qwen", one)], 3) == one
 
 
 # 1 - (k + 1/2) / (n + 1), the figures of the design; never above a half.

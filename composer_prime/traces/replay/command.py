@@ -46,15 +46,20 @@ _COLUMNS = (
     TextColumn("{task.fields[result]}"),
 )
 USAGE = """\
-usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--teachers.key VALUE ...]
+usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--samples N]
+                       [--teachers.key VALUE ...]
 
 Asks the teachers of [teachers] what they would have done at each state and writes preference pairs. Beside PAIRS.jsonl:
 PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to go on where it stopped.
 
 A file of teachers is enough. With a run's file before it, the run's model chooses among agreeing answers, and states
 that no step of the run can hold are left out. --states and --per-trace replay some of the states, those that errors
-followed first."""
-_SHORT = {"--states": "--teachers.select.states", "--per-trace": "--teachers.select.per_trace"}
+followed first. --samples lets each teacher draw several answers, over which its vote is split."""
+_SHORT = {
+    "--states": "--teachers.select.states",
+    "--per-trace": "--teachers.select.per_trace",
+    "--samples": "--teachers.samples",
+}
 _SOURCE = [{"name": "toolsmith", "taskset": {"id": "orchestrator.environments.toolsmith"}}]
 _NO_RUN = {
     "--run.name": "replay",

@@ -67,8 +67,7 @@ MAX_P = 0.01
 FEWEST_TRACES = 8
 """With pairs: fewer cannot reach MAX_P (`smallest_p`)."""
 _SCORES_AT_ONCE = 8
-MISSED = 1
-_BINS = 24
+MISSED, _BINS = 1, 24
 _COLORS = {"real": "#1b7837", "flipped": "#b2182b", "cross-step": "#4575b4"}
 
 
@@ -89,8 +88,8 @@ class Density:
     pairs_interval: Interval
     outcomes: Mapping[str, int]
     dropped: Mapping[str, int]
-    agreement: Mapping[tuple[str, str], tuple[int, int]]
-    """(states where both families gave the same action, states where both voted), by pair of families."""
+    agreement: Mapping[tuple[str, str], tuple[float, float]]
+    """(states where both families gave the same action, states where both voted), by pair of families; by shares."""
     usd_a_trace: float
     """As first asked, of asked_traces."""
     usd_interval: Interval
@@ -209,15 +208,16 @@ def _missed(density: Density) -> list[str]:
     return missed
 
 
-def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[int, int]]:
+def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[float, float]]:
     """Return (same action, both voted) in states, by pair of families."""
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    counts: dict[tuple[str, str], tuple[float, float]] = {}
     for record in records:
         for one, other in combinations(record.votes, 2):
             first, second = sorted((one.family, other.family))
-            same, both = counts.get((first, second), (0, 0))
-            counts[first, second] = (same + (one.form == other.form), both + 1)
-    return dict(sorted(counts.items()))
+            same, both = counts.get((first, second), (0.0, 0.0))
+            weight = one.share * other.share * (one.teacher != other.teacher)
+            counts[first, second] = (same + weight * (one.form == other.form), both + weight)
+    return {families: counts[families] for families in sorted(counts) if counts[families][1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +439,7 @@ def _of_votes(density: Density) -> list[str]:
         f"${density.paid_usd:.4f} was paid now for all",
         f"time        {f'{time}, as first asked' if density.s_p95 else 'not recorded'}",
         *(
-            f"families    {one} and {other}: same action in {same} of {both} states ({same / both:.0%})"
+            f"families    {one} and {other}: same action in {same:.6g} of {both:.6g} states ({same / both:.0%})"
             for (one, other), (same, both) in density.agreement.items()
         ),
     ]

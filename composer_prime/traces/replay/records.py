@@ -33,7 +33,7 @@ UNDECIDED = {"refused", "failed", "budget"}
 
 
 class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One teacher's vote, as votes.jsonl holds it."""
+    """One teacher's vote, or one of its answers, as votes.jsonl holds it."""
 
     teacher: str
     family: str
@@ -53,6 +53,8 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the endpoint took then."""
     model: str | None = None
     """The model that answered, where it is not the one that was asked for."""
+    share: float = 1.0
+    """Of the teacher's vote, which is split over its answers."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -355,11 +355,16 @@ class Replay:
     async def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
         state = ballot.state
         chosen, how = await likeliest(self._scorer, state.messages, state.tools, candidate.chosen)
-        votes = {
-            vote.record.teacher: {"family": vote.record.family, "form": vote.record.form, "answer": vote.record.answer}
-            | {"for": candidate.side(vote.form)}
-            for vote in ballot.votes
-        }
+        votes: dict[str, dict[str, Any]] = {}
+        answers = Counter[str]()
+        for vote in ballot.votes:
+            record, name = vote.record, vote.record.teacher
+            said: dict[str, Any] = {"family": record.family, "form": record.form, "answer": record.answer}
+            said["for"] = candidate.side(vote.form)
+            if record.share < 1:
+                answers[name] += 1
+                name, said["share"] = f"{name} {answers[name]}", record.share
+            votes[name] = said
         return Pair(
             trace=state.trace_id,
             state=PairState(state_id=state.state_id, messages=state.messages, tools=state.tools),

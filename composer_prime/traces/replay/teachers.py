@@ -91,7 +91,7 @@ class Teacher:
     def family(self) -> str:
         return self.config.known_family
 
-    def _question(self, state: TraceState) -> Question:
+    def _question(self, state: TraceState, sample: int) -> Question:
         shared, messages = self._shared, state.messages
         if shared.system_prompt and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": shared.system_prompt}, *messages]
@@ -102,6 +102,7 @@ class Teacher:
             tools=state.tools,
             temperature=self.config.temperature_of(shared.temperature),
             max_tokens=shared.max_tokens,
+            sample=sample or msgspec.UNSET,
         )
 
     def _bound_usd(self, question: Question, bytes_per_token: float) -> float:
@@ -109,11 +110,13 @@ class Teacher:
         tokens = int(_size(question) / bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
         return self.price.bound_usd(tokens, question.max_tokens)
 
-    async def ask(self, state: TraceState) -> ChatAnswer:
-        """Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError
-        when the call would pass a cap.
+    async def ask(self, state: TraceState, sample: int = 0) -> ChatAnswer:
+        """Return answer number `sample`.
+
+        Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
+        the call would pass a cap.
         """
-        question = self._question(state)
+        question = self._question(state, sample)
         if self._client is None:
             stored = self._cache.get(question.key)
             if stored is None:
@@ -272,13 +275,16 @@ class TeacherPool:
             seen[teacher.family] += 1
         return sorted(allowed, key=lambda teacher: rank[teacher.name])
 
-    async def ask(self, teacher: Teacher, state: TraceState) -> ChatAnswer:
-        """Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError."""
+    async def ask(self, teacher: Teacher, state: TraceState, sample: int = 0) -> ChatAnswer:
+        """Return answer number `sample` of a teacher.
+
+        Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError.
+        """
         if teacher.family == self.family_of(state):
             raise NotAskedError(
                 f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote"
             )
-        return await teacher.ask(state)
+        return await teacher.ask(state, sample)
 
     async def close(self) -> None:
         """Close every teacher, then the cache, also where one of them raises."""

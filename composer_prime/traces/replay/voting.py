@@ -1,7 +1,8 @@
 """The votes on one state: which teacher to ask next, which pairs the answers give, and what ends a replay.
 
 1. A majority (more than N/2 of the planned voters, of at least two families, by canonical form) beats the student,
-   where they differ.
+   where they differ. A teacher that draws several answers splits its vote over them. Its family counts for a form that
+   at least half of one of its teachers' votes is for.
 2. A student that the majority agrees with beats each minority answer.
 3. No majority gives no pair. Nor does one whose action cannot run in the state.
 
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from composer_prime.config.teachers import KillSwitchConfig, TeachersConfig
 from composer_prime.errors import CapError
@@ -28,8 +31,10 @@ from composer_prime.traces.replay.records import VoteRecord, digest
 from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
 from composer_prime.traces.state import Message, TraceState
 
-Cast = tuple[str, Canonical]
-"""(family, form) of one vote."""
+Cast = tuple[str, Canonical, float]
+"""(family, form, share) of one answer."""
+_ROUNDING = 1e-9
+"""Of sums of shares."""
 MAX_REASONS = 50
 """Reasons for missing votes that are told apart; endpoints word their errors as they like."""
 _MIN_CHARS = 24
@@ -38,7 +43,7 @@ _MIN_CHARS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """One teacher's answer."""
+    """One teacher's answer, which is its vote or a share of it."""
 
     record: VoteRecord
     form: Canonical
@@ -116,7 +121,7 @@ class Ballot:
 
     @property
     def cast(self) -> list[Cast]:
-        return [(vote.record.family, vote.form) for vote in self.votes]
+        return [(vote.record.family, vote.form, vote.record.share) for vote in self.votes]
 
     def obstacle(self, form: Canonical) -> str | None:
         """Return why no action of a majority for this form can run; None where one can."""
@@ -168,28 +173,39 @@ class Voting:
         order = [teacher.name for teacher in first]  # votes come in any order, and which is the first must not vary
         ballot.votes.sort(key=lambda vote: order.index(vote.record.teacher))
         ballot.seconds += max((each for each in results if isinstance(each, float)), default=0.0)
-        errors = [each for each in results if isinstance(each, BaseException)]
-        if errors:  # the worst counts: a broken disk ends the replay, while a cap may end this state alone
-            raise min(errors, key=lambda each: (not isinstance(each, OSError), isinstance(each, CapError)))
+        _raise_worst(results)
         for teacher in voters[ballot.planned :]:
-            if len(ballot.votes) >= ballot.planned:
+            if _voted(ballot.cast) >= ballot.planned:
                 return
             ballot.seconds += await self._ask(ballot, teacher)
 
     async def _ask(self, ballot: Ballot, teacher: Teacher) -> float:
-        """Add one vote. Return how long the endpoint took, in seconds. Raises CapError.
+        """Add one vote, split over the teacher's answers. Return how long the endpoint took, in seconds. Raises
+        CapError.
 
         An answer that is cut short, filtered or empty is no vote.
         """
+        draws = (self._answer(ballot, teacher, sample) for sample in range(self._config.samples))
+        results = await asyncio.gather(*draws, return_exceptions=True)
+        drawn = [each for each in results if not isinstance(each, BaseException)]
+        votes = [vote for vote, _ in drawn if vote is not None]
+        for vote in votes:
+            record = vote.record if len(votes) == 1 else msgspec.structs.replace(vote.record, share=1 / len(votes))
+            ballot.votes.append(replace(vote, record=record))
+        _raise_worst(results)
+        return max(seconds for _, seconds in drawn)
+
+    async def _answer(self, ballot: Ballot, teacher: Teacher, sample: int) -> tuple[Vote | None, float]:
+        """Return (answer number `sample` as a whole vote, seconds that the endpoint took)."""
         state = ballot.state
         try:
-            reply = await self._pool.ask(teacher, state)
+            reply = await self._pool.ask(teacher, state, sample)
         except NotAskedError as error:
             self._no_vote(ballot, str(error), called=False)
-            return 0.0
+            return None, 0.0
         except NoAnswerError as error:
             self._no_vote(ballot, str(error), called=True)
-            return error.seconds
+            return None, error.seconds
         answer = reply.answer
         if reply.cached:
             ballot.cached_usd += answer.cost_usd
@@ -205,7 +221,7 @@ class Voting:
             fault = "was filtered by its endpoint (finish_reason content_filter)"
         if form is None or fault is not None:
             self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
-            return reply.seconds
+            return None, reply.seconds
         record = VoteRecord(
             teacher=teacher.name,
             family=teacher.family,
@@ -219,8 +235,7 @@ class Voting:
             answer_s=answer.seconds,
             model=other,
         )
-        ballot.votes.append(Vote(record=record, form=form, message=answer.message))
-        return reply.seconds
+        return Vote(record=record, form=form, message=answer.message), reply.seconds
 
     def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
@@ -232,6 +247,13 @@ class Voting:
         reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
 
 
+def _raise_worst(results: Sequence[object]) -> None:
+    """Raise the worst error among the results: a broken disk ends the replay, while a cap may end one state alone."""
+    errors = [each for each in results if isinstance(each, BaseException)]
+    if errors:
+        raise min(errors, key=lambda each: (not isinstance(each, OSError), isinstance(each, CapError)))
+
+
 def majority(cast: Sequence[Cast], planned: int) -> Canonical | None:
     """Return the form that more than half of the planned voters gave; None where there is none (yet).
 
@@ -239,21 +261,37 @@ def majority(cast: Sequence[Cast], planned: int) -> Canonical | None:
     """
     if not cast:
         return None
-    form, count = Counter(form for _, form in cast).most_common(1)[0]
-    families = {family for family, other in cast if other == form}
-    return form if 2 * count > planned and len(families) > 1 else None
+    form, count = max(_support(cast).items(), key=lambda each: each[1])
+    by_family = defaultdict[str, float](float)
+    for family, other, share in cast:
+        by_family[family] += share if other == form else 0
+    families = sum(share >= 0.5 - _ROUNDING for share in by_family.values())
+    return form if 2 * count > planned + _ROUNDING and families > 1 else None
 
 
 def settled(cast: Sequence[Cast], planned: int) -> bool:
     """Return whether further votes, of whichever family, cannot change the outcome."""
-    if majority(cast, planned) is not None or len(cast) >= planned:
+    open_votes = planned - _voted(cast)
+    if majority(cast, planned) is not None or open_votes <= 0:
         return True
-    open_votes = planned - len(cast)
-    most = max(Counter(form for _, form in cast).values(), default=0)
-    return 2 * (most + open_votes) <= planned
+    most = max(_support(cast).values(), default=0.0)
+    return 2 * (most + open_votes) <= planned + _ROUNDING
 
 
-def epsilon(agreeing: int, votes: int) -> float:
+def _support(cast: Sequence[Cast]) -> Mapping[Canonical, float]:
+    """Return the votes for each form."""
+    support = defaultdict[Canonical, float](float)
+    for _, form, share in cast:
+        support[form] += share
+    return support
+
+
+def _voted(cast: Sequence[Cast]) -> int:
+    """Return how many teachers gave a vote: the shares of each add up to 1."""
+    return round(sum(share for _, _, share in cast))
+
+
+def epsilon(agreeing: float, votes: float) -> float:
     """Return the probability that the label is wrong, in (0, 1/2]."""
     return min(1 - (agreeing + 0.5) / (votes + 1), 0.5)
 
@@ -291,7 +329,7 @@ def candidates(ballot: Ballot, student: Message) -> list[Candidate]:
     beaten = {ballot.student: student}
     if form == ballot.student:
         beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
-    doubt = epsilon(sum(vote.form == form for vote in votes), len(votes))
+    doubt = epsilon(_support(ballot.cast)[form], _voted(ballot.cast))
     return [
         Candidate(chosen=chosen, rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
         for other, message in beaten.items()
