@@ -16,10 +16,12 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -27,6 +29,7 @@ import zmq.asyncio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from zmq.utils.monitor import recv_monitor_message
 
+from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, DeadlineError, InviteError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
@@ -34,6 +37,7 @@ from composer_prime.run.weights import Manifest, open_signed
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
 from composer_prime.wire.node import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
+from composer_prime.wire.tunnel import Tunnel, dial
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +107,27 @@ class EnrolledNode:
     answer: Enrolled
 
 
+@asynccontextmanager
+async def tunnels(invite: Invite) -> AsyncIterator[dict[str, Tunnel]]:
+    """Open a way to the run through each relay of `invite`, by the address of this machine at which it begins."""
+    relays = [tcp_address(relay, "the relay", scheme="") for relay in invite.relays]
+    opened = [Tunnel(f"relay {relay}", partial(dial, relay, invite.verify_key, invite.relay_pass)) for relay in relays]
+    try:
+        for tunnel in opened:
+            await tunnel.start()
+        yield {tunnel.address: tunnel for tunnel in opened}
+    finally:
+        for tunnel in opened:
+            await tunnel.close()
+
+
 async def enroll(
-    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float
-) -> EnrolledNode:
+    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float,
+    ways: Mapping[str, Tunnel] = MappingProxyType({}),
+) -> EnrolledNode:  # fmt: skip
     """Make node `slot` known to the run, or ask again under its own key. Tries all addresses for `patience_s`.
+
+    `ways`: what `tunnels` opened, tried after the addresses.
 
     Raises InviteError (refused, with the run's reason) or DeadlineError (which addresses, how long).
     """
@@ -122,15 +143,18 @@ async def enroll(
     own_keys = ClientKeys(invite.keys.server_public, own)
     deadline, faults = time.monotonic() + patience_s, {}
     while True:
-        for address in invite.addresses:
+        for address in [*invite.addresses, *ways]:
             left_s = deadline - time.monotonic()
             try:
                 limit_s = max(0.1, min(_ADDRESS_S, left_s))
-                answer = await _ask(address, own_keys if enrolled else invite.keys, message, limit_s)
+                shown = ways[address].name if address in ways else address
+                answer = await _ask(address, shown, own_keys if enrolled else invite.keys, message, limit_s)
             except DeadlineError as error:
-                faults[address] = str(error)
+                faults[address] = (address in ways and ways[address].fault) or str(error)
                 continue
             state.note_enrolled(slot)
+            if address in ways:
+                logger.info("connected through %s", shown)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)
         if time.monotonic() >= deadline:
             raise DeadlineError(
@@ -141,8 +165,8 @@ async def enroll(
         await asyncio.sleep(_RETRY_S)
 
 
-async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
-    """Send `message` to one address. Raises InviteError, or DeadlineError with how far the connection came."""
+async def _ask(address: str, name: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
+    """Send `message` to one address, called `name`. Raises InviteError, or DeadlineError: how far it came."""
     context = zmq.asyncio.Context()
     socket = dealer(context, f"tcp://{address}", keys)
     events = socket.get_monitor_socket(zmq.EVENT_ALL)
@@ -156,13 +180,13 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
         while (left_s := until - time.monotonic()) > 0:
             ready = dict(await poller.poll(math.ceil(left_s * 1000)))
             if socket in ready:
-                return _read(await socket.recv(), address)
+                return _read(await socket.recv(), name)
             if events in ready:
                 event = (await recv_monitor_message(events))["event"]
                 seen.add(event)
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise InviteError(
-                        f"the run at {address} does not know this key: the invite is too old, the node was turned "
+                        f"the run at {name} does not know this key: the invite is too old, the node was turned "
                         "away for good, or the run's keys were made anew; join with a fresh invite (and another "
                         "--state-dir, if this machine joined before)"
                     )
@@ -170,10 +194,10 @@ async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) 
         socket.disable_monitor()
         context.destroy(linger=0)
     if zmq.EVENT_HANDSHAKE_SUCCEEDED in seen:
-        raise DeadlineError(f"{address} took the connection and did not answer within {limit_s:.0f} s")
+        raise DeadlineError(f"{name} took the connection and did not answer within {limit_s:.0f} s")
     if seen & {zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL}:
-        raise DeadlineError(f"what listens at {address} does not hold the run's key: another run, or another program")
-    raise DeadlineError(f"{address} took no connection within {limit_s:.0f} s")
+        raise DeadlineError(f"what listens at {name} does not hold the run's key: another run, or another program")
+    raise DeadlineError(f"{name} took no connection within {limit_s:.0f} s")
 
 
 def _read(raw: bytes, address: str) -> Enrolled:

@@ -18,8 +18,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 from pydantic import ValidationError
 
 from composer_prime.address import Address, tcp_address
@@ -33,7 +35,8 @@ from composer_prime.run.process import child_options, end_with_parent, exit_text
 from composer_prime.run.retry import Restarts
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
-from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest
+from composer_prime.wire.tunnel import Tunnel
+from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest, tunnels
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.serving import FAILED, Assignment, run_node
 
@@ -49,7 +52,8 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     invite, state = _invite(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.dry_run:
-        print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
+        ways = ", ".join([*invite.addresses, *(f"relay {relay}" for relay in invite.relays)])
+        print(f"invite    run {invite.run_id} at {ways}\nstate     {state.path}")
         print(f"machine   {find_machine(state.path)}")
         return 0
     try:
@@ -127,6 +131,9 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
     parser.add_argument("--tensor-parallel", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--tunneled", action="store_true", help=argparse.SUPPRESS
+    )  # It goes through the parent's tunnel.
     return parser
 
 
@@ -159,6 +166,8 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     answer, address = enrollment.answer, enrollment.address
     inference = join_config(options, json.loads(answer.inference))
+    if options.tunneled:  # The run would tell others to look for it at 127.0.0.1.
+        inference = inference.model_copy(update={"relay": None})
     if inference.relay is not None:
         inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
     logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
@@ -209,10 +218,21 @@ class _Machine:
         """Return the worst exit status of the nodes. Raises what keeps all of them from starting."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
-        options, state = self._options, self._state
-        machine = await asyncio.to_thread(find_machine, state.path)
+        machine = await asyncio.to_thread(find_machine, self._state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
-        enrollment = await enroll(self._invite, state, 0, _name(options, 0), machine, options.connect_timeout)
+        async with tunnels(self._invite) as ways:
+            return await self._serve(machine, ways)
+
+    async def _serve(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> int:
+        options, invite = self._options, self._invite
+        enrollment = await enroll(invite, self._state, 0, _name(options, 0), machine, options.connect_timeout, ways)
+        if enrollment.address in ways:
+            if options.relay is not None:
+                logger.warning("--relay %s is left out: other nodes cannot reach this machine", options.relay)
+            self._words.append("--tunneled")
+        # The nodes begin with what connected; a tunnel ends in this process.
+        addresses = sorted([*invite.addresses, *ways], key=lambda address: address != enrollment.address)
+        self._invite = msgspec.structs.replace(invite, addresses=addresses, relays=[])
         shares = self._plan(machine, enrollment)
         inference = join_config(options, json.loads(enrollment.answer.inference))
         grace_s = inference.drain_timeout_s + _END_S

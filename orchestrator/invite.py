@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -26,6 +27,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
+from composer_prime.wire.tunnel import node_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
@@ -40,11 +42,17 @@ def main(words: list[str]) -> int:
     run_dir = RunDir(options.run_dir.absolute())
     if options.withdraw:
         run_id = read_run_id(run_dir)
-        withdrawn = RunKeys(run_dir.keys).registry.withdraw()
+        registry = RunKeys(run_dir.keys).registry
+        withdrawn = registry.withdraw()
+        for relay in relay_addresses(options.relay, allow_loopback=True):
+            registry.use_relay(relay, use=False)
         print(f"withdrawn: {pluralize(withdrawn, 'invite')} of run {run_id}. Nodes that have joined serve on")
         return 0
-    addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback)
-    invite = create_invite(run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses)
+    relays = relay_addresses(options.relay, allow_loopback=options.allow_loopback)
+    addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
+    invite = create_invite(
+        run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses, relays=relays
+    )
     text = invite.text()
     if options.quiet:
         print(text)
@@ -53,8 +61,11 @@ def main(words: list[str]) -> int:
     print(f"\nshell   {shell_line(text)}")
     print(f"uvx     {uvx_line(text)}")
     print(f"docker  {docker_line(text)}")
+    for relay in relays:
+        print(f"relay   {relay_line(relay, invite.verify_key)}")
+    ways = [*addresses, *(f"relay {relay}" for relay in relays)]
     print(
-        f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(addresses)}, until "
+        f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(ways)}, until "
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
         file=sys.stderr,
     )
@@ -64,10 +75,13 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str]) -> Invite:
+def create_invite(
+    run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], relays: Sequence[str] = ()
+) -> Invite:
     """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
-    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn.
+    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `relays`: the same of relays, tried last;
+    the run's host connects to them as long as it runs.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -78,6 +92,8 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
     public, secret = zmq.curve_keypair()
     expires = int(time.time() + expires_s)
     keys.registry.invite(public, uses=nodes, expires=expires)
+    for relay in relays:
+        keys.registry.use_relay(relay)
     return Invite(
         addresses=addresses,
         server=z85.decode(server),
@@ -87,6 +103,8 @@ def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: l
         release=release(),
         protocol=PROTOCOL,
         expires=expires,
+        relays=list(relays),
+        relay_pass=node_pass(keys.signer()) if relays else b"",
     )
 
 
@@ -107,6 +125,24 @@ def docker_line(text: str) -> str:
     )
 
 
+def relay_line(relay: str, run: bytes) -> str:
+    """Return what starts the relay on its box. Nothing in it is secret."""
+    address = Address("0.0.0.0", tcp_address(relay, "--relay", scheme="").port)
+    return f"orchestrator relay --listen {address} --run {run.hex()}"
+
+
+def relay_addresses(given: list[str], *, allow_loopback: bool = False) -> list[str]:
+    """Return HOST:PORT of each relay. Raises ConfigError, also for loopback unless that is allowed."""
+    relays = [tcp_address(text, "--relay", scheme="") for text in given]
+    for relay in relays:
+        if _is_loopback(relay.host) and not allow_loopback:
+            raise ConfigError(
+                f"--relay is {relay}, which no other machine reaches: give the public address of a box that runs "
+                "`orchestrator relay`; --allow-loopback is for nodes on this machine"
+            )
+    return [str(relay) for relay in relays]
+
+
 def seconds(text: str) -> float:
     """Return a duration such as 90s, 45m, 24h or 7d in seconds. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
@@ -115,17 +151,27 @@ def seconds(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
+def node_addresses(
+    run_dir: RunDir, given: list[str], *, allow_loopback: bool = False, optional: bool = False
+) -> list[str]:
     """Return HOST:PORT at which machines elsewhere reach the run's gateway: `given`, or where it listens.
 
-    Raises ConfigError for loopback unless that is allowed, and where no port is known.
+    Raises ConfigError for loopback unless that is allowed, and where no port is known. With `optional`, none of it is
+    needed: where the run listens is left out then.
     """
     if given:
         addresses = [tcp_address(text.removeprefix("tcp://"), "--address", scheme="") for text in given]
     else:
-        addresses = [_listening(run_dir)]
-    for address in addresses:
+        try:
+            addresses = [_listening(run_dir)]
+        except ConfigError:
+            addresses = []
+            if not optional:
+                raise
+    for address in list(addresses):
         if _is_loopback(address.host) and not allow_loopback:
+            if optional and not given:
+                return []
             source = "--address is" if given else "the run listens for nodes at"
             raise ConfigError(
                 f"{source} {address}, which no other machine reaches: start the run with "
@@ -200,7 +246,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expires", default="24h", help="how long: 45m, 24h, 7d; default 24h")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
                         help="where nodes reach the run; default: where it listens. Several are tried")  # fmt: skip
+    parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",
+                        help="a box with `orchestrator relay`, for a run that cannot be reached from outside: the run "
+                        "and the nodes that reach no address connect there. Several are tried")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
-    parser.add_argument("--withdraw", action="store_true", help="make none: end all invites of the run instead")
+    parser.add_argument("--withdraw", action="store_true", help="make none: end all invites of the run instead; with "
+                        "--relay, the run also leaves that relay, and so do the nodes behind it")  # fmt: skip
     return parser

@@ -7,6 +7,7 @@
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (audit/command.py)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
+    orchestrator relay --listen HOST:PORT ...        join nodes with runs that nobody can reach (relay.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
@@ -41,6 +42,7 @@ _COMMANDS = {
     "audit": "orchestrator.audit.command",
     "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",
+    "relay": "orchestrator.relay",
     "rent": "orchestrator.rent.command",
     "weights": "orchestrator.weights",
 }
@@ -49,6 +51,7 @@ _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sect
        orchestrator join tcp://HOST:PORT (orchestrator join --help)
        orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator weights RUN_DIR (orchestrator weights --help)
+       orchestrator relay --listen HOST:PORT --run KEY (orchestrator relay --help)
        orchestrator rent --run DIR ... (orchestrator rent --help)
        orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""
 

@@ -152,6 +152,10 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     expires: int
     """Unix seconds."""
+    relays: list[str] = []
+    """HOST:PORT of relays through which the run is reached where no address is; tried in turn."""
+    relay_pass: bytes = b""
+    """What a node shows there (tunnel.py), 64 bytes."""
 
     @property
     def keys(self) -> ClientKeys:
@@ -180,9 +184,9 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
             invite = msgspec.msgpack.decode(raw[_CHECK_BYTES:], type=cls)
             if not all(len(key) == 32 for key in (invite.server, invite.secret, invite.verify_key)):
                 raise ValueError("a key in it has the wrong length")
-            if not invite.addresses:
+            if not invite.addresses and not invite.relays:
                 raise ValueError("it has no address")
-            for address in invite.addresses:
+            for address in [*invite.addresses, *invite.relays]:
                 tcp_address(address, "the invite's address", scheme="")
         except (binascii.Error, msgspec.DecodeError, ConfigError, ValueError) as error:
             raise InviteError(

@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from composer_prime.config import Config
@@ -43,6 +43,8 @@ class Enrollment:
         """`model_dir`: the folder with config.json, tokenizer and chat template."""
         self.revoked: dict[bytes, str] = {}
         """Reasons by key, as of the last `refresh`."""
+        self.relays: Sequence[str] = ()
+        """Where this host waits for nodes, as of the last `refresh`."""
         self._config = config
         self._keys = keys
         self._registry = keys.registry
@@ -71,6 +73,7 @@ class Enrollment:
         """Learn what other processes changed. What is known stays when the registry cannot be read."""
         try:
             nodes, self._invites = self._registry.list(), self._registry.invites()
+            self.relays = self._registry.relays()
         except ConfigError as error:
             logger.error("nodes are those known before: %s", error)
             return

@@ -31,6 +31,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
+from composer_prime.wire.tunnel import RelayLegs
 from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.fleet.control import build_control
@@ -102,6 +103,7 @@ class Gateway:
             self.audits = self._build_audits(keys, weight_store)
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
+        self._relay_legs = RelayLegs(keys.signer)
         send = lambda node, message: self._nodes.send(node.identity, message)
         self._control = build_control(config, self.router, keys, run_dir, send)
         self.accounts = self._control.accounts
@@ -192,6 +194,7 @@ class Gateway:
         await self._chunks.close()
         self._chat.close()
         await self._nodes.close()
+        await self._relay_legs.close()  # Last words to nodes go through them.
         if not self._failure.cancel() and not self._failure.cancelled():
             self._failure.exception()  # Retrieved here in case nobody watched.
 
@@ -267,6 +270,7 @@ class Gateway:
                 continue
             router = self.router
             self._link.end_revoked()
+            self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
             router.nodes.lose_silent(inference.lost_after_s)
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
@@ -308,6 +312,7 @@ class Gateway:
                 "chunk_bytes_sent": self._chunks.bytes_sent,
                 "chunk_requests_dropped": self._chunks.dropped,
             },
+            "relays": self._relay_legs.states(),
             "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
             "loop_lag": self.lag.metrics(reset=False),
         }
@@ -339,6 +344,8 @@ class Gateway:
             "gateway/records_bytes": self.records.num_bytes,
             "gateway/prompt_bytes_received": self._generator.prompt_bytes_received,
             "gateway/prefixes_missing": self._generator.prefixes_missing,
+            "gateway/prompt_bytes_sent": counters.prompt_bytes_sent,
+            "gateway/prefixes_missing_at_nodes": counters.prefixes_missing,
             **oldest,
             **(self.audits.metrics() if self.audits is not None else {}),
             **self.lag.metrics(),

@@ -73,6 +73,23 @@ def test_the_secret_of_an_invite_is_in_its_string_only(started):
     assert invite.secret not in stored and invite.keys.own.secret not in stored
 
 
+def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys):
+    """Its loopback address is left out. The run learns the relay; the line that starts the relay holds no secret."""
+    run_dir = started("tcp://127.0.0.1:0")
+    keys = RunKeys(run_dir.keys)
+    assert main([str(run_dir.root), "--relay", "192.0.2.9:5600"]) == 0
+    string, _, *lines = capsys.readouterr().out.splitlines()
+    invite = Invite.read(string)
+    assert (invite.addresses, invite.relays) == ([], ["192.0.2.9:5600"]) and len(invite.relay_pass) == 64
+    key = keys.verifier().public_bytes_raw().hex()
+    assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --run {key}"
+    assert keys.registry.relays() == ["192.0.2.9:5600"]
+    with pytest.raises(ConfigError, match=r"--relay is 127\.0\.0\.1:5600, which no other machine reaches"):
+        main([str(run_dir.root), "--relay", "127.0.0.1:5600"])
+    assert main([str(run_dir.root), "--relay", "192.0.2.9:5600", "--withdraw"]) == 0
+    assert keys.registry.relays() == []
+
+
 def test_open_invites_can_be_withdrawn(started, capsys):
     """Nobody joins by them any more; nodes that did serve on."""
     run_dir = started()

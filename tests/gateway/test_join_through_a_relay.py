@@ -1,0 +1,234 @@
+"""A node that cannot reach the run's host joins through `orchestrator relay`: real parts over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from gateway_config import MODEL
+from http_calls import generate_body, post
+
+from composer_prime.address import Address
+from composer_prime.errors import ConfigError, DeadlineError, WireError
+from composer_prime.run.keys import RunKeys
+from composer_prime.wire import tunnel
+from composer_prime.wire.tunnel import RelayLeg, RelayLegs, dial, node_pass
+from inference.enrolling import NodeState, enroll, tunnels
+from orchestrator.relay import Relay, _run_key
+from tests.engines.reference import Reference
+from tests.gateway.test_join_by_invite import MACHINE, invite_for, until
+from tests.inference.publisher import Publisher
+
+NOBODY = "127.0.0.1:1"
+
+
+def public(keys: RunKeys) -> bytes:
+    return keys.verifier().public_bytes_raw()
+
+
+@contextlib.asynccontextmanager
+async def relaying(*runs: bytes, port: int = 0, **limits) -> AsyncIterator[Relay]:
+    relay = Relay(runs, **limits)
+    await relay.start(Address("127.0.0.1", port))
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+@contextlib.asynccontextmanager
+async def served(relay: Relay, keys: RunKeys) -> AsyncIterator[RelayLegs]:
+    """A host behind the relay whose node port sends back what comes."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    try:
+        async with registered(relay, keys, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}") as legs:
+            yield legs
+    finally:
+        server.close()
+
+
+@contextlib.asynccontextmanager
+async def registered(relay: Relay, keys: RunKeys, endpoint: str) -> AsyncIterator[RelayLegs]:
+    legs = RelayLegs(keys.signer)
+    legs.update([str(relay.address)], endpoint)
+    try:
+        await until(lambda: legs.states() == {str(relay.address): "registered"}, "the host to register")
+        yield legs
+    finally:
+        await legs.close()
+
+
+def through(keys: RunKeys, relay: Address | str, address: str = NOBODY):
+    """An invite whose only address is one where nobody listens."""
+    invite = invite_for(keys, address)
+    return msgspec.structs.replace(invite, relays=[str(relay)], relay_pass=node_pass(keys.signer()))
+
+
+@pytest.mark.process
+async def test_a_node_serves_through_a_relay(open_gateway, keys, store, tmp_path):
+    """The address in its invite is dead. The relay is a process of its own with nothing but the run's public key."""
+    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
+    command = ["-m", "orchestrator.main", "relay", "--listen", "127.0.0.1:0", "--run", public(keys).hex()]
+    pipe = asyncio.subprocess.PIPE
+    box = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe)
+    processes = [box]
+    try:
+        assert box.stdout is not None
+        line = (await asyncio.wait_for(box.stdout.readline(), 100)).decode()
+        assert line.startswith("relaying at 127.0.0.1:") and line.endswith(" for 1 run\n")
+        address = line.split()[2]
+        async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+            gateway.publish(publisher.publish(3))
+            invite = through(keys, address)
+            keys.registry.use_relay(address)
+            words = ["join", invite.text(), "--state-dir", str(tmp_path), "--name", "box", "--relay", "127.0.0.1:0"]
+            node = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "inference.main", *words, "--threads", "1", "--device", "cpu"
+            )
+            processes.append(node)
+            nodes = lambda: [node for node in gateway.state()["nodes"] if node["attached"]]
+            await until(nodes, "the node to attach")
+            assert [(node["node_id"], node["version"]) for node in nodes()] == [("box", 3)]
+            status, _ = await post(gateway.http_url, generate_body(5))
+            assert status == 200 and gateway.state()["relays"] == {address: "registered"}
+            assert gateway._link.weight_places(b"another")["relays"] == []
+            node.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(node.wait(), 100) == 0
+        box.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(box.wait(), 100) == 128 + signal.SIGTERM
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+async def test_a_relay_that_vanished_is_dialed_again(keys):
+    """By the host without being told; a node's next stream goes through as before."""
+    async with relaying(public(keys)) as relay, served(relay, keys) as legs:
+        await relay.close()
+        await until(lambda: "registered" not in legs.states().values(), "the host to notice")
+        async with relaying(public(keys), port=relay.address.port) as again:
+            await until(lambda: "registered" in legs.states().values(), "the host to register again")
+            assert await echo_of(again.address, keys, b"here again") == b"here again"
+
+
+async def echo_of(address: Address, keys: RunKeys, data: bytes) -> bytes:
+    reader, writer = await dial(address, public(keys), node_pass(keys.signer()))
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.readexactly(len(data)), 100)
+    finally:
+        writer.close()
+
+
+async def test_bytes_pass_unchanged_and_both_ends_close_together(keys):
+    """More than is held anywhere on the way, both ways at once."""
+    data = bytes(range(256)) * (1 << 13)
+    async with relaying(public(keys)) as relay, served(relay, keys):
+        reader, writer = await dial(relay.address, public(keys), node_pass(keys.signer()))
+        writer.write(data)
+        assert await asyncio.wait_for(reader.readexactly(len(data)), 100) == data
+        writer.close()
+        await until(lambda: relay._streams.total() == 0, "the stream to end")
+
+
+async def test_only_the_run_itself_takes_its_place_and_only_its_nodes_dial(keys, tmp_path):
+    """Another run's key, a run that the relay does not serve, a pass of another run, and no host."""
+    other = RunKeys.create(tmp_path / "other")
+    impostor = keys.verifier()
+    async with relaying(public(keys)) as relay:
+        leg = RelayLeg(str(relay.address), other.signer(), "tcp://127.0.0.1:1")
+        with pytest.raises(
+            WireError, match=f"relay {relay.address} refused: it does not serve run {public(other).hex()}"
+        ):
+            await leg._serve()
+
+        class Stolen:
+            """Claims the run's public key and signs with another one."""
+
+            def public_key(self):
+                return impostor
+
+            def sign(self, data: bytes) -> bytes:
+                return other.signer().sign(data)
+
+        with pytest.raises(WireError, match="not signed by run"):
+            await RelayLeg(str(relay.address), Stolen(), "tcp://127.0.0.1:1")._serve()
+        with pytest.raises(WireError, match=r"not signed by run .*: join with an invite of that run"):
+            await dial(relay.address, public(keys), node_pass(other.signer()))
+        with pytest.raises(WireError, match=r"the host of run .* is not connected to it: is the run up\?"):
+            await dial(relay.address, public(keys), node_pass(keys.signer()))
+        with pytest.raises(WireError, match="does not serve run"):
+            await dial(relay.address, public(other), node_pass(other.signer()))
+
+
+async def test_a_full_relay_says_so_and_has_room_when_a_stream_ends(keys):
+    async with relaying(public(keys), max_streams=1) as relay, served(relay, keys):
+        _, writer = await dial(relay.address, public(keys), node_pass(keys.signer()))
+        with pytest.raises(WireError, match="it is full: 1 streams, and --streams is 1"):
+            await dial(relay.address, public(keys), node_pass(keys.signer()))
+        writer.close()
+        await until(lambda: relay._streams.total() == 0, "the stream to end")
+        assert await echo_of(relay.address, keys, b"room") == b"room"
+
+
+async def test_a_silent_stream_is_ended(keys):
+    async with relaying(public(keys), idle_s=0.2) as relay, served(relay, keys):
+        reader, _ = await dial(relay.address, public(keys), node_pass(keys.signer()))
+        assert await asyncio.wait_for(reader.read(), 100) == b""
+
+
+async def test_lines_that_are_none_are_turned_away(keys):
+    """Another protocol, too long a line, bytes that are no text, a stream that was never opened."""
+    async with relaying(public(keys)) as relay:
+        for line, answer in (
+            (b"GET / HTTP/1.1\n", b"no it speaks composer-relay-1: install one release on relay, run and nodes\n"),
+            (b"x" * 600 + b"\n", b""),
+            (b"\xff\xfe\n", b""),
+            (b"x" * 300_000, b""),
+            (f"{tunnel.PROTOCOL} take {'0' * 32}\n".encode(), b""),
+        ):
+            reader, writer = await asyncio.open_connection(*relay.address)
+            writer.write(line)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 100) == answer
+            writer.close()
+    with pytest.raises(ConfigError, match="--run is 'abc', expected the 64 hexadecimal digits"):
+        _run_key("abc")
+
+
+async def test_what_cannot_be_reached_is_named_with_the_relay(keys, tmp_path):
+    """A relay where nobody listens, and one that refuses: with its reason, beside the dead address."""
+    state = lambda invite: NodeState(tmp_path, invite)
+    invite = through(keys, Address("127.0.0.1", 1))
+    async with tunnels(invite) as ways:
+        with pytest.raises(
+            DeadlineError, match=r"tried for 2 s .*127\.0\.0\.1:1 took no .*relay 127\.0\.0\.1:1 took no"
+        ):
+            await enroll(invite, state(invite), 0, "box", MACHINE, 2.0, ways)
+    async with relaying(public(keys)) as relay:
+        invite = through(keys, relay.address)
+        async with tunnels(invite) as ways:
+            with pytest.raises(DeadlineError, match=f"relay {relay.address} refused: the host of run"):
+                await enroll(invite, state(invite), 0, "box", MACHINE, 2.0, ways)
+
+
+async def test_an_address_that_connects_is_preferred(open_gateway, keys, tmp_path):
+    """The relay is there, and is not used."""
+    async with open_gateway() as gateway, relaying(public(keys)) as relay:
+        invite = through(keys, relay.address, gateway.node_endpoint)
+        async with registered(relay, keys, gateway.node_endpoint), tunnels(invite) as ways:
+            first = await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 100, ways)
+            assert first.address == invite.addresses[0] and first.address not in ways
