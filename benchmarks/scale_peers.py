@@ -29,6 +29,7 @@ from composer_prime.wire.node import (
     Drain,
     Generate,
     Generated,
+    GenerateFailed,
     HelloAgain,
     NodeHello,
     Rejected,
@@ -36,31 +37,34 @@ from composer_prime.wire.node import (
     ToNode,
 )
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.turns import JSON, PackedAnswer, TurnClient
+from composer_prime.wire.turns import JSON, HeldPrompts, PackedAnswer, TurnClient
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 
 HEARTBEAT_S = 1.0
 
 
-def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> None:
+def run_node(endpoint: str, token: str, delay_s: float, reply: list[int], keeps_prompts: bool) -> None:
     """Answer every Generate with the token ids `reply`, `delay_s` after it came, until Drain."""
     socket = dealer(zmq.Context(), endpoint, ClientKeys.from_token(token))
     decoder, encode = msgspec.msgpack.Decoder(ToNode), msgspec.msgpack.Encoder().encode
     ids, logprobs = pack_ints(reply), pack_floats(np.full(len(reply), -0.5))
     spans = [VersionSpan(0, len(reply), 0)]
-    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=MAX_PLACES)
+    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=MAX_PLACES,
+                      keeps_prompts=keeps_prompts)  # fmt: skip
+    prompts = HeldPrompts()
     socket.send(encode(hello))
-    due: list[tuple[float, int, str]] = []
+    due: list[tuple[float, int, Generate, np.ndarray]] = []
     cancelled: set[int] = set()
     beat = time.monotonic() + HEARTBEAT_S
     while True:
         now = time.monotonic()
         while due and due[0][0] <= now:
-            _, lease, request_id = heapq.heappop(due)
+            _, lease, request, prompt = heapq.heappop(due)
             if lease in cancelled:
                 cancelled.discard(lease)
                 continue
-            answer = Generated(request_id=request_id, lease=lease, token_ids=ids, logprobs=logprobs,
+            prompts.add_answer(request.session, prompt, reply)
+            answer = Generated(request_id=request.request_id, lease=lease, token_ids=ids, logprobs=logprobs,
                                version_spans=spans, finish_reason="stop")  # fmt: skip
             socket.send(encode(answer))
         if now >= beat:
@@ -73,7 +77,12 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
         message = decoder.decode(socket.recv())
         match message:
             case Generate():
-                heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message.request_id))
+                prompt = prompts.take(message.session, message.prefix, message.prompt_ids)
+                if prompt is not None:
+                    heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message, prompt))
+                    continue
+                socket.send(encode(GenerateFailed(request_id=message.request_id, lease=message.lease, retryable=True,
+                                                  error="no such prefix", prefix_missing=True)))  # fmt: skip
             case CancelGenerate():
                 cancelled.add(message.lease)
             case HelloAgain():
@@ -156,6 +165,7 @@ def main() -> None:
     node.add_argument("--endpoint", required=True)
     node.add_argument("--delay-s", type=float, required=True)
     node.add_argument("--reply", type=int, nargs="+", required=True, help="token ids of every answer")
+    node.add_argument("--whole-prompts", action="store_true", help="as a node of an older release")
     roles.add_parser("flood").add_argument("--endpoint", required=True)
     clients = roles.add_parser("clients")
     clients.add_argument("--url", required=True)
@@ -168,7 +178,7 @@ def main() -> None:
     clients.add_argument("--name", default="c")
     args = parser.parse_args()
     if args.role == "node":
-        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
+        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply, not args.whole_prompts)
     elif args.role == "flood":
         run_flood(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
     else:

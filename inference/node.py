@@ -61,7 +61,8 @@ from composer_prime.wire.node import (
     WeightChunk,
 )
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.types import ints, pack_floats, pack_ints
+from composer_prime.wire.turns import HeldPrompts
+from composer_prime.wire.types import pack_floats, pack_ints
 from inference.engines.base import Engine
 from inference.progress import ProgressStreams
 from inference.receiver import Receiver
@@ -112,6 +113,7 @@ class InferenceNode:
         self._heartbeat_s = config.heartbeat_s
         self._welcome: NodeWelcome | None = None
         self._streams = ProgressStreams(engine, receiver, link.send)
+        self._prompts = HeldPrompts()
         self._attached = False
         self._hello_at = 0.0
         self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -229,6 +231,7 @@ class InferenceNode:
                 relay_port=self._relay_port,
                 device=self._device,
                 usd_per_hour=self._config.usd_per_hour,
+                keeps_prompts=True,
             )
         )
 
@@ -313,9 +316,12 @@ class InferenceNode:
         self._streams.begin(engine_id, message)
         try:
             rollbacks = self._receiver.rollbacks
-            done = await self._engine.generate(
-                engine_id, ints(message.prompt_ids).tolist(), message.sampling, message.session
-            )
+            prompt = self._prompts.take(message.session, message.prefix, message.prompt_ids)
+            if prompt is None:
+                self._return_untried(message, "it does not hold the prefix", prefix_missing=True)
+                return
+            done = await self._engine.generate(engine_id, prompt.tolist(), message.sampling, message.session)
+            self._prompts.add_answer(message.session, prompt, done.token_ids)
             await self._receiver.settled.wait()
             if self._receiver.rollbacks != rollbacks:
                 raise EngineError("weights that were refused were in use while this request ran")
@@ -342,11 +348,12 @@ class InferenceNode:
             )
         )
 
-    def _return_untried(self, message: Generate, why: str) -> None:
-        """Return a request that this node cannot finish because it leaves. It does not count as an attempt."""
+    def _return_untried(self, message: Generate, why: str, *, prefix_missing: bool = False) -> None:
+        """Return a request that this node cannot finish, as it leaves or lacks the prefix. It is no attempt."""
         self._link.send(
-            GenerateFailed(request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False)
-        )
+            GenerateFailed(request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False,
+                           prefix_missing=prefix_missing)
+        )  # fmt: skip
 
     async def _check_engine(self, error: Exception) -> None:
         """End the node when its engine cannot score two tokens, so that the launcher may start it again."""

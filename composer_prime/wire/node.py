@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
+from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import VersionSpan
 
 MAX_PLACES = 1 << 14
@@ -74,6 +75,8 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """What its machine costs, as its operator says (`--price`); None when unknown."""
     relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Where it serves weight chunks to other nodes, at the address that its connection comes from; 0 for nowhere."""
+    keeps_prompts: bool = False
+    """Whether a prompt may come as what follows a Prefix; an older release gets every prompt whole."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -98,10 +101,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     request_id: str
     lease: int
     prompt_ids: bytes
-    """int32 [T]."""
+    """int32 [T]: the prompt, or what follows `prefix` in it."""
     sampling: Sampling
     session: str
     """The conversation. Its requests go to one node while that is alive, because the prefix cache is warm there."""
+    prefix: Prefix | None = None
+    """The start of the prompt, which the node should hold of this session; only for nodes that keep prompts."""
 
 
 class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -163,6 +168,8 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
     """False for a request that no node could serve (for example a prompt longer than the context)."""
     tried: bool = True
     """False when a node that is about to leave returns the request: neither is to blame."""
+    prefix_missing: bool = False
+    """True when the node does not hold the prefix: it wants the whole prompt, and neither is to blame."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

@@ -1,4 +1,4 @@
-"""The packed form of POST /inference/v1/generate: raw numbers, and of a prompt only what the gateway does not hold.
+"""Of a prompt, only what the other side does not hold: the packed form of POST /inference/v1/generate, and nodes.
 
     client --first request: JSON, Accept: PACKED--> gateway --PackedAnswer--> the client knows that packed is understood
     client --prefix (length and digest), new ids--> gateway --PackedAnswer--> client
@@ -7,6 +7,9 @@
 The records of an open rollout hold each session's prompt and answer, and the client remembers the same tokens. The next
 prompt usually continues them. The digest decides: a prefix that differs on both ends is never used. A gateway that does
 not know the packed form answers JSON, and the client stays with JSON.
+
+    gateway --Generate: prefix, new ids--> node --Generated--> gateway                               (wire/node.py)
+                           the node does not hold that prefix --GenerateFailed--> the gateway sends the whole prompt
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -31,13 +34,17 @@ PREFIX_MISSING = "prefix_missing"
 _DIGEST_BYTES = 16
 _MAX_REMEMBERED_TOKENS = 1 << 21
 """Tokens that a client remembers, 4 bytes each. The conversation that was used least recently goes first."""
+_MAX_HELD_TOKENS = 1 << 24
+"""Tokens that a node keeps, 4 bytes each: 64 MiB."""
+_SPARE = 8
+"""A sequence that grows gets room for one eighth more."""
 
 Send = Callable[[bytes, Mapping[str, str]], Awaitable[tuple[int, str, bytes]]]
 """Posts a body with these headers. Returns status, content type and body of the answer."""
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a prompt that the gateway holds."""
+    """The part of a prompt that the receiver holds."""
 
     num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     digest: Annotated[bytes, Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
@@ -94,6 +101,80 @@ class TokenHash:
 
     def prefix(self) -> Prefix:
         return Prefix(num_tokens=self.num_tokens, digest=self._hash.digest())
+
+
+@dataclass(slots=True)
+class HashedTokens:
+    """Ids that grow at their end, hashed as far as somebody asked."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    hashed: TokenHash = field(default_factory=TokenHash)
+    """Of their first `hashed.num_tokens`."""
+    _room: np.ndarray = field(default_factory=lambda: np.empty(0, INT))
+    """`tokens` is its beginning, once it has grown."""
+
+    def extend(self, *parts: np.ndarray) -> None:
+        """Add ids, int32 [T_part] each. Views of `tokens` keep what they show."""
+        size = len(self.tokens)
+        total = size + sum(map(len, parts))
+        if total > len(self._room):
+            self._room = np.empty(total + total // _SPARE, INT)
+            self._room[:size] = self.tokens
+        np.concatenate(parts, out=self._room[size:total])
+        self.tokens = self._room[:total]
+
+    def hash_of(self, size: int) -> TokenHash:
+        """Return the hash of the first `size` tokens: only what comes after `hashed` is read where that is shorter."""
+        if size < self.hashed.num_tokens:
+            return TokenHash().extended(self.tokens[:size].data)
+        self.hashed = self.hashed.extended(self.tokens[self.hashed.num_tokens : size].data)
+        return self.hashed
+
+    def starts_with(self, prefix: Prefix) -> bool:
+        size = prefix.num_tokens
+        return size <= len(self.tokens) and self.hash_of(size).prefix() == prefix
+
+
+class HeldPrompts:
+    """What a node keeps of recent conversations, so that a turn brings its new tokens only."""
+
+    def __init__(self, max_tokens: int = _MAX_HELD_TOKENS) -> None:
+        """`max_tokens`: of all conversations. The one that was used least recently goes first."""
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._sessions: OrderedDict[str, HashedTokens] = OrderedDict()
+
+    def take(self, session: str, prefix: Prefix | None, new_ids: bytes) -> np.ndarray | None:
+        """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`, and keep it.
+
+        None when that prefix is not held. Raises ValueError when `new_ids` are no int32.
+        """
+        new, held = ints(new_ids), self._sessions.get(session)
+        if prefix is None:
+            self._keep(session, HashedTokens(new))
+            return new
+        if held is None or not held.starts_with(prefix):
+            return None
+        size = prefix.num_tokens
+        prompt = np.concatenate([held.tokens[:size], new])
+        self._keep(session, HashedTokens(prompt, held.hash_of(size)))
+        return prompt
+
+    def add_answer(self, session: str, prompt: np.ndarray, answer_ids: list[int]) -> None:
+        """Keep the answer to `prompt` too, unless a newer prompt of the session has come."""
+        held = self._sessions.get(session)
+        if held is not None and held.tokens is prompt:
+            tokens = np.concatenate([prompt, np.asarray(answer_ids, INT)])
+            self._keep(session, HashedTokens(tokens, held.hashed))
+
+    def _keep(self, session: str, held: HashedTokens) -> None:
+        former = self._sessions.pop(session, None)
+        self._sessions[session] = held
+        self._num_tokens += len(held.tokens) - (0 if former is None else len(former.tokens))
+        while self._num_tokens > self._max_tokens:
+            _, oldest = self._sessions.popitem(last=False)
+            self._num_tokens -= len(oldest.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.turns import PREFIX_MISSING, Prefix, TokenHash
+from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, Prefix
 from composer_prime.wire.types import INT, VersionSpan, ints
 from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.routing import Router
@@ -189,17 +189,17 @@ class Generator:
         fields: SamplingFields,
         *,
         max_tokens: int | None = None,
-        num_held: int = 0,
+        prefix: Prefix | None = None,
     ) -> tuple[str, NodeAnswer]:
         """Return the request's id and its answer, recorded when `session` belongs to an open rollout.
 
-        `prompt`: int32 [T], of which the first `num_held` were held here. Raises RequestError, and what Router.generate
+        `prompt`: int32 [T], which begins with `prefix`, held here. Raises RequestError, and what Router.generate
         raises.
         """
         order = next(self._order)
         request_id = f"g{order}"
         token_ids = ints(prompt)
-        self._check_ids(token_ids, num_held)
+        self._check_ids(token_ids, 0 if prefix is None else prefix.num_tokens)
         sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self.max_context, max_tokens=max_tokens)
         if sampling.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
@@ -211,7 +211,10 @@ class Generator:
         self._under_way[session] += 1
         try:
             oldest = self._records.oldest_version(session)
-            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
+            prefix = prefix or self._records.start(session, token_ids)
+            answer = await self._router.generate(
+                request_id, session, prompt, sampling, oldest_version=oldest, prefix=prefix
+            )
             record = GenerationRecord(
                 session=session,
                 prompt_ids=np.frombuffer(prompt, np.int32),
@@ -224,7 +227,7 @@ class Generator:
                 time=time.time(),
                 sampled_by=answer.sampled_by,
             )
-            self._records.append(record, order)
+            self._records.append(record, order, prefix)
         finally:
             self._under_way[session] -= 1
             if not self._under_way[session]:
@@ -276,29 +279,10 @@ class GenerationRecord:
 
 
 @dataclass(slots=True)
-class _Chain:
-    """Turns that each continue the one before: one sequence holds the tokens of all."""
-
-    tokens: np.ndarray
-    """int32 [T], prompt and completion of the newest turn."""
-    hashed: TokenHash = field(default_factory=TokenHash)
-    """Of their first `hashed.num_tokens`; the others are hashed when a request names them."""
-
-    def starts_with(self, prefix: Prefix) -> bool:
-        size = prefix.num_tokens
-        if size > len(self.tokens):
-            return False
-        if size >= self.hashed.num_tokens:
-            hashed = self.hashed = self.hashed.extended(self.tokens[self.hashed.num_tokens : size].data)
-        else:
-            hashed = TokenHash().extended(self.tokens[:size].data)
-        return hashed.prefix() == prefix
-
-
-@dataclass(slots=True)
 class _Turn:
     order: int
-    chain: _Chain
+    chain: HashedTokens
+    """Prompt and completion of the newest of the turns that each continue the one before."""
     num_prompt: int
     num_new: int
     rest: GenerationRecord
@@ -391,21 +375,34 @@ class RolloutRecords:
             return None
         return turns[-1].chain.tokens[: prefix.num_tokens]
 
-    def append(self, record: GenerationRecord, order: int) -> bool:
-        """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""
+    def start(self, session: str, token_ids: np.ndarray) -> Prefix | None:
+        """Return the longest start of `token_ids`, int32 [T], that the session's newest turn has: all of it, or its
+        prompt."""
+        rollout_id = self.rollout_of(session)
+        turns = None if rollout_id is None else self._open[rollout_id].get(session)
+        for size in (turns[-1].num_prompt + turns[-1].num_new, turns[-1].num_prompt) if turns else ():
+            if np.array_equal(token_ids[:size], turns[-1].chain.tokens[:size]):
+                return turns[-1].chain.hash_of(size).prefix()
+        return None
+
+    def append(self, record: GenerationRecord, order: int, prefix: Prefix | None = None) -> bool:
+        """Keep `record`, or return False when its rollout is not open.
+
+        `order` tells when its request began. `prefix`: a start of its prompt that the session's newest turn had.
+        """
         rollout_id = self.rollout_of(record.session)
         if rollout_id is None:
             return False
         turns = self._open[rollout_id].setdefault(record.session, [])
-        tokens = np.concatenate([record.prompt_ids, record.completion_ids])
-        chain = turns[-1].chain if turns else _Chain(_EMPTY)
-        if np.array_equal(chain.tokens, record.prompt_ids[: len(chain.tokens)]):
-            self.num_bytes -= chain.tokens.nbytes
-            chain.tokens = tokens
-        else:
-            chain = _Chain(tokens)
+        chain = turns[-1].chain if turns else HashedTokens(_EMPTY)
+        if prefix is None or not chain.starts_with(prefix):  # Another request may have been answered meanwhile.
+            prefix = self.start(record.session, record.prompt_ids)
+        size = 0 if prefix is None else prefix.num_tokens
+        if size < len(chain.tokens):
+            chain, size = HashedTokens(_EMPTY, chain.hash_of(size)), 0
+        chain.extend(record.prompt_ids[size:], record.completion_ids)
+        self.num_bytes += 4 * (len(record.prompt_ids) - size + len(record.completion_ids)) + record.logprobs.nbytes
         rest = replace(record, prompt_ids=_EMPTY, completion_ids=_EMPTY)
         turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
-        self.num_bytes += tokens.nbytes + record.logprobs.nbytes
         self._on_recorded(record, rollout_id)
         return True

@@ -148,16 +148,16 @@ class HttpServer:
             packed = await _decoded(request, _PACKED_DECODER)
             model, sampling = packed.model, packed.sampling_params
             prompt = self._generator.whole_prompt(session, packed.prefix, packed.new_ids)
-            num_held = 0 if packed.prefix is None else packed.prefix.num_tokens
+            prefix = packed.prefix
         else:
             body = await _decoded(request, _GENERATE_DECODER)
             if body.content_parts or body.features:
                 raise RequestError("content_parts and features are for images: this model reads text only")
             _check_no_stream(request, body.stream)
             model, sampling = body.model, body.sampling_params
-            prompt, num_held = self._generator.whole_prompt(session, None, pack_ints(body.token_ids)), 0
+            prompt, prefix = self._generator.whole_prompt(session, None, pack_ints(body.token_ids)), None
         self._generator.check_model(model)
-        answer = _packed_answer(*await self._generator.generate(session, prompt, sampling, num_held=num_held))
+        answer = _packed_answer(*await self._generator.generate(session, prompt, sampling, prefix=prefix))
         if is_packed or PACKED in request.headers.get("Accept", ""):
             return web.Response(body=msgspec.msgpack.encode(answer), content_type=PACKED)
         return _reply(answer.to_json())

@@ -20,7 +20,8 @@ import msgspec
 
 from composer_prime.errors import RequestError
 from composer_prime.monitor.events import event
-from composer_prime.wire.node import ComputeDevice, NodeHello, Sampling, Status
+from composer_prime.wire.node import ComputeDevice, Generate, NodeHello, Sampling, Status
+from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import INT
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.adaptive import KV_FULL
@@ -52,6 +53,8 @@ class GatewayRequest:
     done: asyncio.Future[NodeAnswer]
     oldest_version: int = 0
     """Nodes with older weights may not answer it."""
+    prefix: Prefix | None = None
+    """The start of its prompt that the session's newest turn had."""
     node: AttachedNode | None = None
     """None while it waits in the queue."""
     lease: int = 0
@@ -100,6 +103,22 @@ class GatewayRequest:
         """Return how many tokens it may sample on `node`: what is left, cut where the node's context ends."""
         return int(min(self.num_left, node.context - self.num_prompt))
 
+    def may_go_to(self, node: AttachedNode) -> bool:
+        """Whether `node` has not refused it, and may serve it now or later."""
+        return not node.draining and node.node_id not in self.refused_by and self.tokens_on(node) >= 1
+
+    def message(self, node: AttachedNode, prefix: Prefix | None) -> Generate:
+        """Return what its present `node` is sent, without the tokens of `prefix`, which that one holds."""
+        num_held = 0 if prefix is None else prefix.num_tokens
+        return Generate(
+            request_id=self.request_id,
+            lease=self.lease,
+            prompt_ids=self.prompt_ids[num_held * INT.itemsize :] + bytes(self.kept.token_ids),
+            prefix=prefix,
+            sampling=msgspec.structs.replace(self.sampling, max_tokens=self.tokens_on(node), resumed=len(self.kept)),
+            session=self.session,
+        )
+
     def fits(self, node: AttachedNode) -> bool:
         """Whether `node` may answer it in full length."""
         return (
@@ -130,6 +149,10 @@ class RequestCounters:
     """Requests started a second time because the first node was slow."""
     twins_won: int = 0
     """Of those, answered by the second node."""
+    prompt_bytes_sent: int = 0
+    """Of token ids in prompts to nodes, 4 bytes each: without the prefixes that they held."""
+    prefixes_missing: int = 0
+    """Requests whose node wanted the whole prompt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,6 +197,8 @@ class AttachedNode:
     """Whether its process served this run before its Hello, perhaps under an earlier start of the orchestrator."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
+    keeps_prompts: bool = False
+    """Whether it takes a turn's new tokens only; one of an older release gets every prompt whole."""
     streams: bool = False
     """Whether it has ever delivered a part of an answer."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
@@ -319,6 +344,7 @@ class Nodes:
             device=hello.device,
             usd_per_hour=hello.usd_per_hour,
             is_known=hello.run_id is not None,
+            keeps_prompts=hello.keeps_prompts,
         )
         if former is not None:
             for counter in _COUNTERS:

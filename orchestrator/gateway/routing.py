@@ -21,10 +21,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import msgspec
-
 from composer_prime.errors import EngineError, RequestError, WireError
-from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Progress, Sampling, ToNode
+from composer_prime.wire.node import CancelGenerate, Generated, GenerateFailed, Progress, Sampling, ToNode
+from composer_prime.wire.turns import Prefix
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, check_answer, check_progress, complete
 from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, RequestCounters, able_nodes, too_long
 from orchestrator.gateway.placing import Placing
@@ -103,11 +102,19 @@ class Router:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling, *, oldest_version: int = 0
+        self,
+        request_id: str,
+        session: str,
+        prompt_ids: bytes,
+        sampling: Sampling,
+        *,
+        oldest_version: int = 0,
+        prefix: Prefix | None = None,
     ) -> NodeAnswer:
         """Return the checked answer of a node with `oldest_version` or newer weights.
 
-        Cancelling the awaiting task cancels the request on its node.
+        `prefix`: the start of the prompt that the session's newest turn had. Cancelling the awaiting task cancels the
+        request on its node.
 
         Raises DeadlineError when no node answered in time, EngineError when nodes failed several times, and
         RequestError when no node could serve it as it stands.
@@ -120,6 +127,7 @@ class Router:
             since=time.monotonic(),
             done=asyncio.get_running_loop().create_future(),
             oldest_version=oldest_version,
+            prefix=prefix,
         )
         if self._closed is not None:
             raise self._closed
@@ -233,15 +241,8 @@ class Router:
         request.placed = request.last_part = time.monotonic()
         node.leases[request.lease] = request
         self.placing.update(node)
-        message = Generate(
-            request_id=request.request_id,
-            lease=request.lease,
-            prompt_ids=request.prompt_ids + bytes(request.kept.token_ids),
-            sampling=msgspec.structs.replace(
-                request.sampling, max_tokens=request.tokens_on(node), resumed=len(request.kept)
-            ),
-            session=request.session,
-        )
+        message = request.message(node, request.prefix if self.placing.holds_prefix(request, node) else None)
+        self.counters.prompt_bytes_sent += len(message.prompt_ids)
         if not self._send(node, message):
             self.nodes.leave(node, "unreachable")
 
@@ -388,7 +389,13 @@ class Router:
         request = self._claim(node, message)
         if request is None:
             return
-        if not message.tried:
+        if message.prefix_missing and request.prefix is not None:
+            self.counters.prefixes_missing += 1
+            self.placing.forget(request.session)
+            request.prefix = None
+            self.assign(request, node)
+            return
+        if not message.tried and not message.prefix_missing:
             node.draining = True
             self.reissue(request, f"{node.node_id} is leaving: {message.error}")
             self.place()
@@ -399,19 +406,12 @@ class Router:
             return
         for one in (request, self.open.get(request.request_id, request)):
             one.refused_by.add(node.node_id)
-        may_go_on = len(request.refused_by) < _MAX_REFUSALS and self._has_other_node(request)
+        may_go_on = len(request.refused_by) < _MAX_REFUSALS and any(map(request.may_go_to, self.nodes.attached()))
         if may_go_on or self._goes_on_without(request):
             self.reissue(request, f"{node.node_id}: {message.error}", keep=False)
         else:
             self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
         self.place()
-
-    def _has_other_node(self, request: GatewayRequest) -> bool:
-        """Whether a node that has not refused `request` may serve it, now or later."""
-        return any(
-            not node.draining and node.node_id not in request.refused_by and request.tokens_on(node) >= 1
-            for node in self.nodes.attached()
-        )
 
     def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
         """Take the request that `node` holds under the message's lease; None for a late answer.

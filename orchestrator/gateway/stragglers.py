@@ -172,6 +172,7 @@ def _twin(request: GatewayRequest, node: AttachedNode) -> GatewayRequest:
         since=request.since,
         done=request.done,
         oldest_version=request.oldest_version,
+        prefix=request.prefix,
         avoid=node.node_id,
         refused_by=set(request.refused_by),
         kept=kept,

@@ -8,6 +8,7 @@ import msgspec
 from node_peer import tokens_for
 
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status
+from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
@@ -44,12 +45,18 @@ class Fleet:
         return next(node for node in self.router.nodes if node.node_id == name)
 
     async def ask(
-        self, count: int = 1, prompt: int = 1, session: str | None = None, max_tokens: int = 8, **sampling
+        self,
+        count: int = 1,
+        prompt: int = 1,
+        session: str | None = None,
+        max_tokens: int = 8,
+        prefix: Prefix | None = None,
+        **sampling,
     ) -> None:
         """Send requests and let them be placed."""
         for _ in range(count):
             name, settings = f"g{len(self.calls)}", Sampling(max_tokens=max_tokens, **sampling)
-            work = self.router.generate(name, session or name, pack_ints([5] * prompt), settings)
+            work = self.router.generate(name, session or name, pack_ints([5] * prompt), settings, prefix=prefix)
             self.calls.append(asyncio.create_task(work))
         await asyncio.sleep(0)
 

@@ -35,6 +35,7 @@ from composer_prime.wire.node import (
     ToNode,
 )
 from composer_prime.wire.sockets import dealer
+from composer_prime.wire.turns import HeldPrompts
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 
 Answer = Callable[[Generate], FromNode | None]
@@ -64,6 +65,7 @@ class PeerNode:
         answer: Answer | None = None,
         instance: str | None = None,
         engine: str = "peer",
+        keeps_prompts: bool = False,
     ) -> None:
         self.endpoint, self.keys, self.node_id = endpoint, keys, node_id
         self.num_tokens, self.delay_s, self.version = num_tokens, delay_s, version
@@ -72,7 +74,10 @@ class PeerNode:
         self.instance = instance or secrets.token_hex(8)
         self.answer = answer
         """Replaces the usual answer; returning None answers nothing."""
+        self.prompts = HeldPrompts() if keeps_prompts else None
+        self.on_the_wire: list[Generate] = []
         self.generates: list[Generate] = []
+        """With their whole prompts."""
         self.received: list[ToNode] = []
         """Everything but Generate."""
         self.running: set[str] = set()
@@ -117,6 +122,7 @@ class PeerNode:
             version=self.version,
             max_concurrent=self.max_concurrent,
             instance=self.instance,
+            keeps_prompts=self.prompts is not None,
         )
         self.send(msgspec.structs.replace(hello, **changes))
 
@@ -158,9 +164,7 @@ class PeerNode:
             message = self._decoder.decode(await self.socket.recv())
             match message:
                 case Generate():
-                    self.generates.append(message)
-                    self.running.add(message.request_id)
-                    asyncio.get_running_loop().call_later(self.delay_s, self._respond, message)
+                    self._take(message)
                     continue
                 case NodeWelcome() | Rejected():
                     self.welcome = message
@@ -169,6 +173,20 @@ class PeerNode:
                 case CancelGenerate():
                     self.running.discard(message.request_id)
             self.received.append(message)
+
+    def _take(self, message: Generate) -> None:
+        self.on_the_wire.append(message)
+        if self.prompts is not None:
+            prompt = self.prompts.take(message.session, message.prefix, message.prompt_ids)
+            if prompt is None:
+                missing = failed(message, "no such prefix", retryable=True, tried=False)
+                self.send(msgspec.structs.replace(missing, prefix_missing=True))
+                return
+            self.prompts.add_answer(message.session, prompt, tokens_for(prompt, self.num_tokens)[0].tolist())
+            message = msgspec.structs.replace(message, prompt_ids=prompt.tobytes())
+        self.generates.append(message)
+        self.running.add(message.request_id)
+        asyncio.get_running_loop().call_later(self.delay_s, self._respond, message)
 
     def _respond(self, request: Generate) -> None:
         if request.request_id not in self.running or self._context.closed:

@@ -23,6 +23,7 @@ from composer_prime.wire.node import (
     WeightChunk,
 )
 from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import pack_ints
 from tests.inference.publisher import RUN_ID
 
@@ -92,11 +93,21 @@ class GatewayPeer:
     def send_raw(self, *frames: bytes) -> None:
         self._server.socket.send_multipart([self.node, *frames])
 
-    def generate(self, name: str, prompt: list[int], *, lease: int = 1, session: str = "s", **options) -> None:
+    def generate(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        lease: int = 1,
+        session: str = "s",
+        prefix: Prefix | None = None,
+        **options,
+    ) -> None:
         sampling = Sampling(**{"max_tokens": 8, "ignore_eos": True, **options})
         self.send(
-            Generate(request_id=name, lease=lease, prompt_ids=pack_ints(prompt), sampling=sampling, session=session)
-        )
+            Generate(request_id=name, lease=lease, prompt_ids=pack_ints(prompt), sampling=sampling, session=session,
+                     prefix=prefix)
+        )  # fmt: skip
 
     async def next(self) -> FromNode:
         """The next message that is no heartbeat."""

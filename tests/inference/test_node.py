@@ -24,7 +24,8 @@ from composer_prime.wire.node import (
     Rejected,
     Sampling,
 )
-from composer_prime.wire.types import floats, ints
+from composer_prime.wire.turns import TokenHash
+from composer_prime.wire.types import floats, ints, pack_ints
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
@@ -77,6 +78,31 @@ def test_a_request_is_answered_with_its_lease(loop, serving, reference):
     tokens = ints(done.token_ids).tolist()
     expected = reference.rescore(PROMPT, tokens, done.version_spans, Sampling(max_tokens=8, temperature=0.8))
     assert np.abs(floats(done.logprobs) - expected.numpy()).max() < 1e-4
+
+
+def test_a_turn_brings_its_new_tokens_only(loop, serving, publisher, reference):
+    # The answer is that to the whole prompt, after a weight swap too; a prefix that is not held is asked for.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.generate("r1", PROMPT, seed=3)
+            whole = PROMPT + ints((await gateway.next()).token_ids).tolist()
+            gateway.send(NewVersion(manifest=publisher.publish(1)))
+            await gateway.until(lambda: gateway.statuses[-1].version == 1, "version 1")
+            prefix = TokenHash().extended(pack_ints(whole)).prefix()
+            gateway.generate("r2", [7, 8], prefix=prefix, seed=3)
+            short = await gateway.next()
+            gateway.generate("r3", [7, 8], prefix=prefix, session="other")
+            missing = await gateway.next()
+            gateway.generate("r4", [*whole, 7, 8], session="other", seed=3)
+            return gateway.hellos[0], whole, short, missing, await gateway.next()
+
+    hello, whole, short, missing, same = loop.run(scenario())
+    assert hello.keeps_prompts and isinstance(short, Generated) and short.token_ids == same.token_ids
+    expected = reference.rescore([*whole, 7, 8], ints(short.token_ids).tolist(), short.version_spans,
+                                 Sampling(max_tokens=8))  # fmt: skip
+    assert np.abs(floats(short.logprobs) - expected.numpy()).max() < 1e-4
+    assert isinstance(missing, GenerateFailed) and missing.prefix_missing and not missing.tried
 
 
 def test_what_cannot_be_served_is_said(loop, serving):
