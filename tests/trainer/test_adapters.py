@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 import transformers
@@ -12,6 +14,12 @@ from test_publish import published, train_once
 from test_ranks import difference, moved
 from transformers import AutoTokenizer
 
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from inference.engines.local.engine import LocalEngine
+from inference.receiver import Receiver
+from inference.versions import FolderSource
 from trainer.model.adapters import factors
 from trainer.model.build import build_policy
 from trainer.teacher.self_teacher import adapters_off
@@ -124,3 +132,40 @@ def test_adapted_experts_are_published_merged(make_run, folder_of, world):
     publisher.publish(build_policy(run.config, folder, world), 0)
     publisher.wait()
     assert published(run, 0)[0].kind == "anchor"
+
+
+# A node on the local engine swaps to a version of mixed experts, which is published unfused, reads each tensor back and
+# gives the trainer's log-probabilities to 1e-5. So do full weights and merged adapters.
+@pytest.mark.parametrize("family", ["experts", "mixtral"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_node_swaps_to_mixed_experts(make_run, folder_of, world, family, lora):
+    folder = folder_of(FAMILIES[family])
+    run = make_run(trainer={"lora": lora, "optim": {"lr": 1e-2}})
+    publisher = Publisher(run.config, run.dir, "run", folder, world, None)
+    policy = train_once(run, folder, world)
+    publisher.publish(policy, 3)
+    publisher.wait()
+    (row,) = rows_of(make_samples(1, 1), world.device)
+    with torch.no_grad():
+        trained = policy(row).logprobs_R
+    names = [*published(run, 3)[0].tensors]
+    store, verify_key = WeightStore(run.dir.weights), RunKeys(run.dir.keys).verifier().public_bytes_raw()
+
+    async def swap() -> tuple[list[float], list[float], set[str]]:
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), 128)
+        await engine.start()
+        receiver = Receiver(engine, FolderSource(store), folder, canary_tolerance=1e-3)
+        try:
+            before = await engine.score(row.input_ids[0].tolist())
+            await receiver.install(store.manifest(3), verify_key, "run")
+            after = await engine.score(row.input_ids[0].tolist())
+            return before, after, {name for part in await engine.read_back(names) for name in part.names}
+        finally:
+            receiver.close()
+            await engine.close()
+
+    before, after, held = asyncio.run(swap())
+    places = row.source_R
+    assert held == {*names} and any("experts.3." in name for name in names)
+    assert (trained - torch.tensor(after)[places]).abs().max() < 1e-5
+    assert (trained - torch.tensor(before)[places]).abs().max() > 1e-3

@@ -40,6 +40,7 @@ from inference.engines.local.loading import (
     check_supported,
     end_tokens,
     load_model,
+    published_views,
     read_back,
     swap_weights,
     text_decoder,
@@ -170,14 +171,14 @@ class Computer:
         self._resolve(future, parts)
 
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        swap_weights(self._model, tensors)
+        swap_weights(self._model, self._targets, tensors)
         self.version = version
         self._table.weights_changed(recompute=self._config.local.kv_at_swap == "recompute")
         self._resolve(future, None)
 
     def read_back(self, names: list[str]) -> list[ReadBack]:
         """Called by any thread but while no swap is under way: only swaps write the parameters."""
-        return read_back(self._model, names)
+        return read_back(self._targets, names)
 
     def score(self, future: asyncio.Future, token_ids: list[int]) -> None:
         ids = torch.tensor([token_ids], device=self._device)
@@ -268,7 +269,7 @@ class Computer:
         self._deliver()
         self._running, self._waiting = {}, deque()
         with suppress(AttributeError):  # Loading may have failed before.
-            del self._model, self._cache
+            del self._model, self._cache, self._targets
         self.failure = failure
         self._on_loop(self._fail_all)
 
@@ -285,6 +286,7 @@ class Computer:
         probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, len(self._cache.layers))
+        self._targets = published_views(self._model)
         self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
         capacity = self._capacity()
         self._cache.limit(capacity, self._context)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
@@ -49,6 +51,7 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
         raise ModelNotFoundError(f"model folder {folder} does not load: {error}") from error
     if info["missing_keys"]:
         raise ModelNotFoundError(f"model folder {folder} lacks the tensors {sorted(info['missing_keys'])[:5]}")
+    vars(model).pop("_weight_conversions", None)  # of this folder's names; versions have the architecture's own
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -69,20 +72,51 @@ def text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+class _NoCopies(TorchFunctionMode):
+    """Leave `contiguous` out: what would be copied for a file stays a view."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def published_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what published tensors are copied into, by published name, a tied parameter under each of its names.
+
+    An architecture that is published unfused has views of its fused tensors here, such as one for each expert. A name
+    whose tensor is no view of a parameter or buffer is left out.
+    """
+    held = {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
+    held |= {name: model.get_buffer(name) for name in _persistent(model)}
+    with _NoCopies():
+        views = revert_weight_conversion(model, held)
+    places = {tensor.untyped_storage().data_ptr() for tensor in held.values()}
+    return {name: view for name, view in views.items() if view.untyped_storage().data_ptr() in places}
+
+
+def _persistent(model: PreTrainedModel) -> set[str]:
+    """Return the names of the buffers that a publication may have."""
+    return {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+
+
 @torch.no_grad()
-def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy `tensors`, by parameter name, into the model's own storage, after checking that they are all there.
+def swap_weights(
+    model: PreTrainedModel, targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy `tensors`, by published name, into `targets`, the `published_views` of `model`, after checking all of them.
 
     A tied parameter may come under any of its names; in-place copies keep it tied. Reads a few
     megabytes at a time. Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing
     was changed.
     """
-    names_by_parameter: dict[torch.Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_by_parameter.setdefault(parameter, []).append(name)
-    targets = _targets(model)
+    names_by_place: dict[tuple[int, torch.Size, tuple[int, ...]], list[str]] = {}
+    buffers = _persistent(model)
+    for name, target in targets.items():
+        if name not in buffers:
+            names_by_place.setdefault((target.data_ptr(), target.shape, target.stride()), []).append(name)
     refuse_misfits(
-        missing=[names[0] for names in names_by_parameter.values() if not any(name in tensors for name in names)],
+        missing=[names[0] for names in names_by_place.values() if not any(name in tensors for name in names)],
         unexpected=[name for name in tensors if name not in targets],
         misshapen=[
             f"{name} {tuple(shape)} instead of {tuple(targets[name].shape)}"
@@ -90,7 +124,7 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
             if name in targets and tuple(shape) != tuple(targets[name].shape)
         ],
     )
-    for names in names_by_parameter.values():
+    for names in names_by_place.values():
         present = [name for name in names if name in tensors]
         if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
             raise MisfitError(f"the model ties {present}, but the new weights differ between them")
@@ -103,19 +137,12 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
             targets[name].copy_(tensors[name])
 
 
-def read_back(model: PreTrainedModel, names: list[str]) -> list[ReadBack]:
-    """Return the checksums of the parameters and buffers called `names`."""
-    targets = _targets(model)
+def read_back(targets: Mapping[str, torch.Tensor], names: list[str]) -> list[ReadBack]:
+    """Return the checksums of the `published_views` called `names`."""
     return [
         ReadBack(names=[name], dtype=str(targets[name].dtype).removeprefix("torch."), checksum=checksum(targets[name]))
         for name in names
     ]
-
-
-def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what published tensors are copied into, a tied parameter under each of its names."""
-    persistent = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    return dict(model.named_parameters(remove_duplicate=False)) | persistent
 
 
 def check_context(model: PreTrainedModel, max_context: int) -> None:
@@ -140,11 +167,11 @@ def check_supported(model: PreTrainedModel, layers_cached: int) -> None:
             "interface: the local engine cannot serve it; set inference.engine = 'vllm'"
         )
     # On the meta device the conversion costs names only.
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in _targets(model).items()}
-    converted = sorted(revert_weight_conversion(model, shapes).keys() - shapes.keys())
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    converted = sorted(revert_weight_conversion(model, shapes).keys() - published_views(model).keys())
     if converted:
         logger.warning(
-            "%s is published under other names than transformers keeps it in memory, such as %s (%d in all): the local "
+            "%s is published in other tensors than transformers keeps it in memory, such as %s (%d in all): the local "
             "engine serves the model folder and refuses every new version; for training set inference.engine = 'vllm'",
             type(model).__name__, converted[0], len(converted),
         )  # fmt: skip
