@@ -6,8 +6,9 @@
 These are the paths of the weight store's folder, so any static host of that folder serves the same. Nothing is listed.
 A name that a client gives is never a path: a chunk's is 64 hexadecimal digits, a manifest's is a number.
 
-Every reader is bounded: connections in all, requests at a time of each address, and the time to take a piece. A client
-beyond them is turned away (503) or cut off, and resumes by Range.
+Every reader is bounded: connections in all, requests at a time, and the time to take what it asked for. An address gets
+at most half of the requests that the others leave, so a few of them never hold all. A client beyond a bound is turned
+away (503) or cut off, and resumes by Range.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from aiohttp import web
@@ -29,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 512 << 10
 _MAX_REQUESTS = 128
-"""At a time, of all clients: each holds two pieces in memory."""
+"""At a time, of all clients: each holds two pieces in memory. One address alone gets 64 of them, a second one 32."""
+_LEAST_BYTES_PER_S = 64 << 10
+"""Who reads more slowly, after the time of a piece, is cut off: a chunk of 16 MiB is there for five minutes at most."""
 _IDLE_S = 15.0
 """A connection without a request is closed after this long, also one whose request does not end."""
 _SHUTDOWN_S = 2.0
@@ -53,13 +57,15 @@ class WeightServer:
         manifest: Callable[[int], bytes] | None = None,
         *,
         max_connections: int = 1024,
-        max_requests_an_address: int = 64,
+        max_requests: int = _MAX_REQUESTS,
         piece_timeout_s: float = 60.0,
+        least_bytes_per_s: float = _LEAST_BYTES_PER_S,
     ) -> None:
         """`manifest` returns a version's signed manifest or raises FileNotFoundError; None serves chunks alone.
 
-        `max_requests_an_address`: at a time; a fleet behind one address shares them. `piece_timeout_s`: how long a
-        client may take to read what was sent, before it is cut off.
+        `max_requests`: at a time, of all clients; a fleet behind one address shares its part. A client is cut off when
+        it takes longer than `piece_timeout_s` to read what was sent, or than that and the time of all that it was sent
+        at `least_bytes_per_s`.
         """
         self.url = ""
         self.bytes_sent = 0
@@ -68,10 +74,11 @@ class WeightServer:
         self._chunks = chunks
         self._manifest = manifest
         self._max_connections = max_connections
-        self._max_requests_an_address = max_requests_an_address
+        self._max_requests = max_requests
         self._piece_timeout_s = piece_timeout_s
+        self._least_bytes_per_s = least_bytes_per_s
         self._requests: Counter[str] = Counter()
-        """Under way, by the client's address."""
+        """Under way, by the client's network."""
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
 
@@ -127,8 +134,8 @@ class WeightServer:
 
     def _limited(self, handler: Handler) -> Handler:
         async def limited(request: web.Request) -> web.StreamResponse:
-            client = request.remote or ""
-            if self._requests[client] >= self._max_requests_an_address or self._requests.total() >= _MAX_REQUESTS:
+            client = _network(request.remote or "")
+            if self._requests[client] >= self._max_requests - self._requests.total():
                 self.refused += 1
                 raise web.HTTPServiceUnavailable(headers={"Retry-After": "5"}, text="too many requests at a time\n")
             self._requests[client] += 1
@@ -174,12 +181,15 @@ class WeightServer:
         self, request: web.Request, response: web.StreamResponse, sha256: str, first: int, end: int
     ) -> None:
         """Send bytes `first` to `end` of a chunk. Cuts the connection where they are gone, or the client too slow."""
+        loop, start = asyncio.get_running_loop(), first
+        until = loop.time() + self._piece_timeout_s
         while first < end:
             piece = await asyncio.to_thread(self._chunks.chunk, sha256, first, min(PIECE_BYTES, end - first))
             try:
-                async with asyncio.timeout(self._piece_timeout_s):
-                    if not piece:
-                        raise TimeoutError
+                if not piece:
+                    raise TimeoutError
+                allowed_s = (first - start) / self._least_bytes_per_s
+                async with asyncio.timeout_at(min(until + allowed_s, loop.time() + self._piece_timeout_s)):
                     await response.write(piece)
             except TimeoutError:
                 if request.transport is not None:
@@ -195,6 +205,15 @@ class _Refused(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         with suppress(AttributeError):
             transport.abort()  # type: ignore[attr-defined]
+
+
+def _network(address: str) -> str:
+    """Return what one client has of addresses: an IPv4 address, or an IPv6 network of 64 bits."""
+    with suppress(ValueError):
+        ip = ip_address(address.partition("%")[0])
+        if isinstance(ip, IPv6Address) and ip.ipv4_mapped is None:
+            return str(IPv6Address(int(ip) >> 64 << 64))
+    return address
 
 
 def _wanted(request: web.Request, size: int) -> tuple[int, int]:

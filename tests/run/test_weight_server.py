@@ -134,7 +134,7 @@ async def test_clients_are_bounded(store):
     (ref,) = store.put_chunks(bytes(8 << 20))
     chunk = f"/chunks/{ref.sha256}"
     async with (
-        serving(store, max_requests_an_address=2, max_connections=3) as (server, client),
+        serving(store, max_requests=4, max_connections=3) as (server, client),
         client.get(chunk) as first,
         client.get(chunk) as second,
     ):
@@ -146,6 +146,45 @@ async def test_clients_are_bounded(store):
             writer.close()
         assert server.refused == 2
         assert len(await first.read()) == len(await second.read()) == 8 << 20
+
+
+# An address gets half of the requests that others leave, so a stalled one or two leave room for the next.
+async def test_no_address_holds_all_requests(store):
+    (ref,) = store.put_chunks(bytes(8 << 20))
+    request = f"GET /chunks/{ref.sha256} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    async with contextlib.AsyncExitStack() as stack:
+        server, _ = await stack.enter_async_context(serving(store, max_requests=8))
+
+        async def stall(address: str) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", server.port, limit=1 << 10, local_addr=(address, 0)
+            )
+            stack.callback(writer.close)
+            writer.write(request)
+            return reader
+
+        held = {}
+        for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):
+            readers = [await stall(address) for _ in range(5)]
+            lines = [await asyncio.wait_for(reader.readline(), 100) for reader in readers]
+            held[address] = sum(b"200" in line for line in lines)
+        assert held == {"127.0.0.2": 4, "127.0.0.3": 2, "127.0.0.4": 1}
+
+
+# A client that takes a byte now and then holds its place no longer than the least rate allows.
+async def test_a_client_that_reads_too_slowly_is_cut_off(store):
+    refs = store.put_chunks(bytes(16 << 20))
+    async with serving(store, piece_timeout_s=0.5, least_bytes_per_s=1 << 30) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 10)
+        writer.write(f"GET /chunks/{refs[0].sha256} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        async with asyncio.timeout(100):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(200_000):  # About 2 MB/s: each piece comes in time.
+                    await asyncio.sleep(0.1)
+            while server._requests:
+                await asyncio.sleep(0.02)
+        assert 0 < server.bytes_sent < 16 << 20
+        writer.close()
 
 
 # A client that does not read is cut off after its time, and costs no more than two pieces.
