@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from orchestrator.environments.answers import split_one_in
 from orchestrator.environments.code.monitor import MonitorConfig
 from orchestrator.environments.micro_code.episode import (
     LURE,
@@ -20,7 +21,7 @@ from orchestrator.environments.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.environments.micro_code.grammar import FAMILIES, draw_function, function_split
+from orchestrator.environments.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
 from orchestrator.environments.micro_code.verdicts import judge_rollout
 
 FUNCTIONS = [
@@ -53,8 +54,8 @@ def test_the_splits_share_no_template():
     train = {function.template for function in FUNCTIONS[::2]}
     held_out = {function.template for function in FUNCTIONS[1::2]}
     assert len(train) > 30 and len(held_out) > 20 and not train & held_out
-    assert {function_split(template) for template in train} == {"train"}
-    assert {function_split(template) for template in held_out} == {"eval"}
+    assert {split_one_in(EVAL_SHARE, template) for template in train} == {"train"}
+    assert {split_one_in(EVAL_SHARE, template) for template in held_out} == {"eval"}
 
 
 def test_every_task_is_proven():

@@ -4,14 +4,8 @@
 without verifiers.
 """
 
-from typing import Any
+from orchestrator.environments import on_first_use
 
 __all__ = ["CodeTaskset"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "CodeTaskset":
-        from orchestrator.environments.code.taskset import CodeTaskset
-
-        return CodeTaskset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, "CodeTaskset", "taskset")

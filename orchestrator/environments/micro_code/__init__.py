@@ -3,14 +3,8 @@
 The plugin class is imported on first use, so the other modules import without verifiers.
 """
 
-from typing import Any
+from orchestrator.environments import on_first_use
 
 __all__ = ["MicroCodeTaskset"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "MicroCodeTaskset":
-        from orchestrator.environments.micro_code.taskset import MicroCodeTaskset
-
-        return MicroCodeTaskset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, "MicroCodeTaskset", "taskset")

@@ -12,12 +12,11 @@ whole body. Every defect makes a shown test fail.
 """
 
 import random
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Split = Literal["train", "eval"]
+from orchestrator.environments.answers import Split, split_one_in
 
 EVAL_SHARE = 6
 """One in about this many templates is held out."""
@@ -168,11 +167,6 @@ class DefectiveFunction:
     """Further calls that grading makes, and the texts of their values."""
 
 
-def function_split(template: str) -> Split:
-    """Return the split to which a template belongs."""
-    return "eval" if zlib.crc32(template.encode()) % EVAL_SHARE == 0 else "train"
-
-
 def draw_function(*, seed: int, difficulty: int, split: Split) -> DefectiveFunction:
     """Return the function of a seed. Raises ValueError where difficulty is not in 1..3 or the split is unknown."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
@@ -184,7 +178,7 @@ def draw_function(*, seed: int, difficulty: int, split: Split) -> DefectiveFunct
         family = rng.choice(FAMILIES)
         kinds = rng.sample(family.steps, 3 if difficulty == MIN_DIFFICULTY else 2)
         template = " ".join([family.key, *(kind.key for kind in kinds)])
-        if function_split(template) != split or any(kind.last for kind in kinds[:-1]):
+        if split_one_in(EVAL_SHARE, template) != split or any(kind.last for kind in kinds[:-1]):
             continue
         function = _draw(rng, family, kinds, template, difficulty)
         if function is not None:

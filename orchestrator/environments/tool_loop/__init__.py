@@ -3,14 +3,8 @@
 The plugin class is imported on first use, so `renderer.py` imports without verifiers.
 """
 
-from typing import Any
+from orchestrator.environments import on_first_use
 
 __all__ = ["ToolLoop"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "ToolLoop":
-        from orchestrator.environments.tool_loop.harness import ToolLoop
-
-        return ToolLoop
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, "ToolLoop", "harness")

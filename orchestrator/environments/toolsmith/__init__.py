@@ -3,14 +3,8 @@
 The plugin class is imported on first use, so `episode.py` imports without verifiers.
 """
 
-from typing import Any
+from orchestrator.environments import on_first_use
 
 __all__ = ["ToolsmithTaskset"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "ToolsmithTaskset":
-        from orchestrator.environments.toolsmith.taskset import ToolsmithTaskset
-
-        return ToolsmithTaskset
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, "ToolsmithTaskset", "taskset")

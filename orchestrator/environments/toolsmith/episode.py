@@ -17,10 +17,11 @@ texts are short and do not reveal the repair; hints do that.
 
 import json
 import random
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+from orchestrator.environments.answers import Split, split_one_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,6 @@ ARGUMENT_NAMES: dict[int, tuple[tuple[str, ...], ...]] = {
 ARGUMENT_TYPES = ("integer", "string")
 """JSON types to draw from. A "string" argument takes the number in quotes."""
 
-Split = Literal["train", "eval"]
-
 EVAL_SHARE = 8
 """One in this many questions is held out."""
 MIN_DIFFICULTY, MAX_DIFFICULTY = 1, 3
@@ -195,11 +194,6 @@ class Episode:
         return {tool.operation: tool for tool in self.tools}[operation]
 
 
-def episode_split(question: str) -> Split:
-    """Return the split to which a question belongs."""
-    return "eval" if zlib.crc32(question.encode()) % EVAL_SHARE == 0 else "train"
-
-
 def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
     """Return the episode of a seed. Raises ValueError where difficulty is not in 1..3 or the split is unknown."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
@@ -210,7 +204,7 @@ def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
     while True:
         steps = _draw_steps(rng, difficulty)
         question = _ask(steps)
-        if episode_split(question) == split:
+        if split_one_in(EVAL_SHARE, question) == split:
             break
     tools = _draw_tools(rng, steps, TOOLS_BY_DIFFICULTY[difficulty])
     answer = str(steps[-1].result)
