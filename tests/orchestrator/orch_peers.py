@@ -271,8 +271,8 @@ class PeerTrainer:
     async def send(self, message: msgspec.Struct, rank: int = 0) -> None:
         await self.sockets[rank].send(msgspec.msgpack.encode(message))
 
-    async def receive(self, rank: int = 0, timeout_s: float = 10.0) -> Any:
-        async with asyncio.timeout(timeout_s):
+    async def receive(self, rank: int = 0) -> Any:
+        async with asyncio.timeout(100):
             while True:
                 message = msgspec.msgpack.decode(await self.sockets[rank].recv(), type=ToTrainer)
                 if not isinstance(message, StepNoted):
