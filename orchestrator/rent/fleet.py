@@ -266,9 +266,13 @@ class RentedFleet:
         return trouble
 
     def _note_ended(self, rentals: list[Rental], absent: list[Rental]) -> None:
-        for rental in rentals:
-            self.record.ended(rental.label)
         text = f"{self.provider.name} lists none of this run's machines"
+        try:
+            for rental in rentals:
+                self.record.ended(rental.label)
+        except OSError as error:  # on a full disk too the user learns that the machines have ended
+            self.tell(f"{self.record.path} cannot be written ({error.strerror}), so it still counts {rental.label} as "
+                      "billed: make room, then run `orchestrator rent --stop` again")  # fmt: skip
         unknown = ", ".join(rental.label for rental in absent if rental.instance_id is None)
         if unknown:
             self.tell(f"{text}. Not certain is {unknown}: its start call got no answer, and no such machine was listed "

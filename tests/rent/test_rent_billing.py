@@ -183,6 +183,22 @@ def test_full_disk_in_mid_start(run, monkeypatch, capsys):
     assert "what was started costs money until: orchestrator rent --stop" in capsys.readouterr().out
 
 
+# A record that cannot be written keeps no machine from being stopped, and is named as what it is.
+def test_full_disk_while_stopping(run, capsys):
+    account, record = FakeRunPod(), RentalRecord(run)
+    account.pods["pod7"] = "composer-a1-0"
+    write(record, {"event": "asked"}, {"event": "started", "instance_id": "pod7"})
+    full = RentalRecord(run)
+    full.path = Path("/dev/full")
+    full.rentals = record.rentals
+    with service(account.answer) as url:
+        RentedFleet(RunPod(url), full, print, poll_s=0.01).stop()
+    shown = capsys.readouterr().out
+    assert account.pods == {} and "runpod lists none of this run's machines: no machine is billed any more" in shown
+    assert "/dev/full cannot be written (No space left on device), so it still counts composer-a1-0 as billed" in shown
+    assert "cannot be listed" not in shown
+
+
 # While machines are stopped signals do not end the command, and what its starter ignores (nohup) it always ignores.
 def test_signals(run, capsys):
     handlers: dict[str, list[Any]] = {}
