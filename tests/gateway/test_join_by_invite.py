@@ -105,6 +105,52 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
 
 
 @pytest.mark.process
+async def test_the_second_signal_reaches_the_nodes(tmp_path):
+    """`inference join` has its nodes drain at the first signal and passes on the next, at which they drop what runs."""
+    seen = tmp_path / "seen"
+    node = f"""
+import pathlib, signal, sys, time
+seen = pathlib.Path({str(seen)!r}).open("a", buffering=1)
+def caught(number, frame):
+    seen.write(f"{{number}} ")
+    if number == {signal.SIGINT:d}:
+        sys.exit(3)
+for number in ({signal.SIGTERM:d}, {signal.SIGINT:d}):
+    signal.signal(number, caught)
+seen.write("ready ")
+while True:
+    time.sleep(600)
+"""
+    invite = invite_for(RunKeys(tmp_path / "keys"), "tcp://127.0.0.1:1")
+    machine = f"""
+import argparse, asyncio, pathlib, sys
+from composer_prime.wire.enrollment import Invite
+from inference.enrolling import NodeState
+from inference.joining import _Machine, keep_running
+class Machine(_Machine):
+    async def _serve(self, machine, ways):
+        command = [sys.executable, "-c", {node!r}]
+        return await keep_running("node 0", command, {{}}, 0, self._stopping, grace_s=300, running=self._running)
+words = argparse.Namespace(address="")
+invite = Invite.read({invite.text()!r})
+made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
+raise SystemExit(asyncio.run(made.run()))
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", machine)
+    shown = lambda: seen.read_text().split() if seen.exists() else []
+    try:
+        await until(lambda: "ready" in shown(), "the node to start")
+        process.send_signal(signal.SIGTERM)
+        await until(lambda: str(int(signal.SIGTERM)) in shown(), "the first signal")
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 100) == 3
+        assert shown() == ["ready", str(int(signal.SIGTERM)), str(int(signal.SIGINT))]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+@pytest.mark.process
 async def test_a_node_that_does_not_end_is_killed(tmp_path):
     """Each signal reaches it, and SIGKILL after the time that it has to drain."""
     ready, seen = tmp_path / "ready", tmp_path / "seen"
