@@ -22,7 +22,10 @@ COMMANDS = {
         "composer_prime.cli.environments.new_command",
         "write an environment, a hint or a reward (KIND NAME)",
     ),
-    "chat": ("composer_prime.cli.chat_command", "talk to a trained model, with an environment's tools (RUN|MODEL)"),
+    "chat": (
+        "composer_prime.cli.chat.chat_command",
+        "talk to a trained model, with an environment's tools (RUN|MODEL)",
+    ),
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder or a GGUF file (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),

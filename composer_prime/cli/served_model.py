@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from orchestrator.gateway import Gateway
     from orchestrator.workers.pool import WorkerPool
 
+T = TypeVar("T")
 READY_S = 300.0
 """How long the engine may take to load the model."""
 _POLL_S = 0.05
@@ -38,13 +40,13 @@ _POLL_S = 0.05
 
 @asynccontextmanager
 async def serve(
-    config: Config, folder: Path, on_token: Callable[[int], None] | None = None
+    config: Config, folder: Path, on_token: Callable[[int, float], None] | None = None
 ) -> AsyncIterator[tuple[Gateway, Path]]:
     """Serve `config.model` until the block ends. Yield the gateway and the folder with its chat template.
 
     `folder`: an empty one, for keys and a replaced template. `on_token` is called with each token that the local
-    engine samples; other engines call it never. Raises ModelNotFoundError, ConfigError (no chat template,
-    context, device) or EngineError when the model cannot be served, DeadlineError after READY_S.
+    engine samples and its log-probability; other engines call it never. Raises ModelNotFoundError, ConfigError (no chat
+    template, context, device) or EngineError when the model cannot be served, DeadlineError after READY_S.
     """
     from orchestrator.chat_template import chat_folder
     from orchestrator.gateway.gateway import TOKEN_VARIABLE, Gateway
@@ -72,20 +74,31 @@ async def serve(
 
 
 @asynccontextmanager
-async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, WorkerPool]]:
+async def serve_with_environment(
+    config: Config, folder: Path, report: Callable[[str], None] = lambda line: None
+) -> AsyncIterator[tuple[Gateway, WorkerPool]]:
     """Serve `config.model` and start the workers of the first source. Yield the gateway and the workers.
 
-    `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise, whichever fails first.
+    `folder`: an empty one. `report` is called with a line when either is ready. Raises what `serve` and
+    `WorkerPool.start` raise, whichever fails first.
     """
     from orchestrator.chat_template import chat_folder
 
     chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, folder / "worker")
     pool = _pool(config, config.orchestrator.source[0], chat, folder / "logs")
+    began = time.monotonic()
+
+    async def reported(name: str, starting: Awaitable[T]) -> T:
+        ready = await starting
+        report(f"{name} is ready ({time.monotonic() - began:.1f} s)")
+        return ready
+
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
+        model = stack.enter_async_context(serve(config, folder / "served"))
         starting = [
-            asyncio.create_task(stack.enter_async_context(serve(config, folder / "served"))),
-            asyncio.create_task(pool.start()),
+            asyncio.create_task(reported("the model", model)),
+            asyncio.create_task(reported("the environment", pool.start())),
         ]
         try:
             (gateway, _), _ = await asyncio.gather(*starting)
@@ -154,7 +167,7 @@ async def _run_node(
     keys: RunKeys,
     model_dir: Path,
     run_dir: RunDir,
-    on_token: Callable[[int], None] | None,
+    on_token: Callable[[int, float], None] | None,
 ) -> None:
     """Load the engine and serve `gateway` until cancelled."""
     import torch

@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import errno
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 
 PORT = 8410
+ServerT = TypeVar("ServerT")
 _PORTS_TRIED = 20
 
 
@@ -27,7 +30,7 @@ def main(words: list[str]) -> int:
 
     workspace = Workspace(options.folder or [Path("outputs")])
     remove_unused(user_cache())
-    server = _listen(ViewServer, workspace, options.port)
+    server = listen(lambda port: ViewServer(workspace, port), options.port)
     runs = workspace.runs()
     name = next(iter(runs)) if len(runs) == 1 else None
     address = f"{server.address}#/run/{quote(name, safe='')}" if name else server.address
@@ -51,12 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _listen(server_class, workspace, port: int | None):
+def listen(make_server: Callable[[int], ServerT], port: int | None) -> ServerT:
     """Return a listening server. Raises ConfigError when the port that was asked for is taken."""
     candidates = [port] if port is not None else range(PORT, PORT + _PORTS_TRIED)
     for candidate in candidates:
         try:
-            return server_class(workspace, candidate)
+            return make_server(candidate)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise

@@ -48,8 +48,8 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, workspace: Workspace, port: int) -> None:
-        """Listen on `port`, 0 for any free one. Raises OSError when it is taken."""
+    def __init__(self, workspace: Workspace, port: int, handler: type[PageHandler] | None = None) -> None:
+        """Listen on `port`, 0 for any free one; `handler` answers. Raises OSError when the port is taken."""
         self.answers: dict[str, Callable[[dict[str, str]], Any]] = {
             "/api/runs": lambda query: workspace.run_list(),
             "/api/run": workspace.run,
@@ -60,14 +60,16 @@ class ViewServer(ThreadingHTTPServer):
         }
         self.assets = {f"/{path.name}": path for path in ASSETS.iterdir() if path.suffix in _TYPES}
         self.assets["/"] = ASSETS / "index.html"
-        super().__init__((LOOPBACK, port), _Handler)
+        super().__init__((LOOPBACK, port), handler or PageHandler)
 
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers one connection: GET and HEAD of the page."""
+
     server: ViewServer
     protocol_version = "HTTP/1.1"
     server_version = "composer-view"
@@ -81,19 +83,24 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        if _host_name(self.headers.get("Host", "")) not in _HOSTS:
-            self._send(HTTPStatus.FORBIDDEN, b"open this page as localhost or 127.0.0.1\n", "text/plain", with_body)
+        if self.refuse_host(with_body=with_body):
             return
         parts = urlsplit(self.path[:_MAX_PATH])
         if (asset := self.server.assets.get(parts.path)) is not None:
-            self._send(HTTPStatus.OK, asset.read_bytes(), _TYPES[asset.suffix], with_body)
+            self.send(HTTPStatus.OK, asset.read_bytes(), _TYPES[asset.suffix], with_body)
         elif (answer := self.server.answers.get(parts.path)) is not None:
             status, body = _result(answer, dict(parse_qsl(parts.query)))
-            self._send(status, body, "application/json", with_body)
+            self.send(status, body, "application/json", with_body)
         else:
-            self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain", with_body)
+            self.send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain", with_body)
 
-    def _send(self, status: HTTPStatus, body: bytes, kind: str, with_body: bool) -> None:
+    def refuse_host(self, *, with_body: bool = True) -> bool:
+        """Return whether the request was refused because it names no loopback host."""
+        if is_foreign := _host_name(self.headers.get("Host", "")) not in _HOSTS:
+            self.send(HTTPStatus.FORBIDDEN, b"open this page as localhost or 127.0.0.1\n", "text/plain", with_body)
+        return is_foreign
+
+    def send(self, status: HTTPStatus, body: bytes, kind: str, with_body: bool = True) -> None:
         tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
         if status == HTTPStatus.OK and self.headers.get("If-None-Match") == tag:
             status, body = HTTPStatus.NOT_MODIFIED, b""

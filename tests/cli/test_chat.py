@@ -11,7 +11,7 @@ import sys
 import pytest
 from tokenizers import Tokenizer
 
-from composer_prime.cli.chat_command import LiveAnswer
+from composer_prime.cli.chat.chat_command import LiveAnswer
 from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
 
@@ -37,7 +37,7 @@ def test_answer_appears_while_it_is_sampled(capsys):
 
 PROMPT = """
 import asyncio
-from composer_prime.cli.chat_command import _next_line
+from composer_prime.cli.chat.chat_command import _next_line
 async def twice():
     print(f"heard {await _next_line()}")
     await _next_line()

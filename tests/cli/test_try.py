@@ -117,7 +117,8 @@ def test_warnings(episodes, beginning):
     assert [warning[: len(beginning or "")] for warning in warnings] == ([] if beginning is None else [beginning])
 
 
-# One command plays toolsmith with the embedded model and prints transcript, parts, tools and tokens.
+# One command plays toolsmith with the embedded model and prints transcript, parts, tools and tokens. It says at once
+# what it reads and loads, and what is ready.
 @pytest.mark.slow
 def test_toolsmith_is_played():
     done = composer("try", "orchestrator.environments.toolsmith", "-n", "2", "--task", "1")
@@ -127,6 +128,10 @@ def test_toolsmith_is_played():
     assert "  tool  " in done.stdout and "string" in done.stdout
     assert "[1] assistant" in done.stdout
     assert "correct" in done.stdout and " sampled, " in done.stdout
+    reading, loading, *ready, playing = done.stderr.splitlines()[:5]
+    assert reading == "reading the configuration of orchestrator.environments.toolsmith ..."
+    assert loading == "loading orchestrator.environments.toolsmith and tiny ..." and playing == "playing 2 episodes ..."
+    assert sorted(line.partition(" is ready (")[0] for line in ready) == ["the environment", "the model"]
 
 
 # A reward that raises is named with file and line, and the leak in the prompts is seen.

@@ -50,6 +50,7 @@ Other flags are those of the trainer: --orchestrator.sampling.temperature 0.7.""
 
 def main(words: list[str]) -> int:
     options, rest = _parser().parse_known_args(words)
+    _report(f"reading the configuration of {options.env} ...")
     config = trial_config(options, rest)
     resolve_model(config.model.path)
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
@@ -58,6 +59,10 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("composer try: stopped", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -176,6 +181,8 @@ def full_names(rest: list[str]) -> list[str]:
 
 
 async def _try(config: Config, options: argparse.Namespace) -> int:
+    source, began = config.orchestrator.source[0], time.monotonic()
+    _report(f"loading {source.taskset.get('id')} and {config.model.path} ...")
     from composer_prime.cli.served_model import serve_with_environment
     from composer_prime.run.scratch import Scratch
     from orchestrator.rollouts.rollout import RequestFactory
@@ -183,13 +190,12 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     from orchestrator.rollouts.trial import play_episodes, trial_warnings
     from orchestrator.workers.protocol import EVAL, TRAIN
 
-    source, began = config.orchestrator.source[0], time.monotonic()
     taskset = EVAL if options.eval else TRAIN
-    print(f"loading {source.taskset.get('id')} and {config.model.path} ...", file=sys.stderr, flush=True)
     scratch = Scratch("try")
     try:
-        async with serve_with_environment(config, scratch.path) as (gateway, pool):
+        async with serve_with_environment(config, scratch.path, _report) as (gateway, pool):
             loaded = time.monotonic()
+            _report(f"playing {pluralize(options.episodes, 'episode')} ...")
             episodes = await play_episodes(
                 pool=pool,
                 gateway=gateway,

@@ -1,4 +1,4 @@
-// Keys: j k move, Enter opens, / finds, s shows siblings side by side, c colors tokens by the next figure, u goes up, t changes the colors, ? lists them.
+// Keys: j k move, Enter opens, / finds, s shows siblings side by side, c colors tokens by the next figure, u goes up; in a conversation n begins anew and x stops; t changes the colors, ? lists them.
 import { readHash, link } from "./source.js";
 import { rolloutLink } from "./rollouts.js";
 
@@ -59,10 +59,12 @@ export function installKeys({ state, redraw, showHelp, go }) {
     const actions = {
       j: () => move(1, { state, go }),
       k: () => move(-1, { state, go }),
-      "/": () => document.getElementById("search")?.focus(),
+      "/": () => (document.getElementById("search") ?? document.getElementById("say"))?.focus(),
       s: () => { state.sideBySide = !state.sideBySide; redraw(); },
       c: nextColor,
       u: () => up(go),
+      n: () => document.getElementById("new-chat")?.click(),
+      x: () => document.getElementById("stop-chat")?.click(),
       t: () => document.getElementById("theme")?.click(),
       "?": showHelp,
       Enter: () => {

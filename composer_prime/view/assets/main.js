@@ -8,6 +8,7 @@ import { rolloutPage, flipPage } from "./rollout.js";
 import { evaluationBlock } from "./evaluation.js";
 import { pairsBlock } from "./pairs.js";
 import { chartGroups } from "./figures.js";
+import { chatPage } from "./chat.js";
 import { installKeys, markCurrent } from "./keys.js";
 
 const LIVE_MS = 2000;
@@ -83,6 +84,7 @@ function showBar(crumbs) {
 }
 
 async function build(parts, query) {
+  if (parts[0] === "chat") return chatPage(query);
   if (parts[0] === "compare") {
     const runs = await Promise.all(parts.slice(1).map((run) => ask("run", { run })));
     return { crumbs: ["comparison"], answers: runs, nodes: comparePage(runs, state, redraw), live: runs.some((run) => run.state === "running") };
@@ -128,7 +130,7 @@ async function clusters(run) {
 }
 
 function showHelp() {
-  const keys = [["j / k", "next and previous row, or sibling"], ["Enter", "open the row"], ["/", "find"], ["s", "siblings side by side"], ["c", "color tokens by the next figure"], ["u", "one level up"], ["t", "light or dark"], ["?", "these keys"]];
+  const keys = [["j / k", "next and previous row, or sibling"], ["Enter", "open the row"], ["/", "find"], ["s", "siblings side by side"], ["c", "color tokens by the next figure"], ["u", "one level up"], ["n / x", "in a conversation: begin anew, stop the answer"], ["t", "light or dark"], ["?", "these keys"]];
   const dialog = h("dialog", { "aria-label": "keys" }, h("h2", null, "Keys"), h("dl", null, keys.map(([key, text]) => [h("dt", null, h("kbd", null, key)), h("dd", null, text)])),
     h("p", { class: "quiet" }, "The address of a page is a link to what it shows."), h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")));
   replace(document.getElementById("help"), dialog);

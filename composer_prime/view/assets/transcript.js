@@ -58,15 +58,17 @@ export function signature(tool) {
   return `${definition.name}(${parameters.join(", ")})`;
 }
 
-function toolsBlock(tools, open) {
+export function toolsBlock(tools, open) {
   if (!tools.length) return null;
   return h("details", { open: Boolean(open) }, h("summary", null, `${plural(tools.length, "tool")} on offer`),
     h("pre", { class: "plain" }, tools.map((tool) => `${signature(tool)}   ${((tool.function || tool).description || "").split("\n")[0]}`).join("\n")));
 }
 
-function turnBlock(turn, index) {
+// `shade`: color the turn's own tokens instead of its text, where it has them.
+export function turnBlock(turn, index, shade = "") {
   const failed = turn.role === "tool" && turn.error;
   const text = turn.text || "";
+  const isShaded = Boolean(shade && turn.tokens);
   const repeats = turn.error && text.trimStart().startsWith(turn.error);
   const jumped = turn.parent !== null && turn.parent !== undefined && turn.parent !== index - 1;
   return h(
@@ -76,10 +78,12 @@ function turnBlock(turn, index) {
     h(
       "div",
       null,
-      turn.reasoning && h("details", null, h("summary", null, "reasoning"), h("pre", { class: "plain" }, turn.reasoning)),
-      text && h("pre", null, text),
+      isShaded && tokenStrip([turn.tokens], shade),
+      !isShaded && turn.reasoning && h("details", null, h("summary", null, "reasoning"), h("pre", { class: "plain" }, turn.reasoning)),
+      !isShaded && text && h("pre", null, text),
       (turn.tool_calls || []).map((call) => h("pre", { class: "call" }, `${call.name}(${call.arguments})`)),
       turn.error && !repeats && h("div", { class: "fault" }, turn.error),
+      turn.finish_reason === "cancelled" && h("div", { class: "quiet small" }, "stopped here"),
       turn.finish_reason === "length" && h("div", { class: "fault" }, "ended at the token limit"),
       turn.surprisal !== null && turn.surprisal !== undefined && surprisalMeter(turn.surprisal),
       turn.hint && h("div", { class: "hint" }, h("b", null, "hint: "), turn.hint),
