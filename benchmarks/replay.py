@@ -37,10 +37,10 @@ from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.budget import teacher_budget
 from composer_prime.traces.pairs import Pair
-from composer_prime.traces.replay.density import base_margins
+from composer_prime.traces.replay.frozen_base import ServedScorer, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
-from composer_prime.traces.replay.teachers import ServedScorer, TeacherPool, local_models
+from composer_prime.traces.replay.teachers import TeacherPool, local_models
 from composer_prime.traces.state import TraceState, read_states
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}

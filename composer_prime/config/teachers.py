@@ -106,6 +106,22 @@ class TeacherConfig(BaseConfig):
         return self
 
 
+class BaseEndpointConfig(BaseConfig):
+    """An endpoint of your own that serves the frozen base. Its calls are not in the budget."""
+
+    base_url: str
+    """The part before /chat/completions; it has to know vLLM's prompt_logprobs."""
+    model: str
+    """The endpoint's name of the model."""
+    api_key_var: str | None = None
+    """Environment variable that holds the key; None sends none."""
+
+    @property
+    def mark(self) -> str:
+        """Return what stands for the weights in the cache, for an endpoint does not show them."""
+        return f"{self.base_url.rstrip('/')} {self.model}"
+
+
 class BudgetConfig(BaseConfig):
     """Hard caps. Each call reserves more than it should ever cost; a call that does not fit is not made."""
 
@@ -192,7 +208,9 @@ class TeachersConfig(BaseConfig):
     assume_family: str | None = None
     """The family of traces that name no model; without it such states are refused."""
     score: bool = True
-    """Choose among agreeing answers by the frozen base's likelihood (model.path, served locally)."""
+    """Choose among agreeing answers by the frozen base's likelihood."""
+    base: BaseEndpointConfig | None = None
+    """Where the frozen base is served; None serves model.path on this machine."""
     local_threads: int = Field(default=1, ge=1)
     """CPU threads of each local model."""
     local_start_timeout_s: float = Field(default=180.0, gt=0)
@@ -214,11 +232,12 @@ class TeachersConfig(BaseConfig):
         return self.timeout_s if charged else 0.0
 
     def models_served(self, base: str) -> list[str]:
-        """Return the models that a replay needs on this machine: local teachers, and the frozen base `base`."""
+        """Return the models that a replay needs on this machine: local teachers, and the frozen base `base` unless an
+        endpoint serves it."""
         if self.cache_only:
             return []
         models = [teacher.model for teacher in self.teacher if teacher.local]
-        return list(dict.fromkeys([*models, base] if self.score else models))
+        return list(dict.fromkeys([*models, base] if self.score and self.base is None else models))
 
     @field_validator("assume_family")
     @classmethod

@@ -163,7 +163,7 @@ class ChatClient:
         self._budget = budget
         self._cache = cache
         self._url = endpoint.base_url.rstrip("/") + "/chat/completions"
-        self._http = _http_client(endpoint)
+        self._http = http_client(endpoint)
         self._pacer = CallPacer(endpoint.requests_per_minute)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._under_way: dict[str, _Call] = {}
@@ -411,7 +411,8 @@ class CallPacer:
         return turn - now
 
 
-def _http_client(endpoint: Endpoint) -> httpx.AsyncClient:
+def http_client(endpoint: Endpoint) -> httpx.AsyncClient:
+    """Return a client with the endpoint's key, deadlines and proxy."""
     headers = {"Content-Type": "application/json", "User-Agent": "composer-prime"}
     if endpoint.api_key:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"

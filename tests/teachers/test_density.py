@@ -21,13 +21,12 @@ from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding
 from composer_prime.traces.replay.actions.canonical import RULES
 from composer_prime.traces.replay.density import (
     Density,
-    Margins,
-    base_margins,
     density_chart,
     main,
     measure,
     report_lines,
 )
+from composer_prime.traces.replay.frozen_base import Margins, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
 from composer_prime.traces.replay.running_gate import RunningGate
 from composer_prime.traces.state import check_own

@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 from composer_prime.stats.intervals import bootstrap_interval
-from composer_prime.traces.replay.density import (
-    FEWEST_TRACES,
-    MAX_P,
-    Margins,
-    sign_flip_p,
-    smallest_p,
-)
+from composer_prime.traces.replay.density import FEWEST_TRACES, MAX_P
+from composer_prime.traces.replay.frozen_base import Margins, sign_flip_p, smallest_p
 
 VALUES = [0.9, -0.1, 0.4, 0.8, 0.3, 0.7, -0.2, 0.5]
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from composer_prime.config import Config
-from composer_prime.config.layers import read_layers
+from composer_prime.config.layers import flag_layer, read_layers
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
@@ -67,10 +67,10 @@ _NO_RUN = {
     "--model.path": NO_MODEL,
     "--model.max_context": str(1 << 30),
     "--trainer.micro_batch_tokens": str(1 << 31),
-    "--teachers.score": "false",
     "--teachers.online": "false",
 }
-"""What stands for the run where only teachers are given: no base, and no step that limits the states."""
+"""What stands for the run where only teachers are given: no step that limits the states, and no base but
+teachers.base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,9 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     layers, _ = read_layers(settings)
     if layers and not any(layer.values.keys() & {"model", "run"} for layer in layers):
         # First, so that what the user says counts.
-        settings = [word for pair in _NO_RUN.items() for word in pair] + settings
+        has_base = any(layer.sets(("teachers", "base")) for layer in [*layers, flag_layer(settings)])
+        assumed = _NO_RUN if has_base else {**_NO_RUN, "--teachers.score": "false"}
+        settings = [word for pair in assumed.items() for word in pair] + settings
     config = resolve(settings).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
@@ -218,6 +220,10 @@ def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast
     lines += [
         f"model     {count} votes of a model that was not asked for, {which}: name it, or see to the endpoint"
         for which, count in progress.other_models.most_common(3)
+    ]
+    lines += [
+        f"base      {count} times the first of agreeing answers was taken: {reason}"
+        for reason, count in progress.unscored.most_common(2)
     ]
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
     lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]

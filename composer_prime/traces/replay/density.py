@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from composer_prime.config.teachers import BaseEndpointConfig
 from composer_prime.console import INTERRUPTED, fail, pluralize, until_the_reader_leaves
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError, RoleFailedError, TeacherError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, RoleFailedError
 from composer_prime.model_source import resolve_model
 from composer_prime.stats import plot
 from composer_prime.stats.intervals import bootstrap_interval, percentile
@@ -49,9 +50,10 @@ from composer_prime.traces.pairs import (
     resolve_pairs,
     write_gate,
 )
+from composer_prime.traces.replay.frozen_base import EndpointScorer, Margins, ServedScorer, base_margins, smallest_p
 from composer_prime.traces.replay.records import StateRecord, latest, only_writer, read_records, votes_beside
-from composer_prime.traces.replay.teachers import Scorer, ServedScorer, local_models
-from composer_prime.traces.state import Message, check_own
+from composer_prime.traces.replay.teachers import local_models
+from composer_prime.traces.state import check_own
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +68,6 @@ MAX_S_A_STEP = 30.0
 MAX_P = 0.01
 FEWEST_TRACES = 8
 """With pairs: fewer cannot reach MAX_P (`smallest_p`)."""
-_SCORES_AT_ONCE = 8
 MISSED, _BINS = 1, 24
 _COLORS = {"real": "#1b7837", "flipped": "#b2182b", "cross-step": "#4575b4"}
 
@@ -220,92 +221,8 @@ def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[flo
     return {families: counts[families] for families in sorted(counts) if counts[families][1]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margins:
-    """Base margins in nats a token, one entry a pair."""
-
-    real: list[float]
-    cross_step: list[float]
-    """With another state's rejected answer."""
-    traces: list[str]
-    unread: int = 0
-    """Pairs that were drawn and that the base could not read."""
-
-    @property
-    def p_flipped(self) -> float:
-        return sign_flip_p(self.real, self.traces)
-
-    @property
-    def p_cross_step(self) -> float:
-        """p of "the rejected answer could be exchanged for another state's"."""
-        differences = [cross - real for real, cross in zip(self.real, self.cross_step, strict=True)]
-        return sign_flip_p(differences, self.traces)
-
-
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
-
-
-async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400, seed: int = 0) -> Margins:
-    """Return the margins of at most `most` pairs, drawn at random. Pairs that the base cannot read are left out.
-
-    Raises ConfigError when fewer than ten pairs, or fewer than two states, could be scored.
-    """
-    rng = random.Random(seed)
-    drawn = rng.sample(pairs, min(most, len(pairs)))
-    places = asyncio.Semaphore(_SCORES_AT_ONCE)
-
-    async def score(pair: Pair, answer: Message) -> float:
-        async with places:
-            try:
-                return await scorer.logprob_per_token(pair.state.messages, pair.state.tools, answer)
-            except TeacherError:
-                return math.nan
-
-    async def margins(pair: Pair) -> tuple[float, float, str] | None:
-        others = [other for other in drawn if (other.trace, other.state.state_id) != (pair.trace, pair.state.state_id)]
-        if not others:
-            return None
-        answers = pair.chosen, pair.rejected, rng.choice(others).rejected
-        chosen, rejected, cross = await asyncio.gather(*(score(pair, answer) for answer in answers))
-        return None if math.isnan(chosen + rejected + cross) else (chosen - rejected, chosen - cross, pair.trace)
-
-    scored = [each for each in await asyncio.gather(*map(margins, drawn)) if each is not None]
-    if len(scored) < 10:
-        raise ConfigError(
-            f"the base scored {len(scored)} of {len(drawn)} pairs: at least ten, from two states, are needed; replay "
-            "more states, or, where it scored fewer than there are, give a base with a longer context"
-        )
-    real, cross_step, traces = (list(column) for column in zip(*scored, strict=True))
-    return Margins(real=real, cross_step=cross_step, traces=traces, unread=len(drawn) - len(scored))
-
-
-def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: int = 9_999, seed: int = 0) -> float:
-    """Return the two-sided p of "the signs of a cluster's values could be exchanged", by the mean of all `values`.
-
-    `values` of one cluster ([values], named in `clusters`) are flipped together, however alike they are: whole-block
-    sign flips (Winkler et al. 2015, NeuroImage 123:253; with few clusters Canay, Romano and Shaikh 2017, Econometrica
-    85:1013). All flips are counted out where there are at most `resamples`; else so many are drawn, and the p is
-    (1 + those at least as extreme) / (1 + resamples), so never 0 (Phipson and Smyth 2010). Not below `smallest_p`.
-    """
-    _, places = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.bincount(places, weights=np.asarray(values, dtype=np.float64))
-    least = abs(sums.sum()) - 1e-12 * np.abs(sums).sum()
-    # Exchanging all signs at once changes no two-sided statistic: the first may stay.
-    others = len(sums) - 1
-    if 2**others <= resamples:
-        flips = np.arange(2**others)[:, None] >> np.arange(others) & 1
-        return float((np.abs(sums[0] + (1 - 2 * flips) @ sums[1:]) >= least).mean())
-    rng, extreme = np.random.default_rng(seed), 0
-    for start in range(0, resamples, 1_000):
-        signs = rng.choice((-1.0, 1.0), size=(min(1_000, resamples - start), len(sums)))
-        extreme += int((np.abs(signs @ sums) >= least).sum())
-    return (1 + extreme) / (1 + resamples)
-
-
-def smallest_p(clusters: int) -> float:
-    """Return what `sign_flip_p` can reach: of the 2^n flips, two are as extreme as the strongest."""
-    return min(2.0 ** (1 - clusters), 1.0)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -324,6 +241,8 @@ def pairs_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer pairs report", description=_DOCUMENTATION)
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny, tiny_code")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
+    parser.add_argument("--base-url", help="endpoint that serves --base, with vLLM's prompt_logprobs")
+    parser.add_argument("--base-key-var", help="environment variable that holds the endpoint's key; none by default")
     parser.add_argument(
         "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
@@ -358,7 +277,9 @@ def report_pairs(options: argparse.Namespace) -> int:
     chart = options.chart or (Path(f"{options.pairs}-pairs.svg") if shipped else path.with_suffix(".svg"))
     check_own(chart, plot.chart_check(chart), "a chart of pairs")
     plot.check_suffix(chart)
-    if options.base:
+    if options.base_url and not options.base:
+        raise ConfigError(f"--base-url {options.base_url} needs --base: the endpoint's name of the model")
+    if options.base and not options.base_url:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     margins, unmeasured = None, None
     try:
@@ -405,12 +326,15 @@ def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
 
 
 async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margins:
-    async with local_models([options.base], threads=options.threads, start_timeout_s=options.timeout_s) as url:
-        scorer = ServedScorer(url, options.base, options.timeout_s)
-        try:
-            return await base_margins(scorer, pairs)
-        finally:
-            await scorer.close()
+    async with AsyncExitStack() as stack:
+        if options.base_url:
+            place = {"base_url": options.base_url, "model": options.base, "api_key_var": options.base_key_var}
+            scorer = EndpointScorer(BaseEndpointConfig.model_validate(place), options.timeout_s)
+        else:
+            models = local_models([options.base], threads=options.threads, start_timeout_s=options.timeout_s)
+            scorer = ServedScorer(await stack.enter_async_context(models), options.base, options.timeout_s)
+        stack.push_async_callback(scorer.close)
+        return await base_margins(scorer, pairs)
 
 
 def report_lines(density: Density) -> list[str]:

@@ -28,16 +28,13 @@ from composer_prime.errors import ConfigError, ModelNotFoundError, TeacherError
 from composer_prime.llm.budget import Budget, teacher_budget
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.actions.canonical import RULES, Files, canonical
+from composer_prime.traces.replay.frozen_base import CachedScorer, EndpointScorer, Scorer, ServedScorer, likeliest
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
 from composer_prime.traces.replay.running_gate import RunningGate
 from composer_prime.traces.replay.teachers import (
-    CachedScorer,
-    Scorer,
-    ServedScorer,
     Teacher,
     TeacherPool,
     check_teachers,
-    likeliest,
     models_at,
     weights_mark,
 )
@@ -77,20 +74,25 @@ async def open_replay(
         records = ReplayRecords(pairs, votes)  # before anything is written: another file is left as it is
         budget = teacher_budget(teachers.budget, costs)
         try:
-            mark = weights_mark(base) if teachers.score else None
+            mark = None
+            if teachers.score:
+                mark = weights_mark(base) if teachers.base is None else teachers.base.mark
         except ModelNotFoundError as error:
             raise ConfigError(
                 f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
                 "teachers.score = false"
             ) from None
         addresses: dict[str, str] = {}
-        served: ServedScorer | None = None
+        served: ServedScorer | EndpointScorer | None = None
+        if teachers.score and teachers.base is not None and not teachers.cache_only:
+            served = EndpointScorer(teachers.base, teachers.timeout_s)
+            stack.push_async_callback(served.close)
         if models:
             url = await stack.enter_async_context(
                 models_at(models, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
             )
             addresses = {teacher.model: url for teacher in teachers.teacher if teacher.local}
-            if mark is not None:
+            if mark is not None and served is None:
                 served = ServedScorer(url, base, teachers.timeout_s)
                 stack.push_async_callback(served.close)
         scorer = None if mark is None else CachedScorer(teachers.cache_dir.expanduser() / "scores", mark, served)
@@ -125,6 +127,8 @@ class ReplayProgress:
     """Why teachers gave no vote."""
     other_models: Counter[str] = field(default_factory=Counter)
     """Votes of models that were not asked for, by teacher and model."""
+    unscored: Counter[str] = field(default_factory=Counter)
+    """Why the base did not choose among agreeing answers."""
     left_out: int = 0
     """States whose id another state has."""
     why_left_out: str | None = None
@@ -354,7 +358,9 @@ class Replay:
 
     async def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
         state = ballot.state
-        chosen, how = await likeliest(self._scorer, state.messages, state.tools, candidate.chosen)
+        chosen, how = await likeliest(
+            self._scorer, state.messages, state.tools, candidate.chosen, self.progress.unscored
+        )
         votes: dict[str, dict[str, Any]] = {}
         answers = Counter[str]()
         for vote in ballot.votes:

@@ -22,9 +22,9 @@ from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.traces.pairs import Gate, PairFile, check_binding, read_gate, write_gate
-from composer_prime.traces.replay.density import FEWEST_TRACES, Density, base_margins, measure
+from composer_prime.traces.replay.density import FEWEST_TRACES, Density, measure
+from composer_prime.traces.replay.frozen_base import Scorer, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, latest
-from composer_prime.traces.replay.teachers import Scorer
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -31,8 +29,7 @@ from composer_prime.llm.prices import Price, price_of
 from composer_prime.llm.reply import ROUNDING
 from composer_prime.model_source import resolve_model, weight_files
 from composer_prime.run.process import child_options, stop
-from composer_prime.run.run_dir import write_atomic
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.state import TraceState
 
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
@@ -369,76 +366,3 @@ async def local_models(models: Sequence[str], *, threads: int, start_timeout_s: 
         yield json.loads(line)["url"]
     finally:
         await stop(server, _END_S)
-
-
-class Scorer(Protocol):
-    """How likely the frozen base finds an answer. It chooses among agreeing answers, and measures pairs."""
-
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        """Return the mean log-probability in nats of the answer's tokens after `messages`. Raises TeacherError."""
-        ...
-
-
-class ServedScorer:
-    """The base behind a local model server's /v1/score."""
-
-    def __init__(self, base_url: str, model: str, timeout_s: float) -> None:
-        self._model = model
-        self._client = httpx.AsyncClient(base_url=base_url, timeout=timeout_s, trust_env=False)
-
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        body = {"model": self._model, "messages": messages, "tools": tools, "answer": answer}
-        try:
-            reply = await self._client.post("/score", json=body)
-        except httpx.HTTPError as error:
-            raise TeacherError(f"the frozen base did not score an answer: {error!r}") from None
-        if reply.status_code != 200:
-            raise TeacherError(f"the frozen base did not score an answer: {reply.text[:300]}")
-        return float(reply.json()["logprob_per_token"])
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-class CachedScorer:
-    """Scores on disk, by the base's weights and everything else that they depend on. So a replay from the cache gives
-    the same pairs. A missing score is asked of `inner`; without one there is no score."""
-
-    def __init__(self, folder: Path, mark: str, inner: Scorer | None) -> None:
-        """`mark` is the base's `weights_mark`."""
-        self._folder = folder
-        self._mark = mark
-        self._inner = inner
-
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        content = msgspec.json.encode([self._mark, messages, tools, answer], order="deterministic")
-        key = hashlib.blake2b(content, digest_size=16).hexdigest()
-        path = self._folder / key[:2] / f"{key}.json"
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=float)
-        except (OSError, msgspec.DecodeError):
-            pass
-        if self._inner is None:
-            raise TeacherError(f"{self._folder} holds no score of this answer, and no base is served")
-        score = await self._inner.logprob_per_token(messages, tools, answer)
-        await asyncio.to_thread(write_atomic, path, msgspec.json.encode(score))
-        return score
-
-
-async def likeliest(
-    scorer: Scorer | None, messages: list[Message], tools: list[dict[str, Any]], answers: tuple[Message, ...]
-) -> tuple[Message, str]:
-    """Return (the answer that the base finds likeliest per token, how it was chosen).
-
-    It is the first one where there is no scorer, or the base cannot read one of them (a context longer than its own).
-    """
-    distinct = [answer for index, answer in enumerate(answers) if answer not in answers[:index]]
-    if len(distinct) == 1:
-        return distinct[0], "only"
-    if scorer is None:
-        return distinct[0], "first"
-    try:
-        scores = [await scorer.logprob_per_token(messages, tools, answer) for answer in distinct]
-    except TeacherError:
-        return distinct[0], "first"
-    return distinct[scores.index(max(scores))], "likeliest"

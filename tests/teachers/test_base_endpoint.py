@@ -1,0 +1,140 @@
+"""The frozen base behind an endpoint: vLLM's prompt_logprobs, and endpoints without them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from loopback import Endpoint, call, configured, says, serving, state
+
+from composer_prime.config.teachers import BaseEndpointConfig
+from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.traces.pairs import Pair, PairState
+from composer_prime.traces.replay.command import parse_arguments, replay, replay_summary
+from composer_prime.traces.replay.density import main as report
+from composer_prime.traces.replay.frozen_base import EndpointScorer
+from composer_prime.traces.replay.records import read_pairs
+from composer_prime.traces.state import write_state
+from tests.chat_server import chat_server
+
+BASE = "base-model"
+
+
+class Base:
+    """Writes each character as a token; `likes` it with -1 nats, any other with -3. As vLLM does, it gives the first
+    token no log-probability and, where `gives` is false, no prompt_logprobs at all."""
+
+    def __init__(self, likes: str = "x", *, gives: bool = True) -> None:
+        self.likes, self.gives = likes, gives
+        self.seen: list[tuple[dict, str | None]] = []
+
+    async def chat(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.seen.append((body, request.headers.get("Authorization")))
+        text = "".join(f"[{each['role']}]{self._said(each)}" for each in body["messages"])
+        text += "[assistant]" if body["add_generation_prompt"] else ""
+        scored = [{str(ord(letter)): {"logprob": -1.0 if letter in self.likes else -3.0}} for letter in text[1:]]
+        choice = {"message": {"role": "assistant", "content": "y"}, "finish_reason": "length"}
+        prompt = {"prompt_logprobs": [None, *scored]} if self.gives else {}
+        return web.json_response({"choices": [choice], "usage": {}} | prompt)
+
+    def _said(self, message: dict) -> str:
+        calls = message.get("tool_calls") or []
+        return (message.get("content") or "") + "".join(each["function"]["arguments"] for each in calls)
+
+
+def scores(base: Base, *answers: str, key_var: str | None = None) -> list[float]:
+    async def run() -> list[float]:
+        async with chat_server(base.chat) as url:
+            scorer = EndpointScorer(BaseEndpointConfig(base_url=url, model=BASE, api_key_var=key_var), 60.0)
+            try:
+                asked = [{"role": "user", "content": "Which?"}]
+                return [await scorer.logprob_per_token(asked, [], says(answer)) for answer in answers]
+            finally:
+                await scorer.close()
+
+    return asyncio.run(run())
+
+
+# The mean is over the answer's tokens alone, not over those of its context.
+def test_the_mean_is_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASE_KEY", "made-up")
+    base = Base()
+    assert scores(base, "xx", "xy", "yy", key_var="BASE_KEY") == [-1.0, -2.0, -3.0]
+    assert all(key == "Bearer made-up" and body["prompt_logprobs"] == 0 for body, key in base.seen)
+    assert all("tools" not in body and body["model"] == BASE for body, _ in base.seen)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        scores(base, "xx", key_var="NO_SUCH_KEY")
+
+
+# An endpoint that scores no prompt is named, and asked no more.
+def test_an_endpoint_without_log_probabilities() -> None:
+    base = Base(gives=False)
+    with pytest.raises(TeacherError, match=r"no log-probabilities of a prompt \(prompt_logprobs\)"):
+        scores(base, "x")
+    assert len(base.seen) <= 2
+
+
+def differently(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "./a.py" if model == "gpt-a" else "a.py"}
+
+
+def replayed(tmp_path: Path, base: Base, states: int = 3):
+    """One replay from a file of teachers with a base, and no run."""
+
+    async def run():
+        async with serving(Endpoint(answers=differently)) as teachers, chat_server(base.chat) as url:
+            config = configured(tmp_path, teachers.url).model_dump(mode="json", exclude={"base", "score"})
+            config["base"] = {"base_url": url, "model": BASE}
+            pool, path = tmp_path / "pool.json", tmp_path / "states.jsonl"
+            pool.write_text(json.dumps({"teachers": config}))
+            path.write_bytes(b"".join(write_state(state(number)) for number in range(states)))
+            words = [str(path), "-o", str(tmp_path / "pairs.jsonl"), "@", str(pool)]
+            return (await replay(parse_arguments(words)))[0]
+
+    return asyncio.run(run())
+
+
+# A file of teachers with a base is enough: the base chooses among agreeing answers. Without log-probabilities the first
+# is taken, and the summary tells why.
+def test_a_pool_file_with_a_base(tmp_path: Path) -> None:
+    progress = replayed(tmp_path, Base(likes="./"))
+    assert {pair.teachers["chosen_by"] for pair in read_pairs(tmp_path / "pairs.jsonl")} == {"likeliest"}
+    assert all("./a.py" in str(pair.chosen) for pair in read_pairs(tmp_path / "pairs.jsonl"))
+    assert progress.pairs == 3 and not progress.unscored
+    progress = replayed(tmp_path / "unable", Base(gives=False)) if (tmp_path / "unable").mkdir() is None else None
+    assert progress is not None and progress.pairs == 3 and sum(progress.unscored.values()) == 3
+    told = "\n".join(replay_summary(progress, tmp_path / "pairs.jsonl"))
+    assert "base      3 times the first of agreeing answers was taken" in told and "prompt_logprobs" in told
+
+
+# `composer pairs report --base-url` measures margins behind an endpoint, and reports why it cannot where it cannot.
+def test_margins_behind_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pairs.jsonl"
+
+    def pair(number: int) -> Pair:
+        sides = (
+            {"role": "assistant", "content": None, "tool_calls": [call("cat", {"n": each})]} for each in ("xx", "y")
+        )
+        chosen, rejected = sides
+        place = PairState(state_id=f"t{number}/0", messages=[{"role": "user", "content": f"{number}"}], tools=[])
+        return Pair(
+            trace=f"t{number}", state=place, chosen=chosen, rejected=rejected, epsilon=0.1, teachers={}, cost_usd=0
+        )
+
+    import msgspec
+
+    path.write_bytes(b"".join(msgspec.json.encode(pair(number)) + b"\n" for number in range(12)))
+
+    async def run(base: Base) -> None:
+        async with chat_server(base.chat) as url:
+            words = [str(path), "--base", BASE, "--base-url", url, "--chart", str(tmp_path / "chart.svg")]
+            await asyncio.to_thread(report, words)
+
+    asyncio.run(run(Base()))
+    assert "12 pairs of 12 traces, nats a token: real +" in capsys.readouterr().out
+    asyncio.run(run(Base(gives=False)))
+    assert "the base scored 0 of 12 pairs" in (told := capsys.readouterr().out) and "prompt_logprobs" in told
