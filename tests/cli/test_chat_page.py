@@ -154,7 +154,7 @@ def test_errors(address):
     state = settled(address)
     assert "maximum context length (1024)" in state["problem"] and state["unsaid"] == long.strip()
     assert [turn["role"] for turn in state["turns"]] == ["system"]
-    assert send(address, "POST", "/api/chat/settings", {"temperature": 0, "max_tokens": 9, "system": None})[0] == 200
+    assert send(address, "POST", "/api/chat/settings", {"temperature": 0, "max_tokens": 256, "system": None})[0] == 200
     assert settled(address)["turns"] == []
 
 
