@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -117,6 +117,8 @@ async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, name
             for number in range(rollouts):
                 await talk.play(session, url, f"{name}-{index}-{number}", latencies)
 
+        if talk.packed is not None:  # So that the client knows that the gateway takes the packed form.
+            await replace(talk, prompt=1, turns=1).play(session, url, f"{name}-before", [])
         await asyncio.gather(*(slot(index) for index in range(slots)))
     print(json.dumps({"latencies_s": latencies, "cpu_s": time.process_time()}), flush=True)
 

@@ -380,9 +380,12 @@ class RolloutRecords:
         prompt."""
         rollout_id = self.rollout_of(session)
         turns = None if rollout_id is None else self._open[rollout_id].get(session)
-        for size in (turns[-1].num_prompt + turns[-1].num_new, turns[-1].num_prompt) if turns else ():
-            if np.array_equal(token_ids[:size], turns[-1].chain.tokens[:size]):
-                return turns[-1].chain.hash_of(size).prefix()
+        if not turns:
+            return None
+        newest = turns[-1]
+        for size in (newest.num_prompt + newest.num_new, newest.num_prompt):
+            if np.array_equal(token_ids[:size], newest.chain.tokens[:size]):
+                return newest.chain.hash_of(size).prefix()
         return None
 
     def append(self, record: GenerationRecord, order: int, prefix: Prefix | None = None) -> bool:
