@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 from loopback import Endpoint, call, configured, says, serving, state
@@ -105,8 +106,9 @@ def test_a_pool_file_with_a_base(tmp_path: Path) -> None:
     assert {pair.teachers["chosen_by"] for pair in read_pairs(tmp_path / "pairs.jsonl")} == {"likeliest"}
     assert all("./a.py" in str(pair.chosen) for pair in read_pairs(tmp_path / "pairs.jsonl"))
     assert progress.pairs == 3 and not progress.unscored
-    progress = replayed(tmp_path / "unable", Base(gives=False)) if (tmp_path / "unable").mkdir() is None else None
-    assert progress is not None and progress.pairs == 3 and sum(progress.unscored.values()) == 3
+    (tmp_path / "unable").mkdir()
+    progress = replayed(tmp_path / "unable", Base(gives=False))
+    assert progress.pairs == 3 and sum(progress.unscored.values()) == 3
     told = "\n".join(replay_summary(progress, tmp_path / "pairs.jsonl"))
     assert "base      3 times the first of agreeing answers was taken" in told and "prompt_logprobs" in told
 
@@ -124,8 +126,6 @@ def test_margins_behind_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
         return Pair(
             trace=f"t{number}", state=place, chosen=chosen, rejected=rejected, epsilon=0.1, teachers={}, cost_usd=0
         )
-
-    import msgspec
 
     path.write_bytes(b"".join(msgspec.json.encode(pair(number)) + b"\n" for number in range(12)))
 
