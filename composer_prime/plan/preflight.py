@@ -180,7 +180,8 @@ def _runtimes(config: Config, findings: Findings) -> None:
     """Check that the sandboxes which sources name can be opened here."""
     for source in config.orchestrator.source:
         kind = source.runtime.type
-        if kind != "auto" and config.orchestrator.address is None and not (found := probe(kind)).works:
+        is_elsewhere = config.orchestrator.address is not None or source.workers == 0
+        if kind != "auto" and not is_elsewhere and not (found := probe(kind)).works:
             findings.problems.append(
                 f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}; `composer doctor` "
                 "lists the types that work here"

@@ -22,6 +22,7 @@ from composer_prime.plan.preflight import check_chat_template
 from composer_prime.run.process import end_with_parent
 from orchestrator.chat_template import RENDER_ERRORS, chat_folder
 from orchestrator.tasks.sources import source_spec
+from orchestrator.workers.pool import check_runtimes
 
 if TYPE_CHECKING:
     from renderers import RendererConfig
@@ -41,6 +42,7 @@ _TOOL: ToolSpec = {
 def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]]]:
     """Return what is wrong, and the number of tasks by source and task set. `scratch`: an empty folder."""
     from orchestrator.workers.verifiers_adapter import Environment
+    from orchestrator.workers.worker import runtime_types
 
     problems: list[str] = []
     renderer = None
@@ -51,6 +53,7 @@ def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, di
     tasks: dict[str, dict[str, int | None]] = {}
     for source in config.orchestrator.source:
         spec = source_spec(source, model_path="", renderer=None, max_context=config.model.max_context)
+        runtimes: set[str] = set()
         for name in spec.tasksets:
             try:
                 environment = Environment(spec, name, renderer)
@@ -60,6 +63,12 @@ def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, di
                 problems.append(text if source.name in text else f"source {source.name!r}, {name}: {text}")
                 break  # The other task set is this one with other settings, and would fail alike.
             tasks.setdefault(source.name, {})[name] = environment.num_tasks
+            runtimes |= runtime_types(environment)
+        if source.workers and config.orchestrator.address is None:
+            try:  # The type that the source names was checked before (composer_prime/plan/preflight.py).
+                check_runtimes(source.name, runtimes - {source.runtime.type})
+            except ConfigError as error:
+                problems.append(str(error))
     return problems, tasks
 
 

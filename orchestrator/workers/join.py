@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import zmq
@@ -33,7 +32,6 @@ import zmq.asyncio
 from aiohttp import web
 
 from composer_prime.address import tcp_address
-from composer_prime.config.sandbox import RuntimeType
 from composer_prime.errors import (
     ComposerError,
     ConfigError,
@@ -42,7 +40,6 @@ from composer_prime.errors import (
     EnvironmentWorkerError,
     RunMismatchError,
 )
-from composer_prime.plan.sandboxes import probe
 from composer_prime.run.keys import TOKEN_VARIABLE, ClientKeys, join_keys
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Drain, Goodbye, HelloAgain, Rejected
@@ -279,9 +276,6 @@ class JoinedHost:
                 local, workers=self._hello.processes, start_timeout_s=welcome.start_timeout_s
             )
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
-        for name, pool in self._pools.items():
-            assert pool.ready is not None
-            await asyncio.to_thread(check_runtimes, name, pool.ready.runtimes)
 
     async def _close_pools(self) -> None:
         pools, self._pools = self._pools, {}
@@ -331,15 +325,6 @@ class JoinedHost:
         finally:
             del self._calls[number]
         return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type)
-
-
-def check_runtimes(source: str, types: Sequence[str]) -> None:
-    """Raise ConfigError when a runtime in which `source` executes code does not work on this machine."""
-    for kind in set(types) & set(get_args(RuntimeType)):
-        if not (found := probe(kind)).works:
-            raise ConfigError(
-                f"source {source!r} executes code in the runtime {kind!r}, which does not work here: {found.text}"
-            )
 
 
 # -- the command line ----------------------------------------------------------------------------------------------

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
+from composer_prime.config.sandbox import RuntimeType
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError
+from composer_prime.plan.sandboxes import probe
 from composer_prime.run.retry import backoff_s
 from orchestrator.event_loop import Notifier
 from orchestrator.workers.players import RolloutPlayer, WorkerProcess
@@ -75,7 +77,8 @@ class WorkerPool:
     async def start(self) -> None:
         """Start every worker and wait until all have loaded; without any, wait for a host.
 
-        Raises what `WorkerProcess.start` raises, and DeadlineError when no host joins within start_timeout_s.
+        Raises what `WorkerProcess.start` raises, what `check_runtimes` raises, and DeadlineError when no host joins
+        within start_timeout_s.
         """
         self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
@@ -90,6 +93,8 @@ class WorkerPool:
                 )
             if self._failure is not None:
                 raise self._failure
+            if self._workers and self.ready is not None:
+                await asyncio.to_thread(check_runtimes, self.spec.name, self.ready.runtimes)
         except BaseException:
             await self.close()
             raise
@@ -227,3 +232,12 @@ class WorkerPool:
     def _fail(self, failure: ComposerError) -> None:
         self._failure = self._failure or failure
         self.changed.notify()
+
+
+def check_runtimes(source: str, types: Iterable[str]) -> None:
+    """Raise ConfigError when a runtime in which `source` executes code does not work on this machine."""
+    for kind in set(types) & set(get_args(RuntimeType)):
+        if not (found := probe(kind)).works:
+            raise ConfigError(
+                f"source {source!r} executes code in the runtime {kind!r}, which does not work here: {found.text}"
+            )

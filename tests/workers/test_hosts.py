@@ -29,8 +29,8 @@ from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.turns import JSON, PACKED
 from orchestrator.workers.hosts import HostServer, chat_files, releases
-from orchestrator.workers.join import JoinedHost, check_runtimes
-from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.join import JoinedHost
+from orchestrator.workers.pool import WorkerPool, check_runtimes
 from orchestrator.workers.protocol import (
     CancelCall,
     CancelRollout,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.errors import EnvironmentWorkerError
+from composer_prime.errors import ConfigError, EnvironmentWorkerError
+from composer_prime.model_source import resolve_model
+from composer_prime.plan.sandboxes import probe
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import SourceSpec
 
@@ -18,3 +20,21 @@ async def test_whatever_ends_a_supervisor_ends_the_start_with_its_reason(tmp_pat
     async with asyncio.timeout(20):
         with pytest.raises(EnvironmentWorkerError, match="ValueError: embedded null"):
             await WorkerPool(spec, workers=2, log_dir=tmp_path).start()
+
+
+@pytest.mark.process
+async def test_a_source_whose_sandbox_does_not_open_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each of its rollouts would fail and be tried again."""
+    monkeypatch.setenv("PATH", "")
+    probe.cache_clear()
+    spec = SourceSpec(
+        name="s",
+        tasksets={"train": {"id": "orchestrator.environments.micro_code", "split": "train", "num_tasks": 2}},
+        harness={"id": "orchestrator.environments.tool_loop"},
+        model_path=str(resolve_model("tiny_code")),
+    )
+    with pytest.raises(ConfigError, match=r"'s'.*'bubblewrap', which does not work here.*apt-get install bubblewrap"):
+        await WorkerPool(spec, log_dir=tmp_path).start()
+    probe.cache_clear()
