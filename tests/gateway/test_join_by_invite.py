@@ -105,23 +105,25 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
 
 
 @pytest.mark.process
-async def test_the_second_signal_reaches_the_nodes(tmp_path):
+async def test_the_second_signal_reaches_the_nodes(keys, tmp_path):
     """`inference join` has its nodes drain at the first signal and passes on the next, at which they drop what runs."""
     seen = tmp_path / "seen"
     node = f"""
 import pathlib, signal, sys, time
+from composer_prime.run.process import end_with_parent
+end_with_parent(signal.SIGKILL)
 seen = pathlib.Path({str(seen)!r}).open("a", buffering=1)
 def caught(number, frame):
-    seen.write(f"{{number}} ")
+    print(int(number), file=seen)
     if number == {signal.SIGINT:d}:
         sys.exit(3)
 for number in ({signal.SIGTERM:d}, {signal.SIGINT:d}):
     signal.signal(number, caught)
-seen.write("ready ")
+print("ready", file=seen)
 while True:
     time.sleep(600)
 """
-    invite = invite_for(RunKeys(tmp_path / "keys"), "tcp://127.0.0.1:1")
+    invite = invite_for(keys, "tcp://127.0.0.1:1")
     machine = f"""
 import argparse, asyncio, pathlib, sys
 from composer_prime.wire.enrollment import Invite
