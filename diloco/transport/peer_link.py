@@ -100,6 +100,8 @@ class PeerLink:
                 self._submit(self._shut()).result(timeout=_FAREWELL_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def set_position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
         """Set where this rank stands, for the next beat; while it is not training no round waits for it.

@@ -70,14 +70,14 @@ class RendezvousThread:
         self.start()
 
     def start(self) -> None:
-        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
         assert self._ready.wait(200)
         self.settings["bind"] = self.endpoint
 
     async def _serve(self) -> None:
-        self._stop = asyncio.Event()
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         async with Rendezvous(RendezvousSettings(**self.settings), self.key) as self.server:
             self.endpoint = self.server.endpoint
             self._ready.set()

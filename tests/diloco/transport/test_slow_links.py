@@ -132,3 +132,4 @@ def slow_link(endpoint: str, bytes_per_s: float) -> Iterator[tuple[str, list[str
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
+        loop.close()
