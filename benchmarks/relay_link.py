@@ -1,18 +1,20 @@
-"""Measure what a node link through `orchestrator relay` carries, against the direct link: CURVE ZMQ over loopback.
+"""Measure what a node link through `orchestrator relay` or iroh carries, against the direct link, over loopback.
 
     node (this process) --direct--> run's host (own process)
     node --Tunnel--> relay (own process) --> RelayLeg in the run's host
+    node --Tunnel--QUIC--> IrohLeg in the run's host
 
     python benchmarks/relay_link.py [--mib 256] [--rounds 3]
 
 The node asks for pieces of 2 MiB, eight at a time, as a pull of weights does, and for empty ones, one after another.
-Both links take turns in one run; medians are printed. The relay's and the host's CPU is that of the cores they share.
+The links take turns in one run; medians are printed. The relay's and the host's CPU is that of the cores they share.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import statistics
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import zmq.asyncio
 
 from composer_prime.address import Address
 from composer_prime.run.keys import RunKeys
+from composer_prime.wire.iroh_link import IrohDialer, iroh_name
 from composer_prime.wire.sockets import bind_router, dealer
 from composer_prime.wire.tunnel import RelayLegs, Tunnel, dial, node_pass
 from orchestrator.relay import Relay
@@ -36,9 +39,9 @@ async def host(folder: Path) -> None:
     server = bind_router("tcp://127.0.0.1:0", keys.curve("server"), [keys.curve("node").public])
     legs = RelayLegs(keys.signer)
     print(server.endpoint, flush=True)
-    relay = (await asyncio.to_thread(sys.stdin.readline)).strip()
-    legs.update([relay], server.endpoint)
-    while legs.states() != {relay: "registered"}:
+    relay, iroh = (await asyncio.to_thread(sys.stdin.readline)).split()
+    legs.update([relay, iroh], server.endpoint)
+    while set(legs.states().values()) != {"registered"}:
         await asyncio.sleep(0.01)
     print("registered", flush=True)
     while True:
@@ -77,6 +80,12 @@ async def pull(address: str, keys: RunKeys, pieces: int) -> tuple[float, float]:
         context.destroy(linger=0)
 
 
+def free_udp_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 async def started(role: str, folder: str) -> tuple[asyncio.subprocess.Process, str]:
     pipe = asyncio.subprocess.PIPE
     words = [sys.executable, __file__, "--role", role, "--folder", folder]
@@ -91,24 +100,33 @@ async def measure(pieces: int, rounds: int) -> None:
         box, relay_address = await started("relay", folder)
         run, endpoint = await started("host", folder)
         assert run.stdin is not None and run.stdout is not None
-        run.stdin.write(f"{relay_address}\n".encode())
+        where = f"iroh@127.0.0.1:{free_udp_port()}"
+        run.stdin.write(f"{relay_address} {where}\n".encode())
         await run.stdout.readline()
         place, public = relay_address.rpartition(":"), keys.verifier().public_bytes_raw()
-        tunnel = Tunnel("relay", lambda: dial(Address(place[0], int(place[2])), public, node_pass(keys.signer())))
+        proof = node_pass(keys.signer())
+        tunnel = Tunnel("relay", lambda: dial(Address(place[0], int(place[2])), public, proof))
+        dialer = IrohDialer(iroh_name(where, keys.signer()), proof)
+        iroh = Tunnel("iroh", dialer.dial)
         await tunnel.start()
-        seen: dict[str, list[tuple[float, float]]] = {"direct": [], "relay": []}
+        await iroh.start()
+        seen: dict[str, list[tuple[float, float]]] = {"direct": [], "relay": [], "iroh": []}
         try:
             for _ in range(rounds):
                 seen["direct"].append(await pull(endpoint, keys, pieces))
                 seen["relay"].append(await pull(f"tcp://{tunnel.address}", keys, pieces))
+                seen["iroh"].append(await pull(f"tcp://{iroh.address}", keys, pieces))
         finally:
             await tunnel.close()
+            await iroh.close()
+            await dialer.close()
             box.kill()
             run.kill()
     rates = {link: statistics.median(rate for rate, _ in figures) for link, figures in seen.items()}
     for link, figures in seen.items():
         print(f"{link:<8} {rates[link]:8.1f} MB/s {statistics.median(trip for _, trip in figures):8.2f} ms a trip")
-    print(f"the relay carries {rates['relay'] / rates['direct']:.2f} of the direct link")
+    for link in ("relay", "iroh"):
+        print(f"{link} carries {rates[link] / rates['direct']:.2f} of the direct link")
 
 
 def main() -> None:

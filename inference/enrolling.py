@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.weights import Manifest, open_signed
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
+from composer_prime.wire.iroh_link import IrohDialer, is_iroh, load_iroh
 from composer_prime.wire.node import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.tunnel import Tunnel, dial
@@ -109,16 +110,31 @@ class EnrolledNode:
 
 @asynccontextmanager
 async def tunnels(invite: Invite) -> AsyncIterator[dict[str, Tunnel]]:
-    """Open a way to the run through each relay of `invite`, by the address of this machine at which it begins."""
-    relays = [tcp_address(relay, "the relay", scheme="") for relay in invite.relays]
-    opened = [Tunnel(f"relay {relay}", partial(dial, relay, invite.verify_key, invite.relay_pass)) for relay in relays]
-    try:
-        for tunnel in opened:
+    """Open the other ways to the run that `invite` names, by the address of this machine at which each begins.
+
+    Raises ConfigError when there is none but iroh, and that is not installed.
+    """
+    async with AsyncExitStack() as stack:
+        ways: dict[str, Tunnel] = {}
+        for relay in invite.relays:
+            if is_iroh(relay):
+                try:
+                    load_iroh()
+                except ConfigError as error:
+                    if not invite.addresses and len(invite.relays) == 1:
+                        raise
+                    logger.warning("%s; trying other ways to the run", error)
+                    continue
+                dialer = IrohDialer(relay, invite.relay_pass)
+                stack.push_async_callback(dialer.close)
+                tunnel = Tunnel(relay, dialer.dial)
+            else:
+                address = tcp_address(relay, "the relay", scheme="")
+                tunnel = Tunnel(f"relay {relay}", partial(dial, address, invite.verify_key, invite.relay_pass))
+            stack.push_async_callback(tunnel.close)
             await tunnel.start()
-        yield {tunnel.address: tunnel for tunnel in opened}
-    finally:
-        for tunnel in opened:
-            await tunnel.close()
+            ways[tunnel.address] = tunnel
+        yield ways
 
 
 async def enroll(

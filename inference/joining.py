@@ -52,7 +52,7 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     invite, state = _invite(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.dry_run:
-        ways = ", ".join([*invite.addresses, *(f"relay {relay}" for relay in invite.relays)])
+        ways = ", ".join([*invite.addresses, *invite.relays])
         print(f"invite    run {invite.run_id} at {ways}\nstate     {state.path}")
         print(f"machine   {find_machine(state.path)}")
         return 0

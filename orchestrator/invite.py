@@ -27,6 +27,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
+from composer_prime.wire.iroh_link import iroh_address, iroh_name, is_iroh, load_iroh
 from composer_prime.wire.tunnel import node_pass
 
 MAX_NODES = 4096
@@ -44,11 +45,13 @@ def main(words: list[str]) -> int:
         run_id = read_run_id(run_dir)
         registry = RunKeys(run_dir.keys).registry
         withdrawn = registry.withdraw()
-        for relay in relay_addresses(options.relay, allow_loopback=True):
+        for relay in relay_addresses(options.relay, options.iroh, allow_loopback=True):
             registry.use_relay(relay, use=False)
         print(f"withdrawn: {pluralize(withdrawn, 'invite')} of run {run_id}. Nodes that have joined serve on")
         return 0
-    relays = relay_addresses(options.relay, allow_loopback=options.allow_loopback)
+    relays = relay_addresses(options.relay, options.iroh, allow_loopback=options.allow_loopback)
+    if options.iroh is not None:
+        load_iroh()
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
     invite = create_invite(
         run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses, relays=relays
@@ -59,11 +62,12 @@ def main(words: list[str]) -> int:
         return 0
     print(text)
     print(f"\nshell   {shell_line(text)}")
-    print(f"uvx     {uvx_line(text)}")
+    print(f"uvx     {uvx_line(text, extra='' if options.iroh is None else '[iroh]')}")
     print(f"docker  {docker_line(text)}")
     for relay in relays:
-        print(f"relay   {relay_line(relay, invite.verify_key)}")
-    ways = [*addresses, *(f"relay {relay}" for relay in relays)]
+        if not is_iroh(relay):
+            print(f"relay   {relay_line(relay, invite.verify_key)}")
+    ways = [*addresses, *(relay if is_iroh(relay) else f"relay {relay}" for relay in relays)]
     print(
         f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(ways)}, until "
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
@@ -80,8 +84,8 @@ def create_invite(
 ) -> Invite:
     """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
-    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `relays`: the same of relays, tried last;
-    the run's host connects to them as long as it runs.
+    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `relays`: as `relay_addresses` returns
+    them, tried last; the run's host keeps them open as long as it runs.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -103,7 +107,7 @@ def create_invite(
         release=release(),
         protocol=PROTOCOL,
         expires=expires,
-        relays=list(relays),
+        relays=[iroh_name(relay, keys.signer()) if is_iroh(relay) else relay for relay in relays],
         relay_pass=node_pass(keys.signer()) if relays else b"",
     )
 
@@ -113,8 +117,9 @@ def shell_line(text: str) -> str:
     return f"{INVITE_VARIABLE}={text} inference join"
 
 
-def uvx_line(text: str) -> str:
-    return f"{INVITE_VARIABLE}={text} uvx --from composer-prime=={release()} inference join"
+def uvx_line(text: str, extra: str = "") -> str:
+    package = f"'composer-prime{extra}=={release()}'" if extra else f"composer-prime=={release()}"
+    return f"{INVITE_VARIABLE}={text} uvx --from {package} inference join"
 
 
 def docker_line(text: str) -> str:
@@ -131,16 +136,22 @@ def relay_line(relay: str, run: bytes) -> str:
     return f"orchestrator relay --listen {address} --run {run.hex()}"
 
 
-def relay_addresses(given: list[str], *, allow_loopback: bool = False) -> list[str]:
-    """Return HOST:PORT of each relay. Raises ConfigError, also for loopback unless that is allowed."""
+def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback: bool = False) -> list[str]:
+    """Return HOST:PORT of each relay, before them `iroh` or `iroh@IP:PORT` unless `iroh` is None.
+
+    Raises ConfigError, also for loopback unless that is allowed.
+    """
     relays = [tcp_address(text, "--relay", scheme="") for text in given]
-    for relay in relays:
+    direct = [iroh_address(iroh)] if iroh else []
+    for relay in [*direct, *relays]:
         if _is_loopback(relay.host) and not allow_loopback:
+            option = "--iroh" if relay in direct else "--relay"
             raise ConfigError(
-                f"--relay is {relay}, which no other machine reaches: give the public address of a box that runs "
-                "`orchestrator relay`; --allow-loopback is for nodes on this machine"
+                f"{option} is {relay}, which no other machine reaches: give the public address of a box that runs "
+                "`orchestrator relay`, or for --iroh of a forwarded UDP port; --allow-loopback is for nodes "
+                "on this machine"
             )
-    return [str(relay) for relay in relays]
+    return [*(f"iroh@{address}" for address in direct), *(["iroh"] if iroh == "" else []), *map(str, relays)]
 
 
 def seconds(text: str) -> float:
@@ -249,6 +260,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",
                         help="a box with `orchestrator relay`, for a run that cannot be reached from outside: the run "
                         "and the nodes that reach no address connect there. Several are tried")  # fmt: skip
+    parser.add_argument("--iroh", nargs="?", const="", metavar="IP:PORT",
+                        help="also over iroh, tried before relays; needs the extra iroh on both sides. Alone: found by "
+                        "the public servers of n0; with an address: at that UDP port of the run's host")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
     parser.add_argument("--withdraw", action="store_true", help="make none: end all invites of the run instead; with "

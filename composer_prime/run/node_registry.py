@@ -153,7 +153,7 @@ class NodeRegistry:
     # -- relays --------------------------------------------------------------------------------------------------------
 
     def use_relay(self, address: str, *, use: bool = True) -> None:
-        """Have the run's host stay connected to the relay at HOST:PORT, or no more."""
+        """Have the run's host stay connected to the relay at HOST:PORT (or `iroh`), or no more."""
         sql = "insert or ignore into relays values (?)" if use else "delete from relays where address = ?"
         with self._change() as database:
             database.execute(sql, (address,))

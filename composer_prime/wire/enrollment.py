@@ -29,6 +29,7 @@ from composer_prime.console import GIB
 from composer_prime.errors import ConfigError, InviteError, SignatureError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, is_chunk_name, opened, sign
+from composer_prime.wire.iroh_link import check_iroh_name, is_iroh
 
 PROTOCOL = 2
 """Raised with every change of messages that an older release would misread. 2: nodes stream parts of answers."""
@@ -153,7 +154,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     expires: int
     """Unix seconds."""
     relays: list[str] = []
-    """HOST:PORT of relays through which the run is reached where no address is; tried in turn."""
+    """Other ways to the run, tried in turn where no address is reached: iroh:ID (iroh_link.py), HOST:PORT of relays."""
     relay_pass: bytes = b""
     """What a node shows there (tunnel.py), 64 bytes."""
 
@@ -187,7 +188,10 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
             if not invite.addresses and not invite.relays:
                 raise ValueError("it has no address")
             for address in [*invite.addresses, *invite.relays]:
-                tcp_address(address, "the invite's address", scheme="")
+                if is_iroh(address):
+                    check_iroh_name(address)
+                else:
+                    tcp_address(address, "the invite's address", scheme="")
         except (binascii.Error, msgspec.DecodeError, ConfigError, ValueError) as error:
             raise InviteError(
                 f"the invite of {len(text)} characters was cut or altered ({error}): copy the line whole, from "

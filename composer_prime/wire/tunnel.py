@@ -17,13 +17,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from composer_prime.address import Address, reachable, tcp_address
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.run.retry import backoff_s
+
+if TYPE_CHECKING:
+    from composer_prime.wire.iroh_link import IrohLeg
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +127,7 @@ def end(writer: Writer) -> None:
         asyncio.get_running_loop().call_later(_FLUSH_S, writer.transport.abort)
 
 
-async def _connect(address: Address, what: str) -> TcpStream:
+async def connect_tcp(address: Address, what: str) -> TcpStream:
     """Raises DeadlineError or ConnectionError, which name `what`."""
     try:
         return await asyncio.wait_for(asyncio.open_connection(*address, limit=HELD_BYTES), _REPLY_S)
@@ -143,7 +146,7 @@ async def dial(relay: Address, run: bytes, proof: bytes) -> TcpStream:
     Raises DeadlineError, WireError (refused, with the relay's reason), ConnectionError.
     """
     what = f"relay {relay}"
-    reader, writer = await _connect(relay, what)
+    reader, writer = await connect_tcp(relay, what)
     try:
         await write_words(writer, PROTOCOL, "dial", run.hex(), proof.hex())
         _expect_ok(await read_words(reader, _WAIT_FOR_HOST_S), what)
@@ -264,7 +267,7 @@ class RelayLeg:
 
     async def _serve(self) -> None:
         """Register and carry streams. Returns never; raises what ended it."""
-        reader, writer = await _connect(self._relay, self._what)
+        reader, writer = await connect_tcp(self._relay, self._what)
         try:
             await write_words(writer, PROTOCOL, "host", self._signer.public_key().public_bytes_raw().hex())
             words = await read_words(reader, _REPLY_S)
@@ -288,10 +291,10 @@ class RelayLeg:
     async def _carry(self, stream: str) -> None:
         """Join one stream of the relay with the gateway's node port."""
         try:
-            far = await _connect(self._relay, self._what)
+            far = await connect_tcp(self._relay, self._what)
             await write_words(far[1], PROTOCOL, "take", stream)
             try:
-                near = await _connect(self._target, f"the node port {self._target}")
+                near = await connect_tcp(self._target, f"the node port {self._target}")
             except BaseException:
                 end(far[1])
                 raise
@@ -307,15 +310,17 @@ class RelayLegs:
     def __init__(self, signer: Callable[[], Ed25519PrivateKey]) -> None:
         """`signer` reads the run's signing key."""
         self._signer = signer
-        self._legs: dict[str, tuple[RelayLeg, asyncio.Task[None]]] = {}
+        self._legs: dict[str, tuple[IrohLeg | RelayLeg, asyncio.Task[None]]] = {}
 
     def update(self, relays: Iterable[str], node_endpoint: str) -> None:
-        """Stay registered at exactly these, HOST:PORT each, for the node port at `node_endpoint`."""
+        """Stay registered at exactly these, HOST:PORT or as iroh_link.py says, for the node port at `node_endpoint`."""
+        from composer_prime.wire.iroh_link import IrohLeg, is_iroh
+
         relays = set(relays)
         for relay in self._legs.keys() - relays:
             self._legs.pop(relay)[1].cancel()
         for relay in relays - self._legs.keys():
-            leg = RelayLeg(relay, self._signer(), node_endpoint)
+            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint)
             self._legs[relay] = leg, asyncio.create_task(leg.run())
 
     def states(self) -> dict[str, str]:

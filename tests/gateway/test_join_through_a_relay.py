@@ -1,10 +1,11 @@
-"""A node that cannot reach the run's host joins through `orchestrator relay`: real parts over loopback."""
+"""A node that cannot reach the run's host joins through `orchestrator relay` or iroh: real parts over loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,8 @@ from composer_prime.address import Address
 from composer_prime.errors import ConfigError, DeadlineError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire import tunnel
+from composer_prime.wire.enrollment import Invite
+from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name
 from composer_prime.wire.tunnel import RelayLeg, RelayLegs, dial, node_pass
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
@@ -232,3 +235,64 @@ async def test_an_address_that_connects_is_preferred(open_gateway, keys, tmp_pat
         async with registered(relay, keys, gateway.node_endpoint), tunnels(invite) as ways:
             first = await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 100, ways)
             assert first.address == invite.addresses[0] and first.address not in ways
+
+
+def free_udp_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_a_node_enrolls_over_iroh_and_before_any_relay(open_gateway, keys, tmp_path):
+    """Its address is dead, iroh and a relay are there. Nobody else is asked where the host is."""
+    where = f"iroh@127.0.0.1:{free_udp_port()}"
+    async with open_gateway() as gateway, relaying(public(keys)) as relay:
+        legs = RelayLegs(keys.signer)
+        legs.update([where, str(relay.address)], gateway.node_endpoint)
+        await until(lambda: set(legs.states().values()) == {"registered"}, "iroh and the relay")
+        invite = through(keys, relay.address)
+        invite = msgspec.structs.replace(invite, relays=[iroh_name(where, keys.signer()), *invite.relays])
+        try:
+            async with tunnels(Invite.read(invite.text())) as ways:
+                node = await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 100, ways)
+                assert ways[node.address].name == invite.relays[0]
+        finally:
+            await legs.close()
+
+
+async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tmp_path):
+    """Bytes come back unchanged; a wrong pass ends the stream; a host with another key is not taken for the run."""
+    where, other = f"iroh@127.0.0.1:{free_udp_port()}", RunKeys.create(tmp_path / "other").signer()
+    data = bytes(range(256)) * (1 << 11)
+    async with relaying(public(keys)) as relay, served(relay, keys) as legs:
+        target = next(leg for leg, _ in legs._legs.values())._target
+        serving = asyncio.create_task((leg := IrohLeg(where, keys.signer(), f"tcp://{target}")).run())
+        await until(lambda: leg.state == "registered", "the endpoint")
+        right = IrohDialer(iroh_name(where, keys.signer()), node_pass(keys.signer()))
+        wrong = IrohDialer(iroh_name(where, keys.signer()), node_pass(other))
+        stranger = IrohDialer(iroh_name(where, other), node_pass(other))
+        try:
+            reader, writer = await right.dial()
+            writer.write(data)
+            await writer.drain()
+            received = b""
+            while len(received) < len(data):
+                received += await asyncio.wait_for(reader.read(1 << 16), 100)
+            assert received == data
+            writer.close()
+            reader, _ = await wrong.dial()
+            with pytest.raises(ConnectionError):
+                await asyncio.wait_for(reader.read(1), 100)
+            with pytest.raises((DeadlineError, ConnectionError), match="iroh:"):
+                await stranger.dial()
+        finally:
+            for dialer in (right, wrong, stranger):
+                await dialer.close()
+            await tunnel.cancel_all([serving])
+
+
+def test_addresses_of_iroh_are_checked():
+    for name in ("iroh:abc", "iroh", f"iroh:{'0' * 64}@box.example:5601", f"iroh:{'0' * 64}@127.0.0.1"):
+        with pytest.raises(ConfigError, match="iroh address"):
+            check_iroh_name(name)
+    assert check_iroh_name(f"iroh:{'0' * 64}") == ("0" * 64, None)

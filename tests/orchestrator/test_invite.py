@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -84,6 +85,11 @@ def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys)
     key = keys.verifier().public_bytes_raw().hex()
     assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --run {key}"
     assert keys.registry.relays() == ["192.0.2.9:5600"]
+    assert main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--relay", "192.0.2.9:5600", "--quiet"]) == 0
+    iroh, relay = Invite.read(capsys.readouterr().out.strip()).relays
+    assert re.fullmatch("iroh:[0-9a-f]{64}@192.0.2.7:5601", iroh) and relay == "192.0.2.9:5600"
+    assert keys.registry.relays() == ["192.0.2.9:5600", "iroh@192.0.2.7:5601"]
+    assert main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--withdraw"]) == 0
     with pytest.raises(ConfigError, match=r"--relay is 127\.0\.0\.1:5600, which no other machine reaches"):
         main([str(run_dir.root), "--relay", "127.0.0.1:5600"])
     assert main([str(run_dir.root), "--relay", "192.0.2.9:5600", "--withdraw"]) == 0
