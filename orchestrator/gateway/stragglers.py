@@ -36,6 +36,8 @@ _LEAST_GAIN_S = 1.0
 _OVERDUE = 3.0
 """A request is overdue after this many times its expected time, unless its node streamed tokens lately."""
 _QUIET_S = 5.0
+_MAX_LOOKS = 512
+"""Requests for which a tick looks for a second node. Each takes some 10 us, and the event loop waits for all."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class SiblingRequests:
 
     def __init__(self) -> None:
         self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self.next_look = 0
+        """Where among the open requests the next tick begins to look for second nodes."""
 
     def note(self, session: str) -> None:
         """A request of `session` has come."""
@@ -125,19 +129,25 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
     router.place()
 
 
-def start_twins(router: Router) -> None:
+def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
     """Start requests that hold up their group a second time, where a free node would be done much sooner.
 
-    One that has failed anywhere is not: a second node may fail at each tick.
+    One that has failed anywhere is not: a second node may fail at each tick. After `max_looks` of them the next tick
+    goes on.
     """
     if router.queue:
         return
-    now = time.monotonic()
-    for request in list(router.open.values()):
+    now, requests, looks = time.monotonic(), list(router.open.values()), 0
+    first = router.siblings.next_look % max(1, len(requests))
+    for place, request in enumerate([*requests[first:], *requests[:first]], first):
         if request.node is None or request.twin is not None or request.failures or request.refused_by:
             continue
         if not router.siblings.holds_up(request.session):
             continue
+        if looks == max_looks:
+            router.siblings.next_look = place
+            return
+        looks += 1
         slow, twin = request.node, _twin(request, request.node)
         is_silent = _is_overdue(router, request, slow, now) and slow.stalled_s(now) > _QUIET_S
         free = router.placing.free(twin, now, router.oldest_version, router.newest_version)

@@ -84,6 +84,22 @@ async def test_the_first_of_two_answers_is_taken_and_the_other_node_stops(winner
     await fleet.close()
 
 
+async def test_a_tick_looks_at_some_requests_and_the_next_tick_goes_on():
+    """With many requests that hold up their groups, none keeps the event loop, and each has its turn."""
+    fleet = await last_of_a_group()
+    await fleet.ask(session="g8-3")  # On the fast node: no other is faster.
+    for sibling in range(3):
+        fleet.router.siblings.note(f"g8-{sibling}")
+        fleet.router.siblings.end(f"g8-{sibling}")
+    assert len(fleet.sent["fast"]) == 1 and fleet.router.siblings.holds_up("g8-3")
+    fleet.router.siblings.next_look = 1
+    start_twins(fleet.router, max_looks=1)
+    assert not fleet.router.counters.twins
+    start_twins(fleet.router, max_looks=1)
+    assert fleet.router.counters.twins == 1 and len(fleet.sent["fast"]) == 2
+    await fleet.close()
+
+
 @pytest.mark.parametrize("lost", ["slow", "fast"])
 async def test_when_one_of_two_nodes_is_gone_the_other_ones_work_goes_on(lost):
     """Nothing is sent a third time."""
@@ -109,7 +125,7 @@ async def test_nobody_tries_twice_while_requests_wait_or_the_node_is_as_fast():
     await fleet.close()
 
 
-@pytest.mark.parametrize(("engine", "streamed"), [("vllm", []), ("vllm", [10]), ("local", [])])
+@pytest.mark.parametrize(("engine", "streamed"), [("other", []), ("other", [10]), ("vllm", [])])
 async def test_a_node_whose_draws_nobody_continues_gets_a_twin_only_when_it_is_silent(engine, streamed):
     """Else the first answer to end would be taken, which is the shorter one more often."""
     fleet = await last_of_a_group(streamed, engine)
