@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from benchmarks.rl_throughput_sides.plan import Plan
 from benchmarks.rl_throughput_sides.processes import CpuRecord, environment, python_module, start, watch
 from benchmarks.rl_throughput_sides.report import SideResult
+from composer_prime.address import free_port
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _train(plan: Plan, folder: Path, variant: Variant, timeout_s: float) -> CpuR
     file = plan.write(folder / "plan.json")
     argv = python_module("trl_side", file, folder, "--threads", str(variant.threads))
     logs = [folder / f"rank_{rank}.log" for rank in range(variant.ranks)]
-    port = str(_free_port())
+    port = str(free_port())
     children = []
     for rank, log in enumerate(logs):
         env = environment(OMP_NUM_THREADS=str(variant.threads))
@@ -87,9 +87,3 @@ def profile(spent_s: dict[str, float], training_s: float) -> dict[str, float]:
         "forward": loss,
         "backward, optimizer, rest": training_s - prepare - loss,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from composer_prime.address import free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["diloco.streaming", "torch.distributed.fsdp", "torch._dynamo"])
@@ -84,9 +85,7 @@ def start_ranks(
     until: int,
 ) -> list[PeerProcess]:
     """A peer of several FSDP2 ranks on gloo. `failure`: (rank, inner step, signal) that a rank sends itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     started = []
     for rank in range(ranks):
         lines = folder / f"{name}{rank}-{time.monotonic_ns()}.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import zlib
 
 import pytest
@@ -12,6 +11,7 @@ from joint_run import Blocks
 from peer_process import CONTEXT
 from torch import Tensor, nn
 
+from composer_prime.address import free_port
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import ConfigError
 from diloco.fragments import Fragment, partition
@@ -72,9 +72,7 @@ def rank_main(result: str, rank: int, ranks: int, port: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_take_the_step_of_one(tmp_path, ranks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     results = [tmp_path / f"{rank}.pt" for rank in range(ranks)]
     started = [
         CONTEXT.Process(target=rank_main, args=(str(result), rank, ranks, port)) for rank, result in enumerate(results)

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+from composer_prime.address import free_port
 from composer_prime.errors import ConfigError
 
 ID = "orchestrator.environments.formats.openenv"
@@ -74,9 +74,7 @@ def server_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def url(server_python: str) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([server_python, str(SERVER), str(port)], cwd=SERVER.parent)
     try:
         deadline = time.monotonic() + WAIT_S

@@ -8,11 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from composer_prime.address import free_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["trainer.train", "torch.distributed.tensor", "transformers.models.qwen3"])
@@ -48,9 +49,7 @@ class RankProcess:
 
 def start_ranks(run_dir: Path, ranks: int, file_limit_bytes: int | None = None) -> list[RankProcess]:
     """`file_limit_bytes`: no file of the ranks may grow larger; the write that would fails, as on a full disk."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     started = []
     for rank in range(ranks):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",

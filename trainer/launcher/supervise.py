@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 import psutil
 
+from composer_prime.address import free_port
 from composer_prime.config import Config
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.console import EXIT_USAGE, console_script
@@ -72,7 +72,7 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
         models = config.teachers.models_served(config.model.path) if config.teachers.online else []
         env = _threads(1)
         if models:
-            port, threads = _free_port(), config.teachers.local_threads  # the same port after a restart
+            port, threads = free_port(), config.teachers.local_threads  # the same port after a restart
             argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
             argv += [word for model in models for word in ("--model", model)]
             commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads)))
@@ -105,7 +105,7 @@ def _rank_commands(config: Config, where: list[str], devices: tuple[int, ...]) -
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         **_threads(config.trainer.threads),
         **_devices(devices),
@@ -116,12 +116,6 @@ def _rank_commands(config: Config, where: list[str], devices: tuple[int, ...]) -
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         commands.append(RoleCommand(name=f"trainer-{rank}", kind="rank", argv=argv, env=env, gpus=gpus))
     return commands
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _threads(count: int) -> dict[str, str]:
