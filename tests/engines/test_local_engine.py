@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     HrmTextConfig,
     HrmTextForCausalLM,
     MistralConfig,
@@ -181,9 +183,12 @@ def test_a_model_that_no_publication_fits_is_named_at_the_start(fused, caplog):
     "make",
     [
         lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16)),
+        lambda: GptOssForCausalLM(
+            GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+        ),
         lambda: BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4)),
     ],
-    ids=["soft-capped logits", "own attention code"],
+    ids=["soft-capped logits", "attention sinks", "own attention code"],
 )
 def test_models_beyond_it_are_refused(make, tmp_path):
     # A model whose attention it cannot reproduce is refused at the start, with the way out, instead of served wrongly.
