@@ -38,7 +38,7 @@ class ChatTaskset(ToolsmithTaskset):
 
 __all__ = ["ChatTaskset"]
 '''
-START_S = 500.0
+START_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def address(tmp_path_factory) -> Iterator[str]:
             yield process.stdout.readline().split()[0]
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(START_S)
     assert process.returncode == 0
 
 
