@@ -25,6 +25,7 @@ from orchestrator.environments.code.monitor.expressions import (
     is_self_or_constant,
     is_stored,
     messages,
+    shadowed,
     tells_nothing,
 )
 
@@ -175,6 +176,7 @@ class _Reader(ast.NodeVisitor):
         self._stars = [name[:-2] for bound, name in imported_names(tree) if bound == "*"]
         self._imported.pop("*", None)
         self._iterators = stepped_iterators(tree)
+        self._shadowed = shadowed(tree)
         self._bound: Counter[str] = Counter()
         self._documentation: set[int] = set()
         self._messages = {id(each) for each in messages(tree)}
@@ -214,7 +216,7 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Name):
             if node.id in self._imported:
                 return self._imported[node.id]
-            if node.id in self._bound:
+            if id(node) in self._shadowed:
                 return None
             starred = (f"{module}.{node.id}" for module in self._stars)
             is_builtin = hasattr(builtins, node.id) or node.id in _MODULE_NAMES

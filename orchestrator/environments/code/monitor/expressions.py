@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_SCOPES = (*DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def fold(node: ast.AST | None) -> str | None:
@@ -78,6 +79,33 @@ def _compares_with_itself(node: ast.expr) -> bool:
     if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
         return False
     return ast.dump(node.left) == ast.dump(node.comparators[0])
+
+
+def shadowed(tree: ast.Module) -> set[int]:
+    """Return the `id`s of the names that a binding of their scope, or of one around it, keeps from built-ins.
+
+    A parameter `type` of one function leaves the built-in to all others. Names of a class are not seen in its methods.
+    """
+    found: set[int] = set()
+    waiting: list[tuple[ast.AST, set[str]]] = [(tree, set())]
+    while waiting:
+        scope, outer = waiting.pop()
+        own, names, inner = set[str](), list[ast.Name](), list[ast.AST]()
+        here: list[ast.AST] = [scope]
+        while here:
+            for node in ast.iter_child_nodes(here.pop()):
+                if isinstance(node, ast.Name):
+                    names.append(node)
+                    own |= {node.id} if is_stored(node) else set()
+                elif isinstance(node, ast.arg):
+                    own.add(node.arg)
+                elif isinstance(node, DEFINITIONS):
+                    own.add(node.name)
+                (inner if isinstance(node, _SCOPES) else here).append(node)
+        bound = outer | own
+        found |= {id(name) for name in names if name.id in bound}
+        waiting += [(node, outer if isinstance(scope, ast.ClassDef) else bound) for node in inner]
+    return found
 
 
 def aliases(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
