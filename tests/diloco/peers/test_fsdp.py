@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 from joint_run import Blocks, adamw, inner_step, settings
 from peer_process import CONTEXT
 from test_streaming import oracle
+
+from composer_prime.address import free_port
 
 VALUES = {"sync_every": 4, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}}
 
@@ -49,9 +50,7 @@ def rank_main(result: str, name: str, peer: int, rank: int, port: int, values: d
 def run(folder: Path, values: dict[str, Any], steps: int = 12) -> dict[tuple[str, int], dict[str, Any]]:
     started = []
     for peer, name in enumerate("ab"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(2):
             result = folder / f"{name}{rank}.pt"
             process = CONTEXT.Process(target=rank_main, args=(str(result), name, peer, rank, port, values, steps))
