@@ -109,7 +109,8 @@ class Relay:
                     raise _RefusedError(f"it speaks {PROTOCOL}: install one release on relay, run and nodes")
         except _RefusedError as refusal:
             logger.warning("refused %s: %s", _peer(writer), refusal)
-            await write_words(writer, "no", str(refusal))
+            with suppress(OSError):
+                await write_words(writer, "no", str(refusal))
         except (OSError, WireError) as error:
             logger.info("a connection of %s ended: %s", _peer(writer), error or type(error).__name__)
         finally:
