@@ -161,7 +161,7 @@ def test_errors(address):
 # In a browser: the key leaves the address, a question is answered with colored tokens, the stop button and the key for
 # a new conversation work, and an error stands on the page.
 def test_in_a_browser(address, browser):
-    send(address, "POST", "/api/chat/settings", {"temperature": 0, "max_tokens": 256, "system": None})
+    send(address, "POST", "/api/chat/settings", {"temperature": 0, "max_tokens": 64, "system": None})
     send(address, "POST", "/api/chat/new", {})
     page = Page(browser, address)
     page.until("Nothing has been said yet")

@@ -85,9 +85,13 @@ class Page:
         return self.browser.execute_script(f"return document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
     def until(self, words: str, selector: str = "main") -> None:
-        self.until_true(
-            lambda: words in self.text(selector), f"{words!r} in {selector}; it has {self.text(selector)[:600]}"
-        )
+        from selenium.common.exceptions import TimeoutException
+
+        try:
+            self.until_true(lambda: words in self.text(selector), f"{words!r} in {selector}")
+        except TimeoutException as error:
+            error.msg = f"{error.msg}; it has {self.text(selector)[:600]}"
+            raise
 
     def until_true(self, check: Callable[[], object], what: str) -> None:
         self._wait.until(lambda _: check(), f"waited for {what}")
