@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +77,7 @@ class Engine(Protocol):
         ...
 
     async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
-        """Return what the running requests `sent` have sampled beyond their first `sent[id]` tokens, if anything.
-
-        An engine that cannot tell returns nothing.
-        """
+        """Return what the running requests `sent` have sampled beyond their first `sent[id]` tokens, if anything."""
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -140,6 +138,18 @@ def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_toke
             f"token ids span {low}..{high}, the model's vocabulary is 0..{vocab - 1}: "
             "check that the tokenizer belongs to model.path"
         )
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises BadRequestError naming the value."""
+    if sampling.max_tokens < 1:
+        raise BadRequestError(f"max_tokens is {sampling.max_tokens}: ask for at least one")
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        raise BadRequestError(f"temperature is {sampling.temperature}: it must be finite and at least 0 (greedy)")
+    if not 0 < sampling.top_p <= 1:
+        raise BadRequestError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise BadRequestError(f"top_k is {sampling.top_k}: use 0 to switch it off")
 
 
 def published_shapes(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[int, ...]]:

@@ -158,10 +158,7 @@ async def seeds_fix_the_completion(subject: Subject) -> None:
 
 
 async def draws_follow_the_published_rule(subject: Subject) -> None:
-    """Each token is the draw of its seed and position, under any sampling settings: an auditor can check it.
-
-    Not in CHECKS: vLLM has draws of its own.
-    """
+    """Each token is the draw of its seed and position, under any sampling settings: an auditor can check it."""
     prompt = subject.prompt(17, 21)
     for options in (
         sampling(20, seed=2**40),
@@ -313,11 +310,14 @@ async def a_full_context_ends_a_completion(subject: Subject) -> None:
 
 
 async def impossible_requests_are_refused(subject: Subject) -> None:
-    """Ids outside the vocabulary and an empty prompt are refused by name, and the engine goes on."""
+    """Ids outside the vocabulary, an empty prompt and senseless settings are refused, and the engine goes on."""
     for prompt in ([5, subject.reference.vocab], [-1, 5], []):
         with pytest.raises(BadRequestError):
             await subject.generate(prompt, sampling(2))
     prompt = subject.prompt(43, 4)
+    for wrong in ({"temperature": -1.0}, {"temperature": math.inf}, {"top_p": 0.0}, {"top_k": -1}):
+        with pytest.raises(BadRequestError, match=next(iter(wrong))):
+            await subject.generate(prompt, sampling(2, **wrong))
     subject.verify(prompt, sampling(2), await subject.generate(prompt, sampling(2)))
 
 
@@ -383,6 +383,42 @@ async def cancelled_before_the_start(subject: Subject) -> None:
     subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))
 
 
+async def progress_tells_what_a_request_has_so_far(subject: Subject) -> None:
+    """Parts of a running answer are its beginning, and from there another node draws the same rest."""
+    version = await subject.next_version()
+    prompt, options = subject.prompt(71, 12), sampling(MAX_CONTEXT - 14, seed=4)
+    name, tokens, logprobs = "streamed", [], []
+    running = asyncio.ensure_future(subject.engine.generate(name, prompt, options, "s"))
+    while not running.done():
+        for part in (await subject.engine.progress({name: len(tokens), "another": 0})).values():
+            assert part.finish_reason == "running" and part.token_ids
+            assert [(span.start, span.end, span.version) for span in part.version_spans] == [
+                (0, len(part.token_ids), version)
+            ]
+            tokens += part.token_ids
+            logprobs += part.logprobs
+        await asyncio.sleep(0)
+    done = await running
+    assert tokens and tokens == done.token_ids[: len(tokens)] and logprobs == done.logprobs[: len(tokens)]
+    cut = len(tokens) // 2
+    rest = await subject.generate(prompt + tokens[:cut], sampling(20, seed=4, resumed=cut))
+    assert rest.token_ids == done.token_ids[cut : cut + 20]
+
+
+async def a_stop_string_may_begin_before_the_seam(subject: Subject) -> None:
+    """An answer that goes on after another node's tokens ends with a stop string that begins in them."""
+    prompt, text = subject.prompt(73, 10), subject.reference.tokenizer.decode
+    for seed in range(20):
+        free = await subject.generate(prompt, sampling(24, seed=seed))
+        stop = text(free.token_ids[7:10])
+        if "�" not in stop and stop.strip() == stop and text(free.token_ids[:9]).find(stop) < 0:
+            break
+    for seam in (8, 9):
+        resumed = sampling(15, seed=seed, stop=["never said", stop], resumed=seam)
+        done = await subject.generate(prompt + free.token_ids[:seam], resumed)
+        assert (done.token_ids, done.finish_reason) == (free.token_ids[seam:10], "stop")
+
+
 async def stats_say_what_runs(subject: Subject) -> None:
     """Stats count running and waiting requests, the cache's share in use and the tokens a second."""
     await subject.settled()
@@ -435,6 +471,7 @@ CHECKS: list[Check] = [
     temperature_zero_is_greedy,
     sampling_follows_the_distribution,
     seeds_fix_the_completion,
+    draws_follow_the_published_rule,
     a_swap_in_flight_has_exact_spans,
     a_swap_changes_every_tensor,
     wrong_weights_are_refused,
@@ -448,6 +485,8 @@ CHECKS: list[Check] = [
     cancel_returns_what_there_is,
     a_cancelled_task_frees_its_place,
     cancelled_before_the_start,
+    progress_tells_what_a_request_has_so_far,
+    a_stop_string_may_begin_before_the_seam,
     stats_say_what_runs,
 ]
 ENDING_CHECKS: list[Check] = [drain_finishes_what_runs, close_fails_what_waits]

@@ -39,9 +39,7 @@ def subject(loop, folder):
     loop.run(subject.engine.close())
 
 
-@pytest.mark.parametrize(
-    "check", [*contract.CHECKS, contract.draws_follow_the_published_rule], ids=lambda check: check.__name__
-)
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(check, subject, loop):
     loop.run(check(subject))
 

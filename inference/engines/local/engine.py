@@ -18,7 +18,7 @@ import torch
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats, ReadBack, check_prompt
+from inference.engines.base import EngineCompletion, EngineStats, ReadBack, check_prompt, check_sampling
 from inference.engines.local.compute import Computer, EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class LocalEngine:
 
     def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> EngineRequest:
         check_prompt(prompt_ids, vocab=self._serving().vocab, max_context=self._context)
-        _check_sampling(sampling)
+        check_sampling(sampling)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         return EngineRequest(
             request_id=request_id,
@@ -125,7 +125,7 @@ class LocalEngine:
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
-        _check_sampling(sampling)
+        check_sampling(sampling)
         return await computer.submit(computer.check_draws, token_ids, start, end, sampling, tolerance)
 
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
@@ -173,15 +173,3 @@ class LocalEngine:
         if self._computer.ended.done():
             raise EngineError(str(self._computer.failure))
         return self._computer
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    """Raises BadRequestError naming the value."""
-    if sampling.max_tokens < 1:
-        raise BadRequestError(f"max_tokens is {sampling.max_tokens}: ask for at least one")
-    if not (sampling.temperature >= 0 and np.isfinite(sampling.temperature)):
-        raise BadRequestError(f"temperature is {sampling.temperature}: it must be finite and at least 0 (greedy)")
-    if not 0 < sampling.top_p <= 1:
-        raise BadRequestError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
-    if sampling.top_k < 0:
-        raise BadRequestError(f"top_k is {sampling.top_k}: use 0 to switch it off")

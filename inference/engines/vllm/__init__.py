@@ -1,7 +1,7 @@
 """The vLLM engine: vLLM's own engine core in a child process, driven over a private socket pair.
 
     engine.py     the node's side (read first)     core.py              vLLM's engine and its settings
-    messages.py   what the two exchange            worker_extension.py  puts new weights in place
+    messages.py   what the two exchange            worker_extension.py  draws tokens, takes new weights
     server.py     the child's loop
 
 Why not vLLM's HTTP server: its administrative routes (collective_rpc, pause) need no key and let anyone who reaches the

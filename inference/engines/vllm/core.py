@@ -1,7 +1,7 @@
 """vLLM's LLMEngine with the settings and calls of a node, in one thread. Imports vllm 0.32.
 
-Three things are not in vLLM's interface and are read from its insides: the partial result of an aborted request, the
-scheduler's load, and the number of tokens sampled so far.
+Four things are not in vLLM's interface and are read from its insides, or put there: what a request has sampled so far,
+the scheduler's load, the sampler (worker_extension.py), and the text before a resumed answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import FinishReason
@@ -23,10 +23,13 @@ from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.vllm.messages import EngineProgress, Scored, Setup, VllmGenerate, VllmGenerated, VllmScore
+from inference.engines.vllm.worker_extension import rule_arguments
 
 _SCORE = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 _CPU_BLOCK_TOKENS = 32
 """vLLM's default on CPU is 128: a next turn would compute up to 127 tokens again. Below 32 it slows down."""
+_SLACK_TOKENS = 8
+"""Decoded before the longest stop string: decoders treat the first token of a text in a way of its own."""
 _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
@@ -50,8 +53,14 @@ class Core:
                 "inference.vllm.extra_args switches on async scheduling: a swap could then fall into a running step "
                 "and tokens would carry the wrong version; remove it"
             )
+        if args.speculative_config:
+            raise EngineError(
+                f"inference.vllm.extra_args has the speculative config {args.speculative_config}: its tokens are not "
+                "drawn by the rule that an auditor checks; remove it"
+            )
         self._workers = args.tensor_parallel_size * args.pipeline_parallel_size
         self._llm = LLMEngine.from_engine_args(args)
+        self._llm.collective_rpc("draw_by_rule")
         self._version = 0
         self._llm.set_weight_version("0")
         self._calls: dict[str, _Running] = {}
@@ -72,7 +81,9 @@ class Core:
             internal_id = self._llm.add_request(str(message.call), salted, params)
         except VLLMClientError as error:
             raise BadRequestError(str(error)) from error
-        self._calls[str(message.call)] = _Running(message, internal_id)
+        self._calls[str(message.call)] = running = _Running(message, internal_id)
+        if isinstance(message, VllmGenerate) and message.sampling.stop and message.sampling.resumed:
+            self._resume_text(running, message)
 
     def step(self) -> list[VllmGenerated | Scored]:
         """Do one forward pass. Returns the answers of the calls that it finished."""
@@ -116,6 +127,24 @@ class Core:
         """End vLLM's worker processes, which exist with tensor parallelism only."""
         self._llm.engine_core.shutdown()
 
+    def parts(self, sent: dict[int, int]) -> list[VllmGenerated]:
+        """Return what each generate call has sampled beyond its first `sent[call]` tokens, if anything."""
+        parts = []
+        for call, first in sent.items():
+            running = self._calls.get(str(call))
+            state = running and self._llm.output_processor.request_states.get(running.internal_id)
+            if state and state.detokenizer.num_output_tokens() > first:
+                part = VllmGenerated(
+                    call=call,
+                    token_ids=state.detokenizer.output_token_ids[first:],
+                    logprobs=state.logprobs_processor.logprobs.logprobs[first:],
+                    version_spans=_spans(state._weight_version_spans(), first),
+                    finish_reason="running",
+                    prompt_cached=state.num_cached_tokens or 0,
+                )
+                parts.append(part)
+        return parts
+
     def progress(self) -> EngineProgress:
         scheduler = self._llm.engine_core.engine_core.scheduler
         sampled = self._finished_tokens + sum(self._sampled(running) for running in self._calls.values())
@@ -124,9 +153,10 @@ class Core:
         )
 
     def _warm_up(self) -> None:
-        # The first step takes seconds (lazy imports, kernels). No rollout should wait for it.
+        # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
         self.add(VllmGenerate(call=0, prompt_ids=[0, 1, 2], sampling=sampling))
+        self.add(VllmScore(call=1, token_ids=[0, 1, 2]))
         while self.busy:
             self.step()
         self._finished_tokens = 0
@@ -142,7 +172,7 @@ class Core:
             call=running.message.call,
             token_ids=token_ids,
             logprobs=list(completion.logprobs.logprobs) if token_ids else [],
-            version_spans=_spans(completion),
+            version_spans=_spans(completion.weight_versions),
             finish_reason=_REASONS[completion.finish_reason],
             prompt_cached=output.num_cached_tokens or 0,
         )
@@ -152,6 +182,13 @@ class Core:
         return state and state.make_request_output(
             new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
         )
+
+    def _resume_text(self, running: _Running, message: VllmGenerate) -> None:
+        """Put the text that another node sampled before the request's own: a stop string may begin there."""
+        window = max(len(stop.encode()) for stop in message.sampling.stop) + _SLACK_TOKENS
+        tail = message.prompt_ids[-min(window, message.sampling.resumed) :]
+        detokenizer = self._llm.output_processor.request_states[running.internal_id].detokenizer
+        detokenizer.output_text = self._llm.get_tokenizer().decode(tail)
 
     def _sampled(self, running: _Running) -> int:
         state = self._llm.output_processor.request_states.get(running.internal_id)
@@ -168,21 +205,13 @@ def _engine_arguments(setup: Setup, config: InferenceConfig, *, on_cpu: bool) ->
         "--max-model-len": setup.max_context,
         "--max-num-seqs": config.vllm.max_num_seqs,
         "--tensor-parallel-size": config.vllm.tensor_parallel,
-        # Logprobs of the sampling distribution, as the trainer computes them again.
-        "--logprobs-mode": "processed_logprobs",
-        "--worker-extension-cls": "inference.engines.vllm.worker_extension.WeightLoader",
-        # For requests without a seed: two nodes must not draw the same noise.
-        "--seed": secrets.randbits(31),
+        "--worker-extension-cls": "inference.engines.vllm.worker_extension.NodeWorker",
     }
     # Without a step in flight a swap falls exactly between two tokens.
     flags = ["--no-async-scheduling", "--disable-log-stats"]
     if on_cpu:
         pairs["--kv-cache-memory-bytes"] = config.vllm.cpu_kv_cache_gib << 30
         pairs["--block-size"] = _CPU_BLOCK_TOKENS
-        # A seeded request whose prompt is prefilled in parts stops the whole engine on CPU (its generator has no
-        # offset to rewind), so prompts are prefilled whole.
-        pairs["--max-num-batched-tokens"] = max(setup.max_context, config.vllm.max_num_seqs, 2048)
-        flags.append("--no-enable-chunked-prefill")
     else:
         pairs["--gpu-memory-utilization"] = config.vllm.gpu_memory_utilization
     flags.append("--enforce-eager" if eager else "--no-enforce-eager")
@@ -190,12 +219,9 @@ def _engine_arguments(setup: Setup, config: InferenceConfig, *, on_cpu: bool) ->
 
 
 def _params(sampling: Sampling) -> SamplingParams:
-    params = SamplingParams(
+    """Return vLLM's settings. It has no part in the draws: worker_extension.RuleSampler makes them."""
+    return SamplingParams(
         max_tokens=sampling.max_tokens,
-        temperature=min(sampling.temperature, 1.0),
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
@@ -204,18 +230,18 @@ def _params(sampling: Sampling) -> SamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        skip_clone=True,  # made for one request; a clone would check the temperature below again
+        extra_args=rule_arguments(sampling, secrets.randbits(64) if sampling.seed is None else sampling.seed),
+        skip_clone=True,  # made for one request
     )
-    # vLLM's interface accepts 0.01 to 2 only. Its sampler has no such limits.
-    params.temperature = sampling.temperature
-    return params
 
 
-def _spans(completion: CompletionOutput) -> list[VersionSpan]:
+def _spans(labels: list[WeightVersionSpan] | None, first: int = 0) -> list[VersionSpan]:
+    """Return the spans of an answer's tokens from number `first` on."""
     spans: list[VersionSpan] = []
-    for span in completion.weight_versions or []:
-        if spans and spans[-1].version == int(span.version):
-            spans[-1] = VersionSpan(spans[-1].start, span.end, spans[-1].version)
-        elif span.end > span.start:
-            spans.append(VersionSpan(span.start, span.end, int(span.version)))
+    for label in labels or []:
+        start, end, version = max(0, label.start - first), label.end - first, int(label.version)
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(spans[-1].start, end, version)
+        elif end > start:
+            spans.append(VersionSpan(start, end, version))
     return spans

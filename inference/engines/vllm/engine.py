@@ -32,6 +32,7 @@ from inference.engines.base import (
     EngineStats,
     ReadBack,
     check_prompt,
+    check_sampling,
     published_shapes,
     refuse_misfits,
 )
@@ -108,12 +109,11 @@ class VllmEngine:
         if self._draining:
             raise EngineError("this engine is draining: send the request to another node")
         check_prompt(prompt_ids, vocab=self._vocab, max_context=self._max_context)
+        check_sampling(sampling)
         if request_id in self._generating:
             raise BadRequestError(f"request id {request_id!r} is in use: give each request its own")
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        if sampling.seed is not None:
-            clipped = msgspec.structs.replace(clipped, seed=sampling.seed % 2**63)
         number = next(self._numbers)
         self._generating[request_id] = number
         try:
@@ -123,17 +123,19 @@ class VllmEngine:
             raise
         finally:
             del self._generating[request_id]
-        return EngineCompletion(
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
-            version_spans=done.version_spans,
-            finish_reason=done.finish_reason,
-            prompt_cached=done.prompt_cached,
-        )
+        return _completion(done)
 
     async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
-        """Answers of vLLM come whole."""
-        return {}
+        """See Engine. Raises EngineError when vLLM is gone, or silent for inference.vllm.swap_timeout_s."""
+        names = {number: name for name, number in self._generating.items() if name in sent}
+        numbers = {number: sent[name] for number, name in names.items()}
+        message = messages.ReadAnswers(call=next(self._numbers), sent=numbers)
+        limit, what = self._inference.vllm.swap_timeout_s, "what vLLM has sampled (inference.vllm.swap_timeout_s)"
+        try:
+            done = await self._within(self._call(message), limit, what)
+        except DeadlineError as error:
+            raise EngineError(str(error)) from None
+        return {names[part.call]: _completion(part) for part in done.parts}
 
     async def cancel(self, request_id: str) -> None:
         """See Engine. An unknown id is ignored: the request may have ended just now."""
@@ -220,7 +222,12 @@ class VllmEngine:
                 self._private.close()
 
     async def _call(
-        self, message: messages.VllmGenerate | messages.VllmScore | messages.LoadWeights | messages.ReadParameters
+        self,
+        message: messages.VllmGenerate
+        | messages.VllmScore
+        | messages.LoadWeights
+        | messages.ReadParameters
+        | messages.ReadAnswers,
     ) -> Any:
         if self._failure is not None:
             raise self._failure
@@ -267,7 +274,7 @@ class VllmEngine:
                     self._ready.set_result(None)
             case messages.Failed():
                 self._settle(message.call, BadRequestError(f"vLLM refuses the request: {message.error}"))
-            case messages.VllmGenerated() | messages.Scored() | messages.Loaded() | messages.Parameters():
+            case _:
                 self._settle(message.call, message)
 
     def _settle(self, call: int, answer: Any) -> None:
@@ -287,6 +294,16 @@ class VllmEngine:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
+
+
+def _completion(done: messages.VllmGenerated) -> EngineCompletion:
+    return EngineCompletion(
+        token_ids=done.token_ids,
+        logprobs=done.logprobs,
+        version_spans=done.version_spans,
+        finish_reason=done.finish_reason,
+        prompt_cached=done.prompt_cached,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,9 +361,10 @@ class VllmProcess:
 
 
 def _environment(config: InferenceConfig) -> dict[str, str]:
-    """Keep vLLM in one process, offline and unbound from cores."""
+    """Keep vLLM in one process, offline and unbound from cores, with the model runner whose sampler is replaced."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.threads),
         "VLLM_NO_USAGE_STATS": "1",

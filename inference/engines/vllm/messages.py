@@ -2,6 +2,7 @@
 
     node --Setup--> child --Ready--> node
     node --Generate|Abort|Score|Load|Read--> child --Generated|Scored|Loaded|Parameters|Failed|Progress|Broken--> node
+    node --ReadAnswers--> child --Answers--> node        what running requests have so far
 
 `call` numbers a request within the connection. An answer to an unknown call is dropped.
 """
@@ -61,6 +62,12 @@ class ReadParameters(msgspec.Struct, frozen=True, kw_only=True, tag="read_parame
     """Of published tensors."""
 
 
+class ReadAnswers(msgspec.Struct, frozen=True, kw_only=True, tag="read_answers"):
+    call: int
+    sent: dict[int, int]
+    """How many tokens of each generate call the node has."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """vLLM serves."""
 
@@ -79,6 +86,7 @@ class VllmGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
     """[T_new]."""
     version_spans: list[VersionSpan]
     finish_reason: str
+    """`running` in a part of an answer."""
     prompt_cached: int
 
 
@@ -98,6 +106,12 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, tag="parameters"):
     """Names, type and checksum (hexadecimal: it has 64 bits without a sign) of each."""
 
 
+class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
+    call: int
+    parts: list[VllmGenerated]
+    """Beyond the tokens that the node has; of calls that have no more, none."""
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     call: int
     error: str
@@ -110,8 +124,8 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Tokens sampled since the start."""
 
 
-ToChild = Setup | VllmGenerate | Abort | VllmScore | LoadWeights | ReadParameters
-FromChild = EngineReady | Broken | VllmGenerated | Scored | Loaded | Parameters | Failed | EngineProgress
+ToChild = Setup | VllmGenerate | Abort | VllmScore | LoadWeights | ReadParameters | ReadAnswers
+FromChild = EngineReady | Broken | VllmGenerated | Scored | Loaded | Parameters | Answers | Failed | EngineProgress
 
 _encoder = msgspec.msgpack.Encoder()
 to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode

@@ -1,7 +1,7 @@
 """The child process: vLLM's engine and one loop around it.
 
     reader thread: socket -> inbox                       (ends the process when the node is gone)
-    main thread:   inbox -> add | abort | score | load;  step the engine; finished requests -> socket
+    main thread:   inbox -> add | abort | score | load | read;  step the engine; finished requests -> socket
 
 Weights are loaded between two steps. So every token belongs to exactly one version, and no request has to pause. The
 main thread waits for the inbox only while nothing runs. The node bounds its waits for answers by itself.
@@ -24,7 +24,15 @@ from contextlib import closing
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
-from inference.engines.vllm.messages import Abort, LoadWeights, ReadParameters, Setup, VllmGenerate, VllmScore
+from inference.engines.vllm.messages import (
+    Abort,
+    LoadWeights,
+    ReadAnswers,
+    ReadParameters,
+    Setup,
+    VllmGenerate,
+    VllmScore,
+)
 
 PROGRESS_S = 0.1
 EXIT_GRACE_S = 5.0
@@ -119,6 +127,8 @@ class Server:
                 self._link.send(messages.Loaded(call=message.call))
             case ReadParameters():
                 self._read_back(message)
+            case ReadAnswers():
+                self._link.send(messages.Answers(call=message.call, parts=self.core.parts(message.sent)))
 
     def _read_back(self, message: ReadParameters) -> None:
         """Answer with the parameters, or with what kept them from being read: sampling goes on."""

@@ -1,16 +1,29 @@
-"""A mixin for vLLM's worker class that loads new weights without a restart. Imports vllm."""
+"""A mixin for vLLM's worker class: draw by the published rule, load new weights without a restart. Imports vllm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 
+from composer_prime.wire.node import Sampling
+from inference.engines.sampling import SamplingRows, sample
 from inference.snapshot import checksum
+
+_RULE = "draw"
+"""Key of a request's extra arguments that holds what `rule_arguments` returns."""
+_ANY_DRAW = (1.0, 0, 1.0, 0)
+"""For requests that are scored: what they sample is not used."""
+_SAMPLED_BYTES = 256 << 20
+"""Of float work at a time when tokens are drawn, 32 bytes a logit: vLLM has not left memory for more."""
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Types that published values are cast to; narrower ones hold scaled values."""
@@ -22,10 +35,63 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-class WeightLoader:
+def rule_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
+    """Return the extra arguments that make a request's draws those of `sampling` and `seed`."""
+    return {_RULE: (sampling.temperature, sampling.top_k, sampling.top_p, seed & (2**64 - 1))}
+
+
+class RuleSampler(Sampler):
+    """Draws by the rule of inference.engines.sampling, not with vLLM's generators.
+
+    A draw depends on the request's seed and the token's position alone. So preempted and rescheduled requests, prompts
+    that are computed in parts or come from a cache, and other company in the batch change no draw.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        """`runner`: vLLM's model runner of the first version, whose batch says what the rows belong to."""
+        super().__init__()
+        self._runner = runner
+
+    def forward(self, logits: torch.Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """Draw a token a row. logits [R, V] -> token ids [R, 1] and their log-probabilities [R, 1]."""
+        rows = self._rows()
+        at_once = max(1, _SAMPLED_BYTES // (32 * logits.shape[1]))
+        parts = [slice(first, first + at_once) for first in range(0, len(logits), at_once)]
+        drawn = [sample(logits[part], rows.chosen(part)) for part in parts]
+        tokens, logprobs = (
+            torch.from_numpy(np.concatenate(column)).to(logits.device)[:, None] for column in zip(*drawn, strict=True)
+        )
+        # Of several GPUs each draws. Their sums may differ in the last bit, and then their tokens must not.
+        tokens = get_tp_group().broadcast(tokens.int())
+        return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, torch.zeros_like(tokens[:, 0])))
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        """Return the log-probabilities of `token_ids` [T], for scores, without ranks: vLLM would compile a kernel."""
+        ids = token_ids[:, None]
+        return LogprobsTensors(ids.int(), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
+
+    def _rows(self) -> SamplingRows:
+        batch, requests = self._runner.input_batch, self._runner.requests
+        extra = [requests[name].sampling_params.extra_args or {} for name in batch.req_ids]
+        temperature, top_k, top_p, seed = zip(*(one.get(_RULE, _ANY_DRAW) for one in extra), strict=True)
+        return SamplingRows(
+            temperature=np.array(temperature, np.float32),
+            top_k=np.array(top_k, np.int64),
+            top_p=np.array(top_p, np.float32),
+            seed=np.array(seed, np.uint64),
+            position=batch.num_tokens_no_spec[: len(extra)].astype(np.uint64),
+        )
+
+
+class NodeWorker:
     """Methods that every worker offers to the engine's collective_rpc."""
 
     model_runner: Any
+
+    def draw_by_rule(self) -> None:
+        """Replace vLLM's sampler. Requests carry `rule_arguments`."""
+        self.model_runner.sampler = RuleSampler(self.model_runner)
 
     def load_from_file(self, path: str) -> None:
         """Replace the weights with those of the safetensors file at `path`, named as in the Hugging Face model."""
