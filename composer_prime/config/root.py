@@ -308,14 +308,6 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
         )
 
 
-def _draws_can_be_audited(config: Config) -> Iterator[str]:
-    if config.orchestrator.audit.enabled and config.inference.engine == "vllm":
-        yield (
-            "orchestrator.audit.enabled is true, but inference.engine is 'vllm': its sampler does not draw by the rule "
-            "that an auditor checks, so every node would count as a cheat; set engine = 'local' or enabled = false"
-        )
-
-
 def _of_joining_nodes(config: Config) -> Iterator[str]:
     """Refuse what only a node that joins reads: nodes of the launcher read the run's weight store."""
     inference = config.inference
@@ -339,6 +331,5 @@ _RULES = (
     _loss_terms_have_input,
     _demonstrations,
     _concurrency_covers_a_group,
-    _draws_can_be_audited,
     _of_joining_nodes,
 )

@@ -147,7 +147,6 @@ class Gateway:
             heartbeat_s=self._config.inference.heartbeat_s,
             sources=self._config.orchestrator.weights.urls,
             relays=self._config.orchestrator.weights.relays,
-            is_audited=self.audits is not None,
         )
 
     def _build_generator(self, vocab_size: int) -> Generator:

@@ -59,8 +59,6 @@ from orchestrator.gateway.routing import Router
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
-_AUDITED_ENGINE = "local"
-"""The engine that draws by the rule which auditors check."""
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
 _MAX_UNKNOWN = 4096
@@ -109,12 +107,8 @@ class NodeLink:
         heartbeat_s: float,
         sources: Sequence[str] = (),
         relays: bool = True,
-        is_audited: bool = False,
     ) -> None:
-        """`verify_key`: the public key with which nodes check manifests. `relays`: whether nodes learn of one another.
-
-        `is_audited`: whether draws are checked.
-        """
+        """`verify_key`: with it nodes check manifests. `relays`: whether nodes learn of one another."""
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.evicted = 0
@@ -132,7 +126,6 @@ class NodeLink:
         self._heartbeat_s = heartbeat_s
         self._sources = list(sources)
         self._tells_relays = relays
-        self._is_audited = is_audited
         self._relays: dict[bytes, str] = {}
         """Where a connection's node serves its chunks to others."""
         self._loopback: set[bytes] = set()
@@ -385,11 +378,6 @@ class NodeLink:
             )
         if hello.max_context is not None and hello.max_context < 2:
             return f"max_context is {hello.max_context}: a node needs room for a prompt and a token (--max-context)"
-        if self._is_audited and hello.engine != _AUDITED_ENGINE:
-            return (
-                f"this run audits draws, which the {hello.engine[:200]} engine does not make by the run's rule: join "
-                "with --engine local"
-            )
         return None
 
 

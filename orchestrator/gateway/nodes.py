@@ -35,8 +35,8 @@ UNPROVEN_PLACES = 32
 """As how many places a node counts, at most, whose speed is not measured yet."""
 _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
-_CONTINUES = "local"
-"""The engine that goes on with another node's answer as if it were its own."""
+_CONTINUE = ("local", "vllm")
+"""The engines that go on with another node's answer as if it were their own."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -243,7 +243,7 @@ class AttachedNode:
     @property
     def continues(self) -> bool:
         """Whether it goes on with another such node's answer with the same draws, and finds stops that began there."""
-        return self.engine == _CONTINUES
+        return self.engine in _CONTINUE
 
     def note_answer(self, num_tokens: int) -> None:
         """Count an accepted answer."""

@@ -398,13 +398,6 @@ def test_modules_are_looked_for_beside_the_last_file_first(tmp_path, monkeypatch
     assert named.run.import_from == [folders[2], *(folder for folder in folders[::-1] if folder != folders[2])]
 
 
-def test_nodes_whose_draws_cannot_be_checked_are_not_audited(base):
-    # vLLM samples by a rule of its own: an audit would call every honest node a cheat.
-    text = refused("@", base, "--orchestrator.audit.enabled", "--inference.engine", "vllm")
-    assert "orchestrator.audit.enabled is true, but inference.engine is 'vllm'" in text
-    assert resolve(["@", base, "--orchestrator.audit.enabled"]).config.orchestrator.audit.enabled
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

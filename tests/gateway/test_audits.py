@@ -14,7 +14,7 @@ from node_peer import PeerNode
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.wire.audit import ToAuditor
-from composer_prime.wire.node import NodeWelcome, Rejected, Sampling, ToNode
+from composer_prime.wire.node import Sampling, ToNode
 from inference.audit import Auditor
 from inference.engines.base import EngineCompletion
 from inference.engines.local.engine import LocalEngine
@@ -128,19 +128,6 @@ async def test_without_an_auditor_new_nodes_answers_are_refused_after_the_deadli
     assert objection is not None
     assert "0.2 s (orchestrator.audit.timeout_s)" in objection and "n0" in objection
     assert "no auditor is connected (orchestrator audit)" in objection
-
-
-async def test_an_engine_that_does_not_draw_by_the_rule_is_refused(open_gateway, node_keys):
-    """Audits would take its node for a cheat. It learns what to do; a run without audits takes it."""
-    async with (
-        open_gateway(inference=PATIENT, orchestrator={"audit": AUDITED}) as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "n0", engine="vllm") as refused,
-        PeerNode(gateway.node_endpoint, node_keys, "n1", engine="local") as taken,
-    ):
-        assert isinstance(refused.welcome, Rejected) and isinstance(taken.welcome, NodeWelcome)
-        assert "the vllm engine" in refused.welcome.reason and "--engine local" in refused.welcome.reason
-    async with open_gateway(inference=PATIENT) as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as taken:
-        assert isinstance(taken.welcome, NodeWelcome)
 
 
 async def test_the_seed_that_a_request_lacks_is_the_gateways(open_gateway, node_keys):
