@@ -162,7 +162,7 @@ def test_errors(address):
 # a new conversation work, and an error stands on the page.
 def test_in_a_browser(address, browser):
     send(address, "POST", "/api/chat/settings", {"temperature": 0, "max_tokens": 64, "system": None})
-    send(address, "POST", "/api/chat/new", {})
+    send(address, "POST", "/api/chat/task", {"index": 0})
     page = Page(browser, address)
     page.until("Nothing has been said yet")
     assert page.hash == "#/chat" and "3 tools on offer" in page.text()
