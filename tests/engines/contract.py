@@ -160,13 +160,14 @@ async def seeds_fix_the_completion(subject: Subject) -> None:
 async def draws_follow_the_published_rule(subject: Subject) -> None:
     """Each token is the draw of its seed and position, under any sampling settings: an auditor can check it."""
     prompt = subject.prompt(17, 21)
-    for options in (
-        sampling(20, seed=2**40),
-        sampling(20, seed=-7, temperature=0.6),
-        sampling(20, seed=8, temperature=1.4, top_k=12),
-        sampling(20, seed=9, top_p=0.8),
-    ):
-        done = await subject.generate(prompt, options)
+    settings = [
+        sampling(120, seed=2**40),
+        sampling(120, seed=-7, temperature=0.6),
+        sampling(120, seed=8, temperature=1.4, top_k=12),
+        sampling(120, seed=9, top_p=0.8),
+    ] * 2
+    answers = await asyncio.gather(*(subject.generate(prompt, options) for options in settings))
+    for options, done in zip(settings, answers, strict=True):
         tokens, count = prompt + done.token_ids, len(done.token_ids)
         rows = SamplingRows(
             temperature=np.full(count, options.temperature, np.float32),

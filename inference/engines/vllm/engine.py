@@ -274,6 +274,8 @@ class VllmEngine:
                     self._ready.set_result(None)
             case messages.Failed():
                 self._settle(message.call, BadRequestError(f"vLLM refuses the request: {message.error}"))
+            case messages.Broken():
+                pass  # `_listen` has noted it.
             case _:
                 self._settle(message.call, message)
 
