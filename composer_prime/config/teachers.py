@@ -106,7 +106,7 @@ class TeacherConfig(BaseConfig):
         return self
 
 
-class BaseEndpointConfig(BaseConfig):
+class FrozenBaseConfig(BaseConfig):
     """An endpoint of your own that serves the frozen base. Its calls are not in the budget."""
 
     base_url: str
@@ -209,7 +209,7 @@ class TeachersConfig(BaseConfig):
     """The family of traces that name no model; without it such states are refused."""
     score: bool = True
     """Choose among agreeing answers by the frozen base's likelihood."""
-    base: BaseEndpointConfig | None = None
+    frozen_base: FrozenBaseConfig | None = None
     """Where the frozen base is served; None serves model.path on this machine."""
     local_threads: int = Field(default=1, ge=1)
     """CPU threads of each local model."""
@@ -237,7 +237,7 @@ class TeachersConfig(BaseConfig):
         if self.cache_only:
             return []
         models = [teacher.model for teacher in self.teacher if teacher.local]
-        return list(dict.fromkeys([*models, base] if self.score and self.base is None else models))
+        return list(dict.fromkeys([*models, base] if self.score and self.frozen_base is None else models))
 
     @field_validator("assume_family")
     @classmethod

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, call, configured, says, serving, state
 
-from composer_prime.config.teachers import BaseEndpointConfig
+from composer_prime.config.teachers import FrozenBaseConfig
 from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.command import parse_arguments, replay, replay_summary
@@ -50,7 +50,7 @@ class Base:
 def scores(base: Base, *answers: str, key_var: str | None = None) -> list[float]:
     async def run() -> list[float]:
         async with chat_server(base.chat) as url:
-            scorer = EndpointScorer(BaseEndpointConfig(base_url=url, model=BASE, api_key_var=key_var), 60.0)
+            scorer = EndpointScorer(FrozenBaseConfig(base_url=url, model=BASE, api_key_var=key_var), 60.0)
             try:
                 asked = [{"role": "user", "content": "Which?"}]
                 return [await scorer.logprob_per_token(asked, [], says(answer)) for answer in answers]
@@ -88,8 +88,8 @@ def replayed(tmp_path: Path, base: Base, states: int = 3):
 
     async def run():
         async with serving(Endpoint(answers=differently)) as teachers, chat_server(base.chat) as url:
-            config = configured(tmp_path, teachers.url).model_dump(mode="json", exclude={"base", "score"})
-            config["base"] = {"base_url": url, "model": BASE}
+            config = configured(tmp_path, teachers.url).model_dump(mode="json", exclude={"frozen_base", "score"})
+            config["frozen_base"] = {"base_url": url, "model": BASE}
             pool, path = tmp_path / "pool.json", tmp_path / "states.jsonl"
             pool.write_text(json.dumps({"teachers": config}))
             path.write_bytes(b"".join(write_state(state(number)) for number in range(states)))

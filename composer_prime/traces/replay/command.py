@@ -70,7 +70,7 @@ _NO_RUN = {
     "--teachers.online": "false",
 }
 """What stands for the run where only teachers are given: no step that limits the states, and no base but
-teachers.base."""
+teachers.frozen_base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     layers, _ = read_layers(settings)
     if layers and not any(layer.values.keys() & {"model", "run"} for layer in layers):
         # First, so that what the user says counts.
-        has_base = any(layer.sets(("teachers", "base")) for layer in [*layers, flag_layer(settings)])
+        has_base = any(layer.sets(("teachers", "frozen_base")) for layer in [*layers, flag_layer(settings)])
         assumed = _NO_RUN if has_base else {**_NO_RUN, "--teachers.score": "false"}
         settings = [word for pair in assumed.items() for word in pair] + settings
     config = resolve(settings).config

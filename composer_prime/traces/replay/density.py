@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from composer_prime.config.teachers import BaseEndpointConfig
+from composer_prime.config.teachers import FrozenBaseConfig
 from composer_prime.console import INTERRUPTED, fail, pluralize, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, RoleFailedError
 from composer_prime.model_source import resolve_model
@@ -329,7 +329,7 @@ async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margin
     async with AsyncExitStack() as stack:
         if options.base_url:
             place = {"base_url": options.base_url, "model": options.base, "api_key_var": options.base_key_var}
-            scorer = EndpointScorer(BaseEndpointConfig.model_validate(place), options.timeout_s)
+            scorer = EndpointScorer(FrozenBaseConfig.model_validate(place), options.timeout_s)
         else:
             models = local_models([options.base], threads=options.threads, start_timeout_s=options.timeout_s)
             scorer = ServedScorer(await stack.enter_async_context(models), options.base, options.timeout_s)

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from composer_prime.config.teachers import BaseEndpointConfig
+from composer_prime.config.teachers import FrozenBaseConfig
 from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.llm.client import Endpoint, http_client
 from composer_prime.llm.prices import Price
@@ -76,7 +76,7 @@ class EndpointScorer:
     Other endpoints give no log-probability of a text that they did not write. Then no answer is scored.
     """
 
-    def __init__(self, config: BaseEndpointConfig, timeout_s: float) -> None:
+    def __init__(self, config: FrozenBaseConfig, timeout_s: float) -> None:
         """Raises ConfigError when the key is not set."""
         key = None if config.api_key_var is None else os.environ.get(config.api_key_var)
         if config.api_key_var is not None and not key:

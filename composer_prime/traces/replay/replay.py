@@ -76,7 +76,7 @@ async def open_replay(
         try:
             mark = None
             if teachers.score:
-                mark = weights_mark(base) if teachers.base is None else teachers.base.mark
+                mark = weights_mark(base) if teachers.frozen_base is None else teachers.frozen_base.mark
         except ModelNotFoundError as error:
             raise ConfigError(
                 f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
@@ -84,8 +84,8 @@ async def open_replay(
             ) from None
         addresses: dict[str, str] = {}
         served: ServedScorer | EndpointScorer | None = None
-        if teachers.score and teachers.base is not None and not teachers.cache_only:
-            served = EndpointScorer(teachers.base, teachers.timeout_s)
+        if teachers.score and teachers.frozen_base is not None and not teachers.cache_only:
+            served = EndpointScorer(teachers.frozen_base, teachers.timeout_s)
             stack.push_async_callback(served.close)
         if models:
             url = await stack.enter_async_context(
