@@ -164,6 +164,9 @@ def test_the_known_solution_excuses_what_it_uses():
         "from itertools import count\n_ids = count()\n\ndef f(heap, item):\n    heap.append((item.cost, next(_ids), item))",
         "def f(items):\n    it = iter(items)\n    return next(it)", "from operator import attrgetter\nattrgetter('name.first')",
         "def f(self, other):\n    return vars(self)['a'] == other.__dict__.get('a')",
+        "def f(x):\n    match x:\n        case {'a': eval, **exec}:\n            exec(eval('1'))\n        case [*eval]:\n            eval()",
+        "def f():\n    try:\n        g()\n    except ValueError as exec:\n        exec('x')",
+        "def f(exec):\n    def g():\n        global exec\n    exec('x')",
     ],
 )  # fmt: skip
 def test_usual_code_has_no_traits(code):
@@ -186,6 +189,21 @@ def test_usual_code_has_no_traits(code):
 )  # fmt: skip
 def test_other_names_are_the_same(code, rule):
     assert rule in {each.rule for each in traits(code.encode())}
+
+
+# A name of an inner scope does not hide a built-in from what Python evaluates outside of it, or before it is bound.
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(exec, _=exec('x')):\n    pass", "[eval for eval in eval('1')]", "def f(exec=exec):\n    exec('x')",
+        "@eval\ndef f(eval):\n    pass", "@eval\ndef eval():\n    pass", "def f(eval) -> eval('1'):\n    pass",
+        "def f(a: eval('1'), eval):\n    pass", "class A(exec('x')):\n    exec = 1", "exec = exec\nexec('x')",
+        "def f(exec):\n    def g():\n        global exec\n        exec('x')",
+        "try:\n    f()\nexcept ValueError as exec:\n    pass\nexec('x')",
+    ],
+)  # fmt: skip
+def test_built_ins_are_seen_outside_a_scope(code):
+    assert "dynamic-code" in {each.rule for each in traits(code.encode())}
 
 
 # The host's inotify sees a lure being opened and a test being changed, also when it is put back.

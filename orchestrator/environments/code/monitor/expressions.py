@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_SCOPES = (*DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (*DEFINITIONS, ast.Lambda, *_COMPREHENSIONS)
 
 
 def fold(node: ast.AST | None) -> str | None:
@@ -85,27 +87,57 @@ def shadowed(tree: ast.Module) -> set[int]:
     """Return the `id`s of the names that a binding of their scope, or of one around it, keeps from built-ins.
 
     A parameter `type` of one function leaves the built-in to all others. Names of a class are not seen in its methods.
+    A module or class reads the built-in until the line after its own binding.
     """
     found: set[int] = set()
+    top: set[str] | None = None
     waiting: list[tuple[ast.AST, set[str]]] = [(tree, set())]
     while waiting:
         scope, outer = waiting.pop()
-        own, names, inner = set[str](), list[ast.Name](), list[ast.AST]()
-        here: list[ast.AST] = [scope]
+        is_function = not isinstance(scope, ast.Module | ast.ClassDef)
+        lines, loose, names, inner = dict[str, int](), set[str](), list[ast.Name](), list[ast.AST]()
+        outside = set(map(id, _evaluated_outside(scope)))
+        here = [node for node in ast.iter_child_nodes(scope) if id(node) not in outside]
         while here:
-            for node in ast.iter_child_nodes(here.pop()):
-                if isinstance(node, ast.Name):
-                    names.append(node)
-                    own |= {node.id} if is_stored(node) else set()
-                elif isinstance(node, ast.arg):
-                    own.add(node.arg)
-                elif isinstance(node, DEFINITIONS):
-                    own.add(node.name)
-                (inner if isinstance(node, _SCOPES) else here).append(node)
-        bound = outer | own
-        found |= {id(name) for name in names if name.id in bound}
+            node = here.pop()
+            if isinstance(node, ast.Name):
+                names.append(node)
+            elif isinstance(node, ast.Global):
+                loose.update(node.names)
+            if (name := _bound_name(node, is_function)) is not None:
+                lines[name] = min(node.lineno, lines.get(name, node.lineno))
+            inner += [node] if isinstance(node, _SCOPES) else []
+            parts = _evaluated_outside(node) if isinstance(node, _SCOPES) else ast.iter_child_nodes(node)
+            here += [part for part in parts if id(part) not in outside]
+        top = set(lines) if top is None else top
+        bound = (outer | set(lines)) - loose | loose & top
+        for name in names:
+            if name.id in bound and (is_function or name.id in outer or name.lineno > lines.get(name.id, 0)):
+                found.add(id(name))
         waiting += [(node, outer if isinstance(scope, ast.ClassDef) else bound) for node in inner]
     return found
+
+
+def _bound_name(node: Any, is_function: bool) -> str | None:
+    """Return the name that `node` binds in its scope. Only a function is left without the name of a handled error."""
+    if isinstance(node, ast.Name):
+        return node.id if is_stored(node) else None
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.MatchMapping):
+        return node.rest
+    is_bound = isinstance(node, (*DEFINITIONS, ast.MatchAs, ast.MatchStar))
+    return node.name if is_bound or (is_function and isinstance(node, ast.ExceptHandler)) else None
+
+
+def _evaluated_outside(scope: Any) -> list[ast.AST]:
+    """Return what of a scope Python evaluates in the one around it: defaults, decorators, a first iterable."""
+    if isinstance(scope, _COMPREHENSIONS):
+        return [scope.generators[0].iter]
+    given = [each for name in ("decorator_list", "bases", "keywords") for each in getattr(scope, name, ())]
+    arguments = ast.iter_child_nodes(scope.args) if hasattr(scope, "args") else ()
+    given += [each.annotation if isinstance(each, ast.arg) else each for each in arguments]
+    return [each for each in (*given, getattr(scope, "returns", None)) if each is not None]
 
 
 def aliases(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
