@@ -27,7 +27,7 @@ from composer_prime.address import Address
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.iroh_link import IrohDialer, iroh_name
 from composer_prime.wire.sockets import bind_router, dealer
-from composer_prime.wire.tunnel import RelayLegs, Tunnel, dial, node_pass
+from composer_prime.wire.tunnel import RelayLegs, Tunnel, dial, signed_text
 from orchestrator.relay import Relay
 
 PIECE = b"w" * (2 << 20)
@@ -104,7 +104,7 @@ async def measure(pieces: int, rounds: int) -> None:
         run.stdin.write(f"{relay_address} {where}\n".encode())
         await run.stdout.readline()
         place, public = relay_address.rpartition(":"), keys.verifier().public_bytes_raw()
-        proof = node_pass(keys.signer())
+        proof = keys.signer().sign(signed_text())
         tunnel = Tunnel("relay", lambda: dial(Address(place[0], int(place[2])), public, proof))
         dialer = IrohDialer(iroh_name(where, keys.signer()), proof)
         iroh = Tunnel("iroh", dialer.dial)

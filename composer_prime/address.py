@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections import Counter
 from typing import NamedTuple
 
 from composer_prime.errors import ConfigError
@@ -43,6 +44,31 @@ def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp:/
 def reachable(endpoint: str) -> str:
     """Return an address at which a process on this machine reaches `endpoint`, even one bound to all interfaces."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches `host`, a name or an IP address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def network(host: str) -> str:
+    """Return what one site has of addresses: `host` itself, or of IPv6 its network of 48 bits."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 80 << 80))
+
+
+def has_share(held: Counter[str], network: str, limit: int) -> bool:
+    """Return whether `network` may hold one more: each gets half of what the others leave of `limit`."""
+    return held[network] < limit - held.total()
 
 
 def _host(host: str, text: str, key: str, bind: bool) -> str:

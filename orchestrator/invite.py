@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from composer_prime.address import Address, tcp_address
+from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config import load
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
@@ -28,7 +28,7 @@ from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
 from composer_prime.wire.iroh_link import iroh_address, iroh_name, is_iroh, load_iroh
-from composer_prime.wire.tunnel import node_pass
+from composer_prime.wire.tunnel import signed_text
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
@@ -108,7 +108,7 @@ def create_invite(
         protocol=PROTOCOL,
         expires=expires,
         relays=[iroh_name(relay, keys.signer()) if is_iroh(relay) else relay for relay in relays],
-        relay_pass=node_pass(keys.signer()) if relays else b"",
+        relay_pass=keys.signer().sign(signed_text()) if relays else b"",
     )
 
 
@@ -133,7 +133,7 @@ def docker_line(text: str) -> str:
 def relay_line(relay: str, run: bytes) -> str:
     """Return what starts the relay on its box. Nothing in it is secret."""
     address = Address("0.0.0.0", tcp_address(relay, "--relay", scheme="").port)
-    return f"orchestrator relay --listen {address} --run {run.hex()}"
+    return f"orchestrator relay --listen {address} --name {relay} --run {run.hex()}"
 
 
 def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback: bool = False) -> list[str]:
@@ -144,7 +144,7 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
     relays = [tcp_address(text, "--relay", scheme="") for text in given]
     direct = [iroh_address(iroh)] if iroh else []
     for relay in [*direct, *relays]:
-        if _is_loopback(relay.host) and not allow_loopback:
+        if is_loopback(relay.host) and not allow_loopback:
             option = "--iroh" if relay in direct else "--relay"
             raise ConfigError(
                 f"{option} is {relay}, which no other machine reaches: give the public address of a box that runs "
@@ -180,7 +180,7 @@ def node_addresses(
             if not optional:
                 raise
     for address in list(addresses):
-        if _is_loopback(address.host) and not allow_loopback:
+        if is_loopback(address.host) and not allow_loopback:
             if optional and not given:
                 return []
             source = "--address is" if given else "the run listens for nodes at"
@@ -226,18 +226,11 @@ def own_address() -> str:
             return "127.0.0.1"
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
 def _private(address: str) -> str | None:
     """Return a warning for an address that the internet does not route."""
     host = tcp_address(address, "the address", scheme="").host
     try:
-        private = ipaddress.ip_address(host).is_private and not _is_loopback(host)
+        private = ipaddress.ip_address(host).is_private and not is_loopback(host)
     except ValueError:
         return None
     if not private:

@@ -18,28 +18,31 @@ import hashlib
 import ipaddress
 import logging
 import re
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from composer_prime.address import Address, reachable, tcp_address
+from composer_prime.address import Address, tcp_address
 from composer_prime.errors import ConfigError, DeadlineError
-from composer_prime.run.retry import backoff_s
-from composer_prime.wire.tunnel import Stream, cancel_all, connect_tcp, join_streams, signed_text, spawn
+from composer_prime.wire.tunnel import MAX_STREAMS, Leg, Stream, cancel_all, connect_tcp, join_streams, signed_text
 
 logger = logging.getLogger(__name__)
 
 _PROTOCOL = b"composer-prime/node-link/1"
 _NAME = re.compile(r"iroh:(?P<id>[0-9a-f]{64})(?:@(?P<address>.+))?")
 _CONNECT_S, _GREETING_S, _FLUSH_S = 8.0, 10.0, 5.0
-_MAX_STREAMS = 1024
+_MAX_GREETING = 64
+_WINDOW_BYTES = 1 << 20
+"""That a connection may send before it is read."""
 _PASS_BYTES = 64
 
 
 def is_iroh(relay: str) -> bool:
-    return relay.startswith("iroh")
+    """Return whether `relay` is iroh, iroh@HOST:PORT or what `iroh_name` made of either."""
+    return relay == "iroh" or relay.startswith(("iroh:", "iroh@"))
 
 
 def iroh_identity(signer: Ed25519PrivateKey) -> Ed25519PrivateKey:
@@ -92,9 +95,22 @@ def _write_at_once(self: Any, value: bytes) -> None:
         ctypes.memmove(ctypes.addressof(self.rbuf.data.contents) + self.rbuf.len, value, len(value))
 
 
-def _text(error: Exception) -> str:
-    message = getattr(error, "message", None)
-    return str(message() if callable(message) else error) or type(error).__name__
+@contextmanager
+def _plain_errors(name: str) -> Iterator[Any]:
+    """Yield the module. Raises ConnectionError, with `name`, for an error of its own, or without the extra."""
+    try:
+        iroh = load_iroh()
+    except ConfigError as error:
+        raise ConnectionError(str(error)) from None
+    try:
+        yield iroh
+    except iroh.IrohError as error:
+        raise ConnectionError(f"{name}: {error.message()}") from None
+
+
+async def _end(endpoint: Any) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(endpoint.close(), _FLUSH_S)
 
 
 class _IrohStream:
@@ -107,20 +123,16 @@ class _IrohStream:
         self._closing: asyncio.Task[None] | None = None
 
     async def read(self, n: int = -1, /) -> bytes:
-        try:
+        with _plain_errors("iroh"):
             return await self._receiver.read(n)
-        except load_iroh().IrohError as error:
-            raise ConnectionError(_text(error)) from None
 
     def write(self, data: bytes, /) -> None:
         self._unsent += data
 
     async def drain(self) -> None:
         data, self._unsent = self._unsent, b""
-        try:
+        with _plain_errors("iroh"):
             await self._sender.write_all(data)
-        except load_iroh().IrohError as error:
-            raise ConnectionError(_text(error)) from None
 
     def close(self) -> None:
         if self._closing is None:
@@ -144,92 +156,87 @@ class IrohDialer:
         self._id, self._address = check_iroh_name(name)
         self._proof = proof
         self._endpoint: Any = None
+        self._binding = asyncio.Lock()
 
     async def dial(self) -> Stream:
         """Raises DeadlineError or ConnectionError."""
+        connection = None
         try:
-            iroh = load_iroh()
-        except ConfigError as error:
-            raise ConnectionError(str(error)) from None
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                if self._endpoint is None:
-                    preset = iroh.preset_minimal() if self._address else iroh.preset_n0()
-                    self._endpoint = await iroh.Endpoint.bind(iroh.EndpointOptions(preset=preset))
-                addresses = [str(self._address)] if self._address else []
-                target = iroh.EndpointAddr(iroh.EndpointId.from_string(self._id), None, addresses)
-                connection = await self._endpoint.connect(target, _PROTOCOL)
-                stream = _IrohStream(connection, await connection.open_bi())
-                stream.write(self._proof)
-                await stream.drain()
-        except TimeoutError:
-            raise DeadlineError(f"{self._name} did not answer within {_CONNECT_S:g} s") from None
-        except iroh.IrohError as error:
-            raise ConnectionError(f"{self._name}: {_text(error)}") from None
-        return stream, stream
+            with _plain_errors(self._name) as iroh:
+                async with asyncio.timeout(_CONNECT_S):
+                    async with self._binding:
+                        if self._endpoint is None:
+                            preset = iroh.preset_minimal() if self._address else iroh.preset_n0()
+                            self._endpoint = await iroh.Endpoint.bind(iroh.EndpointOptions(preset=preset))
+                    addresses = [str(self._address)] if self._address else []
+                    target = iroh.EndpointAddr(iroh.EndpointId.from_string(self._id), None, addresses)
+                    connection = await self._endpoint.connect(target, _PROTOCOL)
+                    stream = _IrohStream(connection, await connection.open_bi())
+                    stream.write(self._proof)
+                    await stream.drain()
+                    return stream, stream
+        except BaseException as error:
+            if connection is not None:
+                connection.close(1, b"not used")
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(f"{self._name} did not answer within {_CONNECT_S:g} s") from None
+            raise
 
     async def close(self) -> None:
         if self._endpoint is not None:
-            await self._endpoint.close()
+            await _end(self._endpoint)
 
 
-class IrohLeg:
-    """The run's host as an iroh endpoint, from `run` until it is cancelled."""
+class IrohLeg(Leg):
+    """The run's host as an iroh endpoint, at iroh or iroh@HOST:PORT."""
 
-    def __init__(self, where: str, signer: Ed25519PrivateKey, node_endpoint: str) -> None:
-        """`where`: iroh or iroh@HOST:PORT. `node_endpoint`: tcp://HOST:PORT as the gateway bound it."""
-        self.state = "connecting"
-        self._address = iroh_address(where.removeprefix("iroh@")) if "@" in where else None
-        self._signer = signer
-        self._target = tcp_address(reachable(node_endpoint), "the node port")
-        self._streams: set[asyncio.Task[None]] = set()
+    _num_greeting = 0
+    """Connections that have not shown the pass."""
 
-    async def run(self) -> None:
-        failures = 0
-        while True:
-            try:
-                await self._serve()
-                self.state = "its endpoint was closed"
-            except Exception as error:  # Of bindings; the run goes on without.
-                self.state = _text(error)
-            pause_s = backoff_s(failures, first_s=1.0, longest_s=60.0)
-            failures += 1
-            logger.warning("no node joins through iroh, again in %g s: %s", pause_s, self.state)
-            await asyncio.sleep(pause_s)
-
-    async def _serve(self) -> None:
-        iroh = load_iroh()
-        preset = iroh.preset_minimal() if self._address else iroh.preset_n0()
-        bind = None
-        if self._address is not None:
-            bind = str(Address("::" if self._address.is_ipv6 else "0.0.0.0", self._address.port))
+    async def _serve(self) -> NoReturn:
+        address = iroh_address(self._name.removeprefix("iroh@")) if "@" in self._name else None
+        bind = str(Address("::" if address.is_ipv6 else "0.0.0.0", address.port)) if address else None
         key = iroh_identity(self._signer).private_bytes_raw()
-        options = iroh.EndpointOptions(preset=preset, bind_addr=bind, secret_key=key, alpns=[_PROTOCOL])
-        endpoint = await iroh.Endpoint.bind(options)
-        self.state = "registered"
-        logger.info("nodes can join through iroh at %s", ", ".join(endpoint.bound_sockets()))
-        try:
-            while (incoming := await endpoint.accept_next()) is not None:
-                if len(self._streams) < _MAX_STREAMS:
-                    spawn(self._carry(incoming), self._streams)
-        finally:
-            await cancel_all(self._streams)
-            await endpoint.close()
+        with _plain_errors("iroh") as iroh:
+            preset = iroh.preset_minimal() if address else iroh.preset_n0()
+            options = iroh.EndpointOptions(preset=preset, bind_addr=bind, secret_key=key, alpns=[_PROTOCOL])
+            endpoint = await iroh.Endpoint.bind(options)
+            try:
+                self.state = "registered"
+                logger.info("nodes can join through iroh at %s", ", ".join(endpoint.bound_sockets()))
+                while (incoming := await endpoint.accept_next()) is not None:
+                    if self._num_greeting < _MAX_GREETING and len(self._crowd) < MAX_STREAMS:
+                        self._num_greeting += 1
+                        self._spawn(self._carry(incoming))
+                    else:
+                        await incoming.refuse()
+                raise ConnectionError("iroh: its endpoint was closed")
+            finally:
+                await cancel_all(self._streams)
+                self._num_greeting = 0
+                await _end(endpoint)
 
     async def _carry(self, incoming: Any) -> None:
         connection = None
         try:
-            async with asyncio.timeout(_GREETING_S):
-                connection = await (await incoming.accept()).connect()
-                connection.set_max_concurrent_uni_streams(0)
-                stream = await connection.accept_bi()
-                proof = await stream.recv().read_exact(_PASS_BYTES)
-                self._signer.public_key().verify(proof, signed_text(None))
-                near = await connect_tcp(self._target, f"the node port {self._target}")
-        except (load_iroh().IrohError, InvalidSignature, OSError, DeadlineError) as error:
-            logger.warning("a node's stream through iroh was not joined: %s", _text(error))
+            with _plain_errors("iroh"):
+                async with asyncio.timeout(_GREETING_S):
+                    connection = await (await incoming.accept()).connect()
+                    connection.set_max_concurrent_uni_streams(0)
+                    connection.set_max_concurrent_bi_streams(1)
+                    connection.set_receive_window(_WINDOW_BYTES)
+                    stream = await connection.accept_bi()
+                    proof = await stream.recv().read_exact(_PASS_BYTES)
+                    self._signer.public_key().verify(proof, signed_text())
+                    near = await connect_tcp(self._target, f"the node port {self._target}")
+        except BaseException as error:
             if connection is not None:
                 connection.close(1, b"refused")
+            if not isinstance(error, InvalidSignature | OSError):
+                raise
+            logger.warning("a node's stream through iroh was not joined: %s", error or type(error).__name__)
             return
+        finally:
+            self._num_greeting -= 1
         far = _IrohStream(connection, stream)
         await join_streams((far, far), near)

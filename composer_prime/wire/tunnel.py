@@ -3,9 +3,10 @@
     node's ZMQ --loopback--> Tunnel --dial KEY PASS--> relay <--take ID-- RelayLeg --> the gateway's node port
                                                          +-- control line: open ID, ping --> RelayLeg
 
-The run's host dials out and proves that it holds the run's signing key, so nobody else can claim the run's place. A
-node shows a pass that this key signed. Neither opens the gateway: what passes is CURVE from the node to the gateway,
-which admits listed keys only. Whoever alters bytes on the way can end or delay a stream, and nothing else.
+The run's host dials out and proves, to this relay alone, that it holds the run's signing key, so nobody else can claim
+the run's place. A node shows a pass that this key signed. Neither opens the gateway: what passes is CURVE from the node
+to the gateway, which admits listed keys only. Whoever alters bytes on the way can end or delay a stream, and nothing
+else.
 
 Lines end with a newline and hold words of ASCII. Every wait has a deadline; of each stream, little is held.
 """
@@ -17,16 +18,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import NoReturn, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from composer_prime.address import Address, reachable, tcp_address
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.run.retry import backoff_s
-
-if TYPE_CHECKING:
-    from composer_prime.wire.iroh_link import IrohLeg
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +39,16 @@ IDLE_S = 120.0
 _REPLY_S = 5.0
 _WAIT_FOR_HOST_S = 15.0
 """The relay itself waits for the run's host."""
+DIAL_S = _REPLY_S + _WAIT_FOR_HOST_S
+"""A dial has failed or succeeded after this long."""
+_SERVED_S = 60.0
+"""A leg that stood for this long tries again at once; another one pauses longer from time to time."""
+_CONTROL_PAUSE_S = 0.02
 _FLUSH_S = 5.0
 _LINE_BYTES = 512
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
-_MAX_STREAMS = 1024
-"""Streams that one relay may have opened here."""
-_NODE_PASS, _HOST_PROOF = b"composer-prime relay: a node", b"composer-prime relay: the host "
+MAX_STREAMS = 1024
+"""Streams that all relays together may have opened here."""
 
 
 class Reader(Protocol):
@@ -63,24 +65,20 @@ Stream = tuple[Reader, Writer]
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def node_pass(signer: Ed25519PrivateKey) -> bytes:
-    """Return what an invite holds for relays. It serves any number of nodes and does not expire."""
-    return signer.sign(_NODE_PASS)
+def signed_text(relay: str = "", nonce: str = "") -> bytes:
+    """Return what a host signs for the `nonce` of the relay that it dialed as HOST:PORT; without both, what a pass is.
 
-
-def host_proof(signer: Ed25519PrivateKey, nonce: bytes) -> bytes:
-    return signer.sign(_HOST_PROOF + nonce)
-
-
-def signed_text(nonce: bytes | None) -> bytes:
-    """Return what a host signs for `nonce`; what a pass signs, for None."""
-    return _NODE_PASS if nonce is None else _HOST_PROOF + nonce
+    An invite holds the pass. It serves any number of nodes and relays, and does not expire.
+    """
+    return f"composer-prime relay: {f'the host at {relay} {nonce}' if nonce else 'a node'}".encode()
 
 
 async def read_words(reader: asyncio.StreamReader, limit_s: float) -> list[str]:
     """Return the words of the next line. Raises TimeoutError, ConnectionError, WireError (no such line)."""
     try:
         line = await asyncio.wait_for(reader.readuntil(b"\n"), limit_s)
+    except TimeoutError:
+        raise TimeoutError(f"no line came within {limit_s:g} s") from None
     except asyncio.IncompleteReadError:
         raise ConnectionError("the connection was closed") from None
     except asyncio.LimitOverrunError:
@@ -92,7 +90,13 @@ async def read_words(reader: asyncio.StreamReader, limit_s: float) -> list[str]:
 
 async def write_words(writer: asyncio.StreamWriter, *words: str) -> None:
     writer.write(" ".join(words).encode() + b"\n")
-    await writer.drain()
+    await asyncio.wait_for(writer.drain(), SILENCE_S)
+
+
+async def read_control(reader: asyncio.StreamReader) -> list[str]:
+    """Return the words of a control connection's next line, at most 50 lines a second. Raises as `read_words`."""
+    await asyncio.sleep(_CONTROL_PAUSE_S)
+    return await read_words(reader, SILENCE_S)
 
 
 async def join_streams(one: Stream, other: Stream, idle_s: float = IDLE_S) -> None:
@@ -143,7 +147,7 @@ async def connect_tcp(address: Address, what: str) -> TcpStream:
 async def dial(relay: Address, run: bytes, proof: bytes) -> TcpStream:
     """Return a stream to the node port of the run with public key `run`.
 
-    Raises DeadlineError, WireError (refused, with the relay's reason), ConnectionError.
+    Raises DeadlineError or ConnectionError (not reached, silent), WireError (refused, with the relay's reason).
     """
     what = f"relay {relay}"
     reader, writer = await connect_tcp(relay, what)
@@ -153,8 +157,6 @@ async def dial(relay: Address, run: bytes, proof: bytes) -> TcpStream:
         return reader, writer
     except BaseException as error:
         end(writer)
-        if isinstance(error, TimeoutError):
-            raise DeadlineError(f"{what} did not answer within {_WAIT_FOR_HOST_S:g} s") from None
         if isinstance(error, OSError):
             raise ConnectionError(f"{what}: {error}") from None
         raise
@@ -166,8 +168,9 @@ def _expect_ok(words: list[str], what: str) -> None:
 
 
 def _refusal(words: list[str], what: str) -> WireError:
-    said = " ".join(words[1:] if words[:1] == ["no"] else words)
-    return WireError(f"{what} refused: {said if said.isprintable() else 'with bytes that are no text'}")
+    if words[:1] == ["no"] and (said := " ".join(words[1:])).isprintable():
+        return WireError(f"{what} refused: {said}")
+    return WireError(f"{what} sent {' '.join(words)!r}: is that `orchestrator relay` of this release?")
 
 
 class Tunnel:
@@ -194,7 +197,7 @@ class Tunnel:
         await cancel_all(self._tasks)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) < _MAX_STREAMS:
+        if len(self._tasks) < MAX_STREAMS:
             spawn(self._carry(reader, writer), self._tasks)
         else:
             end(writer)
@@ -207,101 +210,119 @@ class Tunnel:
                 logger.warning("%s", error)
             self.fault = str(error)
             await asyncio.sleep(_FIRST_RETRY_S)  # ZMQ tries again at once.
+        else:
+            if self.fault:
+                logger.info("%s carries this node's link again", self.name)
+            self.fault = ""
+            await join_streams((reader, writer), stream)
+        finally:
             end(writer)
-            return
-        if self.fault:
-            logger.info("%s carries this node's link again", self.name)
-        self.fault = ""
-        await join_streams((reader, writer), stream)
 
 
-def spawn(work: Awaitable[None], tasks: set[asyncio.Task[None]]) -> None:
-    """Run `work` as one of `tasks`, which it leaves at its end."""
+def spawn(work: Awaitable[None], *groups: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    """Run `work` as a task of each of `groups`, which it leaves at its end."""
     task = asyncio.ensure_future(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+    for group in groups:
+        group.add(task)
+        task.add_done_callback(group.discard)
+    return task
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for the end of all; one that is being cancelled already is left to clean up."""
     tasks = list(tasks)
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():
+            task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # ---- the host's end --------------------------------------------------------------------------------------------------
 
 
-class RelayLeg:
-    """The run's host at one relay. `run` registers there, again whenever the relay was lost, until it is cancelled."""
+class Leg:
+    """The run's host at one place where nodes find it. `run` stays there, again whenever that was lost."""
 
-    def __init__(self, relay: str, signer: Ed25519PrivateKey, node_endpoint: str) -> None:
-        """`relay`: HOST:PORT; `node_endpoint`: tcp://HOST:PORT as the gateway bound it."""
+    def __init__(
+        self, name: str, signer: Ed25519PrivateKey, node_endpoint: str, crowd: set[asyncio.Task[None]] | None = None
+    ) -> None:
+        """`node_endpoint`: tcp://HOST:PORT as the gateway bound it. `crowd`: the streams of all legs."""
         self.state = "connecting"
         """In words, for people."""
-        self._relay = tcp_address(relay, "the relay", scheme="")
-        self._what = f"relay {relay}"
+        self._name = name
         self._signer = signer
         self._target = tcp_address(reachable(node_endpoint), "the node port")
         self._streams: set[asyncio.Task[None]] = set()
+        self._crowd = self._streams if crowd is None else crowd
 
     async def run(self) -> None:
         failures = 0
         try:
             while True:
+                start = time.monotonic()
                 try:
                     await self._serve()
-                except TimeoutError:
-                    fault = f"{self._what} was silent for {SILENCE_S:g} s"
-                except (OSError, WireError, DeadlineError) as error:
-                    fault = str(error)
-                failures = 0 if self.state == "registered" else failures
+                except Exception as error:  # Of iroh's bindings, too; the run goes on without.
+                    fault = str(error) or type(error).__name__
+                failures = 0 if time.monotonic() - start > _SERVED_S else failures
                 pause_s = backoff_s(failures, first_s=_FIRST_RETRY_S, longest_s=_LONGEST_RETRY_S)
                 failures += 1
                 if fault != self.state:
-                    logger.warning("%s; nodes cannot join through it, trying again from %g s on", fault, pause_s)
+                    logger.warning("%s; nodes cannot join that way, trying again from %g s on", fault, pause_s)
                 self.state = fault
                 await asyncio.sleep(pause_s)
         finally:
             await cancel_all(self._streams)
 
-    async def _serve(self) -> None:
-        """Register and carry streams. Returns never; raises what ended it."""
-        reader, writer = await connect_tcp(self._relay, self._what)
+    async def _serve(self) -> NoReturn:
+        """Register and carry streams. Raises what ended it."""
+        raise NotImplementedError
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        spawn(work, self._streams, self._crowd)
+
+
+class RelayLeg(Leg):
+    """The run's host at one relay, HOST:PORT."""
+
+    async def _serve(self) -> NoReturn:
+        what, address = f"relay {self._name}", tcp_address(self._name, "the relay", scheme="")
+        reader, writer = await connect_tcp(address, what)
         try:
             await write_words(writer, PROTOCOL, "host", self._signer.public_key().public_bytes_raw().hex())
             words = await read_words(reader, _REPLY_S)
             if len(words) != 2 or words[0] != "nonce":
-                raise _refusal(words, self._what)
-            await write_words(writer, host_proof(self._signer, words[1].encode()).hex())
-            _expect_ok(await read_words(reader, _REPLY_S), self._what)
+                raise _refusal(words, what)
+            await write_words(writer, str(address), self._signer.sign(signed_text(str(address), words[1])).hex())
+            _expect_ok(await read_words(reader, _REPLY_S), what)
             self.state = "registered"
-            logger.info("registered at %s: nodes can join through it", self._what)
+            logger.info("registered at %s: nodes can join through it", what)
             while True:
-                match await read_words(reader, SILENCE_S):
-                    case ["open", stream] if len(self._streams) < _MAX_STREAMS:
-                        spawn(self._carry(stream), self._streams)
+                match await read_control(reader):
                     case ["ping"]:
                         await write_words(writer, "pong")
-        except ConnectionError as error:
-            raise ConnectionError(f"{self._what}: {error}") from None
+                    case ["open", stream]:
+                        if len(self._crowd) < MAX_STREAMS:
+                            self._spawn(self._carry(address, stream))
+                    case words:
+                        raise _refusal(words, what)
+        except OSError as error:
+            raise ConnectionError(f"{what}: {error or type(error).__name__}") from None
         finally:
             end(writer)
 
-    async def _carry(self, stream: str) -> None:
+    async def _carry(self, address: Address, stream: str) -> None:
         """Join one stream of the relay with the gateway's node port."""
+        far = None
         try:
-            far = await connect_tcp(self._relay, self._what)
+            far = await connect_tcp(address, f"relay {self._name}")
             await write_words(far[1], PROTOCOL, "take", stream)
-            try:
-                near = await connect_tcp(self._target, f"the node port {self._target}")
-            except BaseException:
+            await join_streams(far, await connect_tcp(self._target, f"the node port {self._target}"))
+        except OSError as error:
+            logger.warning("a node's stream through relay %s was not joined: %s", self._name, error)
+        finally:
+            if far is not None:
                 end(far[1])
-                raise
-        except (OSError, DeadlineError) as error:
-            logger.warning("a node's stream through %s was not joined: %s", self._what, error)
-            return
-        await join_streams(far, near)
 
 
 class RelayLegs:
@@ -310,7 +331,10 @@ class RelayLegs:
     def __init__(self, signer: Callable[[], Ed25519PrivateKey]) -> None:
         """`signer` reads the run's signing key."""
         self._signer = signer
-        self._legs: dict[str, tuple[IrohLeg | RelayLeg, asyncio.Task[None]]] = {}
+        self._legs: dict[str, tuple[Leg, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Also of legs that are ending."""
+        self._streams: set[asyncio.Task[None]] = set()
 
     def update(self, relays: Iterable[str], node_endpoint: str) -> None:
         """Stay registered at exactly these, HOST:PORT or as iroh_link.py says, for the node port at `node_endpoint`."""
@@ -320,12 +344,12 @@ class RelayLegs:
         for relay in self._legs.keys() - relays:
             self._legs.pop(relay)[1].cancel()
         for relay in relays - self._legs.keys():
-            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint)
-            self._legs[relay] = leg, asyncio.create_task(leg.run())
+            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint, self._streams)
+            self._legs[relay] = leg, spawn(leg.run(), self._tasks)
 
     def states(self) -> dict[str, str]:
         return {relay: leg.state for relay, (leg, _) in self._legs.items()}
 
     async def close(self) -> None:
-        await cancel_all(task for _, task in self._legs.values())
+        await cancel_all(self._tasks)
         self._legs = {}

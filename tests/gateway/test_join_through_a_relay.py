@@ -20,7 +20,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.wire import tunnel
 from composer_prime.wire.enrollment import Invite
 from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name
-from composer_prime.wire.tunnel import RelayLeg, RelayLegs, dial, node_pass
+from composer_prime.wire.tunnel import RelayLeg, RelayLegs, dial, signed_text
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
 from tests.engines.reference import Reference
@@ -76,7 +76,7 @@ async def registered(relay: Relay, keys: RunKeys, endpoint: str) -> AsyncIterato
 def through(keys: RunKeys, relay: Address | str, address: str = NOBODY):
     """An invite whose only address is one where nobody listens."""
     invite = invite_for(keys, address)
-    return msgspec.structs.replace(invite, relays=[str(relay)], relay_pass=node_pass(keys.signer()))
+    return msgspec.structs.replace(invite, relays=[str(relay)], relay_pass=keys.signer().sign(signed_text()))
 
 
 @pytest.mark.process
@@ -128,7 +128,7 @@ async def test_a_relay_that_vanished_is_dialed_again(keys):
 
 
 async def echo_of(address: Address, keys: RunKeys, data: bytes) -> bytes:
-    reader, writer = await dial(address, public(keys), node_pass(keys.signer()))
+    reader, writer = await dial(address, public(keys), keys.signer().sign(signed_text()))
     try:
         writer.write(data)
         return await asyncio.wait_for(reader.readexactly(len(data)), 100)
@@ -140,7 +140,7 @@ async def test_bytes_pass_unchanged_and_both_ends_close_together(keys):
     """More than is held anywhere on the way, both ways at once."""
     data = bytes(range(256)) * (1 << 13)
     async with relaying(public(keys)) as relay, served(relay, keys):
-        reader, writer = await dial(relay.address, public(keys), node_pass(keys.signer()))
+        reader, writer = await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
         writer.write(data)
         assert await asyncio.wait_for(reader.readexactly(len(data)), 100) == data
         writer.close()
@@ -170,18 +170,77 @@ async def test_only_the_run_itself_takes_its_place_and_only_its_nodes_dial(keys,
         with pytest.raises(WireError, match="not signed by run"):
             await RelayLeg(str(relay.address), Stolen(), "tcp://127.0.0.1:1")._serve()
         with pytest.raises(WireError, match=r"not signed by run .*: join with an invite of that run"):
-            await dial(relay.address, public(keys), node_pass(other.signer()))
+            await dial(relay.address, public(keys), other.signer().sign(signed_text()))
         with pytest.raises(WireError, match=r"the host of run .* is not connected to it: is the run up\?"):
-            await dial(relay.address, public(keys), node_pass(keys.signer()))
+            await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
         with pytest.raises(WireError, match="does not serve run"):
-            await dial(relay.address, public(other), node_pass(other.signer()))
+            await dial(relay.address, public(other), other.signer().sign(signed_text()))
+
+
+async def test_a_proof_is_good_at_the_relay_that_was_dialed_only(keys):
+    """Another relay, which passes on a nonce of this one, gets a proof that names the other one."""
+
+    async def shown(name: str, signed: str) -> str:
+        reader, writer = await asyncio.open_connection(*relay.address)
+        writer.write(f"{tunnel.PROTOCOL} host {public(keys).hex()}\n".encode())
+        nonce = (await reader.readline()).decode().split()[1]
+        writer.write(f"{name} {keys.signer().sign(signed_text(signed, nonce)).hex()}\n".encode())
+        return (await asyncio.wait_for(reader.readline(), 100)).decode()
+
+    async with relaying(public(keys)) as relay:
+        here, there = str(relay.address), "other.example:5600"
+        assert (await shown(there, there)).startswith(f"no it does not know itself as '{there}': start it with --name")
+        assert "not signed by run" in await shown(here, there)
+        assert await shown(here, here) == "ok\n"
+    async with relaying(public(keys), names=["Box.Example:5600"]) as relay:
+        assert "does not know itself" in await shown(str(relay.address), str(relay.address))
+        assert await shown("box.example:5600", "box.example:5600") == "ok\n"
+
+
+async def test_strangers_do_not_fill_the_places_of_a_greeting(keys, monkeypatch):
+    """Silent connections and such as claim a run without a proof stay counted, and get half of the places."""
+    monkeypatch.setattr("orchestrator.relay._MAX_GREETING", 4)
+    async with relaying(public(keys)) as relay, served(relay, keys):
+        strangers = []
+        for line, answer in (
+            ("host nobody", b"no it does not serve"),
+            ("", b""),
+            (f"host {public(keys).hex()}", b"nonce "),
+            ("host nobody", b""),  # Closed at once.
+        ):
+            strangers.append(await asyncio.open_connection(*relay.address, local_addr=("127.0.0.2", 0)))
+            reader, writer = strangers[-1]
+            if line:
+                writer.write(f"{tunnel.PROTOCOL} {line}\n".encode())
+                with contextlib.suppress(ConnectionError):
+                    assert (await asyncio.wait_for(reader.readline(), 100)).startswith(answer)
+        assert relay._greeting == {"127.0.0.2": 2}
+        assert await echo_of(relay.address, keys, b"room") == b"room"
+
+
+async def test_a_host_that_another_one_displaces_is_told(keys):
+    async with relaying(public(keys)) as relay, served(relay, keys) as first, served(relay, keys):
+        await until(lambda: "another host of this run came" in str(first.states()), "the first host to be told")
+
+
+async def test_a_control_line_that_is_none_ends_the_connection(keys):
+    async def odd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in (b"nonce 1\n", b"ok\nhello\n"):
+            await reader.readline()
+            writer.write(answer)
+
+    server = await asyncio.start_server(odd, "127.0.0.1", 0)
+    leg = RelayLeg(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", keys.signer(), "tcp://127.0.0.1:1")
+    with pytest.raises(WireError, match="sent 'hello': is that `orchestrator relay` of this release"):
+        await leg._serve()
+    server.close()
 
 
 async def test_a_full_relay_says_so_and_has_room_when_a_stream_ends(keys):
     async with relaying(public(keys), max_streams=1) as relay, served(relay, keys):
-        _, writer = await dial(relay.address, public(keys), node_pass(keys.signer()))
-        with pytest.raises(WireError, match="it is full: 1 streams, and --streams is 1"):
-            await dial(relay.address, public(keys), node_pass(keys.signer()))
+        _, writer = await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
+        with pytest.raises(WireError, match=r"it is full: 127\.0\.0\.1 has 1 of 1 streams, --streams is 1"):
+            await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
         writer.close()
         await until(lambda: relay._streams.total() == 0, "the stream to end")
         assert await echo_of(relay.address, keys, b"room") == b"room"
@@ -189,7 +248,7 @@ async def test_a_full_relay_says_so_and_has_room_when_a_stream_ends(keys):
 
 async def test_a_silent_stream_is_ended(keys):
     async with relaying(public(keys), idle_s=0.2) as relay, served(relay, keys):
-        reader, _ = await dial(relay.address, public(keys), node_pass(keys.signer()))
+        reader, _ = await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
         assert await asyncio.wait_for(reader.read(), 100) == b""
 
 
@@ -269,9 +328,9 @@ async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tm
         target = next(leg for leg, _ in legs._legs.values())._target
         serving = asyncio.create_task((leg := IrohLeg(where, keys.signer(), f"tcp://{target}")).run())
         await until(lambda: leg.state == "registered", "the endpoint")
-        right = IrohDialer(iroh_name(where, keys.signer()), node_pass(keys.signer()))
-        wrong = IrohDialer(iroh_name(where, keys.signer()), node_pass(other))
-        stranger = IrohDialer(iroh_name(where, other), node_pass(other))
+        right = IrohDialer(iroh_name(where, keys.signer()), keys.signer().sign(signed_text()))
+        wrong = IrohDialer(iroh_name(where, keys.signer()), other.sign(signed_text()))
+        stranger = IrohDialer(iroh_name(where, other), other.sign(signed_text()))
         try:
             reader, writer = await right.dial()
             writer.write(data)

@@ -83,7 +83,7 @@ def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys)
     invite = Invite.read(string)
     assert (invite.addresses, invite.relays) == ([], ["192.0.2.9:5600"]) and len(invite.relay_pass) == 64
     key = keys.verifier().public_bytes_raw().hex()
-    assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --run {key}"
+    assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --name 192.0.2.9:5600 --run {key}"
     assert keys.registry.relays() == ["192.0.2.9:5600"]
     assert main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--relay", "192.0.2.9:5600", "--quiet"]) == 0
     iroh, relay = Invite.read(capsys.readouterr().out.strip()).relays
