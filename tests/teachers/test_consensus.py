@@ -11,8 +11,8 @@ from loopback import call
 
 from composer_prime.stats.intervals import percentile
 from composer_prime.traces.replay.actions.canonical import Files, canonical
-from composer_prime.traces.replay.records import digest
-from composer_prime.traces.replay.voting import epsilon, majority, settled
+from composer_prime.traces.replay.records import VoteRecord, digest
+from composer_prime.traces.replay.voting import Vote, epsilon, majority, settled
 
 
 def acts(name: str, **arguments) -> dict:
@@ -208,14 +208,21 @@ def test_a_form_can_be_written_down(arguments: str) -> None:
     assert digest(canonical({"tool_calls": [{"id": "c", "type": "function", "function": function}]}, []))
 
 
+def votes_of(teacher: str, *forms: str) -> list[Vote]:
+    """One teacher's vote, split over its answers; its family is the word before a dash."""
+    free = {"form": "", "agrees": False, "answer": "", "cached": True, "cost_usd": 0.0, "seconds": 0.0}
+    record = VoteRecord(teacher=teacher, family=teacher.split("-")[0], share=1 / len(forms), **free)
+    return [Vote(record=record, form=(form,), message={}) for form in forms]
+
+
 # settled() by enumeration: no continuation of the votes may change the majority.
 @given(st.integers(2, 5), st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from("abc")), max_size=5))
 def test_settled_means_no_vote_can_change_it(planned: int, cast: list[tuple[str, str]]) -> None:
-    votes = [(family, (form,), 1.0) for family, form in cast[:planned]]
+    votes = [vote for each, (family, form) in enumerate(cast[:planned]) for vote in votes_of(f"{family}-{each}", form)]
     outcomes = {majority(votes, planned)} if len(votes) == planned else set()
     frontier = [votes] if len(votes) < planned else []
     while frontier:
-        grown = [[*some, (f"new {len(some)}", (form,), 1.0)] for some in frontier for form in "abcde"]
+        grown = [[*some, *votes_of(f"new{len(some)}", form)] for some in frontier for form in "abcde"]
         outcomes |= {majority(some, planned) for some in grown if len(some) == planned}
         frontier = [some for some in grown if len(some) < planned]
     assert settled(votes, planned) == (len(outcomes) == 1)
@@ -223,28 +230,26 @@ def test_settled_means_no_vote_can_change_it(planned: int, cast: list[tuple[str,
 
 # A majority within one family is none; with one vote a family only the count matters.
 def test_a_majority_needs_two_families() -> None:
-    one, other = ("x",), ("y",)
-    assert majority([("gpt", one, 1.0), ("qwen", other, 1.0), ("gpt", one, 1.0)], 3) is None
-    assert majority([("gpt", one, 1.0), ("qwen", one, 1.0), ("gpt", other, 1.0)], 3) == one
-    assert not settled([("gpt", one, 1.0), ("gpt", one, 1.0)], 3)
-    assert settled([("gpt", one, 1.0), ("qwen", one, 1.0)], 3)
+    gpt, again, qwen = votes_of("gpt-a", "x"), votes_of("gpt-b", "x"), votes_of("qwen", "x")
+    assert majority([*gpt, *votes_of("qwen", "y"), *again], 3) is None
+    assert majority([*gpt, *qwen, *votes_of("gpt-b", "y")], 3) == ("x",)
+    assert not settled([*gpt, *again], 3) and settled([*gpt, *qwen], 3)
 
 
-# A vote that is split over answers counts by its shares, and its family only where half of a vote is for the form: a
-# stray answer of another family makes no agreement. Sums of thirds that should tie do not pass for more than a half.
+# A vote that is split over answers counts by its shares, and its family only where half of one teacher's vote is for
+# the form: stray answers of another family, of one teacher or of several, make no agreement. Sums of thirds that should
+# tie do not pass for more than a half.
 def test_split_votes() -> None:
-    one, other = ("x",), ("y",)
-
-    def split(family: str, *forms: tuple) -> list[tuple]:
-        return [(family, form, 1 / len(forms)) for form in forms]
-
-    gpt, glm = split("gpt", one), split("glm", one, other)
-    assert majority([*gpt, *glm], 2) == one and settled([*gpt, *glm], 2)
-    assert majority([*gpt, *split("glm", one, other, other)], 2) is None
-    assert majority([*gpt, *gpt, *split("glm", one, other, other, other)], 3) is None
-    thirds = [*split("gpt", one, one, other), *split("glm", one, other, other), *split("qwen", one, other)]
+    gpt, glm = votes_of("gpt-a", "x"), votes_of("glm", *"xy")
+    assert majority([*gpt, *glm], 2) == ("x",) and settled([*gpt, *glm], 2)
+    assert majority([*gpt, *votes_of("glm", *"xyy")], 2) is None
+    assert majority([*gpt, *votes_of("gpt-b", "x"), *votes_of("glm", *"xyyy")], 3) is None
+    strays = [vote for name in ("glm-a", "glm-b") for vote in votes_of(name, *"xyy")]
+    gpts = [vote for name in ("gpt-a", "gpt-b", "gpt-c") for vote in votes_of(name, "x")]
+    assert majority([*gpts, *strays], 5) is None and majority([*gpts, *strays, *votes_of("glm-c", *"xy")], 6) == ("x",)
+    thirds = [*votes_of("gpt-a", *"xxy"), *votes_of("glm", *"xyy"), *votes_of("qwen", *"xy")]
     assert majority(thirds, 3) is None and settled(thirds, 3)
-    assert not settled(thirds[:6], 3) and majority([*thirds[:6], *split("qwen", one)], 3) == one
+    assert not settled(thirds[:6], 3) and majority([*thirds[:6], *votes_of("qwen", "x")], 3) == ("x",)
 
 
 # 1 - (k + 1/2) / (n + 1), the figures of the design; never above a half.

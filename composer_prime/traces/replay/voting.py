@@ -31,8 +31,6 @@ from composer_prime.traces.replay.records import VoteRecord, digest
 from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
 from composer_prime.traces.state import Message, TraceState
 
-Cast = tuple[str, Canonical, float]
-"""(family, form, share) of one answer."""
 _ROUNDING = 1e-9
 """Of sums of shares."""
 MAX_REASONS = 50
@@ -119,10 +117,6 @@ class Ballot:
     no_vote_reason: str | None = None
     """Of the last teacher that gave no vote."""
 
-    @property
-    def cast(self) -> list[Cast]:
-        return [(vote.record.family, vote.form, vote.record.share) for vote in self.votes]
-
     def obstacle(self, form: Canonical) -> str | None:
         """Return why no action of a majority for this form can run; None where one can."""
         answers = preferred(self.votes, self.state.student_action, self.student, form)
@@ -149,7 +143,7 @@ class Voting:
                 return "run_budget", str(error)
             self.count_no_vote(str(error))
             return "budget", str(error)
-        form = majority(ballot.cast, ballot.planned)
+        form = majority(ballot.votes, ballot.planned)
         if form is None:
             alone = len({vote.record.family for vote in ballot.votes}) < 2
             failed = alone and ballot.no_vote_reason is not None
@@ -162,7 +156,7 @@ class Voting:
     async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """Ask for one vote after another, while the majority is open."""
         for teacher in voters:
-            if settled(ballot.cast, ballot.planned):
+            if settled(ballot.votes, ballot.planned):
                 return
             ballot.seconds += await self._ask(ballot, teacher)
 
@@ -175,7 +169,7 @@ class Voting:
         ballot.seconds += max((each for each in results if isinstance(each, float)), default=0.0)
         _raise_worst(results)
         for teacher in voters[ballot.planned :]:
-            if _voted(ballot.cast) >= ballot.planned:
+            if _voted(ballot.votes) >= ballot.planned:
                 return
             ballot.seconds += await self._ask(ballot, teacher)
 
@@ -254,41 +248,41 @@ def _raise_worst(results: Sequence[object]) -> None:
         raise min(errors, key=lambda each: (not isinstance(each, OSError), isinstance(each, CapError)))
 
 
-def majority(cast: Sequence[Cast], planned: int) -> Canonical | None:
+def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
     """Return the form that more than half of the planned voters gave; None where there is none (yet).
 
     Models of one family err together, so the agreement of one family alone decides nothing.
     """
-    if not cast:
+    if not votes:
         return None
-    form, count = max(_support(cast).items(), key=lambda each: each[1])
-    by_family = defaultdict[str, float](float)
-    for family, other, share in cast:
-        by_family[family] += share if other == form else 0
-    families = sum(share >= 0.5 - _ROUNDING for share in by_family.values())
-    return form if 2 * count > planned + _ROUNDING and families > 1 else None
+    form, count = max(_support(votes).items(), key=lambda each: each[1])
+    agreeing = defaultdict[tuple[str, str], float](float)
+    for vote in votes:
+        agreeing[vote.record.family, vote.record.teacher] += vote.record.share * (vote.form == form)
+    families = {family for (family, _), share in agreeing.items() if share >= 0.5 - _ROUNDING}
+    return form if 2 * count > planned + _ROUNDING and len(families) > 1 else None
 
 
-def settled(cast: Sequence[Cast], planned: int) -> bool:
+def settled(votes: Sequence[Vote], planned: int) -> bool:
     """Return whether further votes, of whichever family, cannot change the outcome."""
-    open_votes = planned - _voted(cast)
-    if majority(cast, planned) is not None or open_votes <= 0:
+    open_votes = planned - _voted(votes)
+    if majority(votes, planned) is not None or open_votes <= 0:
         return True
-    most = max(_support(cast).values(), default=0.0)
+    most = max(_support(votes).values(), default=0.0)
     return 2 * (most + open_votes) <= planned + _ROUNDING
 
 
-def _support(cast: Sequence[Cast]) -> Mapping[Canonical, float]:
+def _support(votes: Sequence[Vote]) -> Mapping[Canonical, float]:
     """Return the votes for each form."""
     support = defaultdict[Canonical, float](float)
-    for _, form, share in cast:
-        support[form] += share
+    for vote in votes:
+        support[vote.form] += vote.record.share
     return support
 
 
-def _voted(cast: Sequence[Cast]) -> int:
+def _voted(votes: Sequence[Vote]) -> int:
     """Return how many teachers gave a vote: the shares of each add up to 1."""
-    return round(sum(share for _, _, share in cast))
+    return round(sum(vote.record.share for vote in votes))
 
 
 def epsilon(agreeing: float, votes: float) -> float:
@@ -319,7 +313,7 @@ class Candidate:
 
 def candidates(ballot: Ballot, student: Message) -> list[Candidate]:
     """Return the pairs that the votes give, with actions that can run as chosen ones. `student`: its own action."""
-    votes, form = ballot.votes, majority(ballot.cast, ballot.planned)
+    votes, form = ballot.votes, majority(ballot.votes, ballot.planned)
     if form is None:
         return []
     actions = preferred(votes, student, ballot.student, form)
@@ -329,7 +323,7 @@ def candidates(ballot: Ballot, student: Message) -> list[Candidate]:
     beaten = {ballot.student: student}
     if form == ballot.student:
         beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
-    doubt = epsilon(_support(ballot.cast)[form], _voted(ballot.cast))
+    doubt = epsilon(_support(ballot.votes)[form], _voted(ballot.votes))
     return [
         Candidate(chosen=chosen, rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
         for other, message in beaten.items()
