@@ -6,9 +6,9 @@
 These are the paths of the weight store's folder, so any static host of that folder serves the same. Nothing is listed.
 A name that a client gives is never a path: a chunk's is 64 hexadecimal digits, a manifest's is a number.
 
-Every reader is bounded: connections in all, requests at a time, and the time to take what it asked for. An address gets
-at most half of the requests that the others leave, so a few of them never hold all. A client beyond a bound is turned
-away (503) or cut off, and resumes by Range.
+Every reader is bounded: connections, requests at a time, and the time to take each answer. Of the first two, an address
+(of IPv6, a network of 48 bits) gets half of what the others leave: one never holds all, eight together may. A client
+beyond a bound is turned away (503) or cut off, and resumes by Range.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from ipaddress import IPv6Address, ip_address
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from composer_prime.address import Address
+from composer_prime.address import Address, has_share, network
 from composer_prime.errors import ConfigError, PortInUseError
 
 logger = logging.getLogger(__name__)
@@ -64,8 +62,8 @@ class WeightServer:
         """`manifest` returns a version's signed manifest or raises FileNotFoundError; None serves chunks alone.
 
         `max_requests`: at a time, of all clients; a fleet behind one address shares its part. A client is cut off when
-        it takes longer than `piece_timeout_s` to read what was sent, or than that and the time of all that it was sent
-        at `least_bytes_per_s`.
+        it takes longer than `piece_timeout_s` to read a piece or the rest of an answer, or than that and the time of
+        all that it was sent at `least_bytes_per_s`.
         """
         self.url = ""
         self.bytes_sent = 0
@@ -79,6 +77,8 @@ class WeightServer:
         self._least_bytes_per_s = least_bytes_per_s
         self._requests: Counter[str] = Counter()
         """Under way, by the client's network."""
+        self._connections: dict[Any, str] = {}
+        """Their networks, also of some that have ended."""
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
 
@@ -87,11 +87,11 @@ class WeightServer:
 
         Raises PortInUseError when another process holds it, ConfigError when this machine has no such address.
         """
-        app = web.Application()
+        app = web.Application(middlewares=[self._limited])
         app.add_routes(
             [
-                web.get("/chunks/{sha256:[0-9a-f]{64}}", self._limited(self._get_chunk)),
-                web.get(r"/manifests/v{version:[0-9]{6,12}}.manifest", self._limited(self._get_manifest)),
+                web.get("/chunks/{sha256:[0-9a-f]{64}}", self._get_chunk),
+                web.get(r"/manifests/v{version:[0-9]{6,12}}.manifest", self._get_manifest),
             ]
         )
         runner = self._runner = web.AppRunner(
@@ -100,7 +100,9 @@ class WeightServer:
         await runner.setup()
         host = None if address.host == "*" else address.host
         try:
-            self._listener = await asyncio.get_running_loop().create_server(self._accept, host, address.port)
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Newcomer(self._admit), host, address.port
+            )
         except OSError as error:
             await self.close()
             if error.errno == errno.EADDRINUSE:
@@ -125,28 +127,44 @@ class WeightServer:
         if runner is not None:
             await runner.cleanup()
 
-    def _accept(self) -> asyncio.BaseProtocol:
+    def _admit(self, peer: str) -> asyncio.BaseProtocol | None:
+        """Return what serves a new connection from `peer`; None when it is beyond a bound."""
+        self._connections = {one: place for one, place in self._connections.items() if one.connected}
+        client, held = network(peer), Counter(self._connections.values())
         server = self._runner.server if self._runner is not None else None
-        if server is None or len(server.connections) >= self._max_connections:
+        if server is None or not has_share(held, client, self._max_connections):
             self.refused += 1
-            return _Refused()
-        return server()
+            return None
+        handler = server()
+        self._connections[handler] = client
+        return handler
 
-    def _limited(self, handler: Handler) -> Handler:
-        async def limited(request: web.Request) -> web.StreamResponse:
-            client = _network(request.remote or "")
-            if self._requests[client] >= self._max_requests - self._requests.total():
+    @web.middleware
+    async def _limited(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer within the share of the client's network. An answer that is not taken in time ends its connection."""
+        client = network(request.remote or "")
+        place = Counter({client: int(has_share(self._requests, client, self._max_requests))})
+        self._requests += place
+        try:
+            if not place[client]:
                 self.refused += 1
                 raise web.HTTPServiceUnavailable(headers={"Retry-After": "5"}, text="too many requests at a time\n")
-            self._requests[client] += 1
-            try:
-                return await handler(request)
-            finally:
-                self._requests[client] -= 1
-                if not self._requests[client]:
-                    del self._requests[client]
+            return await self._finish(request, await handler(request))
+        except web.HTTPException as refusal:
+            await self._finish(request, refusal)
+            raise
+        finally:
+            self._requests -= place
 
-        return limited
+    async def _finish(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+        """Send what is left of `response`: aiohttp itself would wait for ever."""
+        try:
+            async with asyncio.timeout(self._piece_timeout_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            _abort(request)
+        return response
 
     async def _get_manifest(self, request: web.Request) -> web.Response:
         if self._manifest is None:
@@ -192,28 +210,30 @@ class WeightServer:
                 async with asyncio.timeout_at(min(until + allowed_s, loop.time() + self._piece_timeout_s)):
                     await response.write(piece)
             except TimeoutError:
-                if request.transport is not None:
-                    request.transport.abort()
+                _abort(request)
                 return
             first += len(piece)
             self.bytes_sent += len(piece)
 
 
-class _Refused(asyncio.Protocol):
-    """A connection beyond the limit: closed at once."""
+class _Newcomer(asyncio.Protocol):
+    """A connection whose peer is not known yet: then it is served or closed."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        with suppress(AttributeError):
-            transport.abort()  # type: ignore[attr-defined]
+    def __init__(self, admit: Callable[[str], asyncio.BaseProtocol | None]) -> None:
+        self._admit = admit
+
+    def connection_made(self, transport: Any) -> None:
+        handler = self._admit(str((transport.get_extra_info("peername") or ("",))[0]))
+        if handler is None:
+            transport.abort()
+        else:
+            transport.set_protocol(handler)
+            handler.connection_made(transport)
 
 
-def _network(address: str) -> str:
-    """Return what one client has of addresses: an IPv4 address, or an IPv6 network of 64 bits."""
-    with suppress(ValueError):
-        ip = ip_address(address.partition("%")[0])
-        if isinstance(ip, IPv6Address) and ip.ipv4_mapped is None:
-            return str(IPv6Address(int(ip) >> 64 << 64))
-    return address
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _wanted(request: web.Request, size: int) -> tuple[int, int]:

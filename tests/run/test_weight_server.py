@@ -134,7 +134,7 @@ async def test_clients_are_bounded(store):
     (ref,) = store.put_chunks(bytes(8 << 20))
     chunk = f"/chunks/{ref.sha256}"
     async with (
-        serving(store, max_requests=4, max_connections=3) as (server, client),
+        serving(store, max_requests=4, max_connections=6) as (server, client),
         client.get(chunk) as first,
         client.get(chunk) as second,
     ):
@@ -169,6 +169,33 @@ async def test_no_address_holds_all_requests(store):
             lines = [await asyncio.wait_for(reader.readline(), 100) for reader in readers]
             held[address] = sum(b"200" in line for line in lines)
         assert held == {"127.0.0.2": 4, "127.0.0.3": 2, "127.0.0.4": 1}
+
+
+# Requests one after the other whose answers nobody reads end the connection: also what no chunk is has its time.
+async def test_answers_that_are_not_read_end_the_connection(store):
+    store.put_manifest(3, bytes(1 << 16))
+    async with serving(store, piece_timeout_s=0.2) as (server, _):
+        for path in ("/manifests/v000003.manifest", "/nothing"):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 10)
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(100):
+                    while not writer.is_closing():
+                        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 1000)
+                        await asyncio.sleep(0.01)
+            assert writer.is_closing()
+
+
+# A network gets half of the connections that others leave, and what it gave up is free again.
+async def test_no_address_holds_all_connections(store):
+    async with serving(store, max_connections=4) as (server, client):
+        held = [await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
+        with contextlib.suppress(ConnectionError):
+            assert await held[2][0].read() == b""
+        assert server.refused == 1
+        async with client.get("/nothing") as response:
+            assert response.status == 404
+        for _, writer in held:
+            writer.close()
 
 
 # A client that takes a byte now and then holds its place no longer than the least rate allows.
