@@ -149,8 +149,11 @@ def make_tasks(options: argparse.Namespace) -> int:
         finally:
             journal.close()
     _print_report(report, options.output)
-    if len(report["sources_refused"]) == len(set(options.source)):
-        raise ConfigError("\n".join(report["sources_refused"].values()))
+    problems = list(report["sources_refused"].values())
+    if len(problems) == len(set(options.source)):
+        raise ConfigError("\n".join(problems))
+    for problem in problems:
+        console.print(f"refused: {problem}", style="yellow", markup=False)
     return 0 if report["tasks"] else NOTHING
 
 
@@ -203,10 +206,6 @@ class _ScreenWatcher(Watcher):
             self._progress.update(self._bars[verdict.source], advance=1, proven=self._proven[verdict.source])
         if not self._console.is_terminal:
             self._lines.tell(lambda: f"{pluralize(sum(self._proven.values()), 'task')} of {self._looked_at} candidates")
-
-    def source_ended(self, source: str, problem: str) -> None:
-        if problem:
-            self._console.print(f"refused: {problem}", style="yellow", markup=False)
 
 
 def _print_report(report: dict[str, Any], folder: Path) -> None:

@@ -95,7 +95,7 @@ def why_not_started(stderr: str) -> str:
     """Return what bwrap's message means, with the remedy."""
     refused = any(word in stderr.lower() for word in ("namespace", "uid map", "permitted", "userns", "no space left"))
     remedy = f". {USER_NAMESPACES}, {OTHERWISE}" if refused else f". If it is too old: {INSTALL}, {OTHERWISE}"
-    return f"bubblewrap did not start a sandbox: {stderr or 'it gave no reason'}{remedy}"
+    return f"bubblewrap did not start a sandbox: {stderr.rstrip('.') or 'it gave no reason'}{remedy}"
 
 
 def _run(words: list[str]) -> tuple[int, str]:

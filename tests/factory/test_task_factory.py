@@ -223,6 +223,13 @@ def test_make_goes_on_after_a_bad_source(tmp_path: Path) -> None:
     assert list(report_of(tmp_path / "out")["sources_refused"].values()) == [f"{tmp_path}/missing.tar.gz: no such file"]
 
 
+# A refusal that ends the command is told once, by its error.
+def test_make_tells_a_refusal_once(tmp_path: Path, capsys) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.tar\.gz: no such file"):
+        main(["make", str(tmp_path / "missing.tar.gz"), "-o", str(tmp_path / "out"), *RUNTIME])
+    assert "no such file" not in "".join(capsys.readouterr())
+
+
 # A commit that changed sources and tests is a task: its sources are put back, its tests stay.
 def test_make_from_history(tmp_path: Path) -> None:
     source = write_package(tmp_path / "shapes_made")

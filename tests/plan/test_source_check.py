@@ -14,7 +14,7 @@ from composer_prime.console import GIB
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.machine import Machine
 from composer_prime.plan.plan import build_plan
-from composer_prime.plan.sandboxes import probe
+from composer_prime.plan.sandboxes import probe, why_not_started
 from composer_prime.plan.sources import check_sources
 from orchestrator.workers import check_sources as worker_side
 
@@ -88,3 +88,8 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
         assert (tasks[source.name]["train"] or 0) >= config.orchestrator.groups_per_step
         evaluates = config.orchestrator.eval.every_steps and source.eval_taskset
         assert not evaluates or (tasks[source.name]["eval"] or 0) >= config.orchestrator.eval.tasks
+
+
+# A message of bwrap and its remedy are two sentences.
+def test_why_a_sandbox_does_not_start():
+    assert "no user namespaces. bubblewrap needs" in why_not_started("bwrap: no user namespaces.")
