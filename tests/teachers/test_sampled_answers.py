@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,23 @@ def test_answers_are_kept_by_number(tmp_path: Path) -> None:
     progress, _ = play(tmp_path / "broken", [state(0)], endpoint=broken, **SAMPLED)
     (record,) = read_records(votes_beside(tmp_path / "broken" / "pairs.jsonl"))
     assert progress.failed == 1 and sorted(vote.share for vote in record.votes) == [0.25] * 4 + [1 / 3] * 3
+
+
+# What was asked for at once took as long as its slowest answer, also where it comes from the cache now.
+@pytest.mark.parametrize(("voting", "together"), [("sequential", sum), ("all", max)])
+def test_the_time_of_answers_at_once(tmp_path: Path, voting: str, together: Callable) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=Drawing())) as endpoint:
+            config = configured(tmp_path, endpoint.url, voting=voting, **SAMPLED)
+            for folder in ("asked", "cached"):
+                await replayed(tmp_path / folder, config, [state(0)])
+
+    asyncio.run(run())
+    (record,) = read_records(votes_beside(tmp_path / "cached" / "pairs.jsonl"))
+    slowest = defaultdict[str, float](float)
+    for vote in record.votes:
+        slowest[vote.teacher] = max(slowest[vote.teacher], vote.answer_s)
+    assert record.seconds == 0 and record.vote_s == pytest.approx(together(slowest.values()))
 
 
 # A cap in the middle of a vote stops the replay; with a larger one it goes on with what was paid for.

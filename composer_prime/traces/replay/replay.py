@@ -302,7 +302,7 @@ class Replay:
                 "failed_calls": ballot.failed,
                 "seconds": ballot.seconds,
                 "price_usd": usd + ballot.cached_usd,
-                "vote_s": ballot.seconds + ballot.cached_s,
+                "vote_s": ballot.first_s,
             }
         return StateRecord(
             trace=state.trace_id,

@@ -31,6 +31,8 @@ from composer_prime.traces.replay.records import VoteRecord, digest
 from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
 from composer_prime.traces.state import Message, TraceState
 
+Times = tuple[float, float]
+"""Seconds that an endpoint took: now, and when the answer was first asked for."""
 _ROUNDING = 1e-9
 """Of sums of shares."""
 MAX_REASONS = 50
@@ -111,11 +113,18 @@ class Ballot:
     """Calls that gave no vote. An answer from the cache that gives none is not one."""
     cached_usd: float = 0.0
     """What answers from the cache cost when they were first asked for."""
-    cached_s: float = 0.0
     seconds: float = 0.0
-    """What endpoints took for the votes that were called for, without waiting for turns, places and money."""
+    """What endpoints took for the votes that were called for, without waiting for turns, places and money. Of answers
+    that were asked for at once the slowest counts."""
+    first_s: float = 0.0
+    """As seconds, with answers from the cache at what they took when they were first asked for."""
     no_vote_reason: str | None = None
     """Of the last teacher that gave no vote."""
+
+    def add_times(self, times: Sequence[Times]) -> None:
+        """Take in what was asked for at once."""
+        self.seconds += max((seconds for seconds, _ in times), default=0.0)
+        self.first_s += max((first_s for _, first_s in times), default=0.0)
 
     def obstacle(self, form: Canonical) -> str | None:
         """Return why no action of a majority for this form can run; None where one can."""
@@ -158,7 +167,7 @@ class Voting:
         for teacher in voters:
             if settled(ballot.votes, ballot.planned):
                 return
-            ballot.seconds += await self._ask(ballot, teacher)
+            ballot.add_times([await self._ask(ballot, teacher)])
 
     async def _all(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """Ask for all planned votes at once. Where one fails, ask the next teacher."""
@@ -166,44 +175,42 @@ class Voting:
         results = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
         order = [teacher.name for teacher in first]  # votes come in any order, and which is the first must not vary
         ballot.votes.sort(key=lambda vote: order.index(vote.record.teacher))
-        ballot.seconds += max((each for each in results if isinstance(each, float)), default=0.0)
+        ballot.add_times([each for each in results if not isinstance(each, BaseException)])
         _raise_worst(results)
         for teacher in voters[ballot.planned :]:
             if _voted(ballot.votes) >= ballot.planned:
                 return
-            ballot.seconds += await self._ask(ballot, teacher)
+            ballot.add_times([await self._ask(ballot, teacher)])
 
-    async def _ask(self, ballot: Ballot, teacher: Teacher) -> float:
-        """Add one vote, split over the teacher's answers. Return how long the endpoint took, in seconds. Raises
-        CapError.
+    async def _ask(self, ballot: Ballot, teacher: Teacher) -> Times:
+        """Add one vote, split over the teacher's answers, and return what the slowest took. Raises CapError.
 
         An answer that is cut short, filtered or empty is no vote.
         """
         draws = (self._answer(ballot, teacher, sample) for sample in range(self._config.samples))
         results = await asyncio.gather(*draws, return_exceptions=True)
         drawn = [each for each in results if not isinstance(each, BaseException)]
-        votes = [vote for vote, _ in drawn if vote is not None]
+        votes = [vote for vote, _, _ in drawn if vote is not None]
         for vote in votes:
             record = vote.record if len(votes) == 1 else msgspec.structs.replace(vote.record, share=1 / len(votes))
             ballot.votes.append(replace(vote, record=record))
         _raise_worst(results)
-        return max(seconds for _, seconds in drawn)
+        return max(seconds for _, seconds, _ in drawn), max(first_s for _, _, first_s in drawn)
 
-    async def _answer(self, ballot: Ballot, teacher: Teacher, sample: int) -> tuple[Vote | None, float]:
-        """Return (answer number `sample` as a whole vote, seconds that the endpoint took)."""
+    async def _answer(self, ballot: Ballot, teacher: Teacher, sample: int) -> tuple[Vote | None, float, float]:
+        """Return (answer number `sample` as a whole vote, *Times)."""
         state = ballot.state
         try:
             reply = await self._pool.ask(teacher, state, sample)
         except NotAskedError as error:
             self._no_vote(ballot, str(error), called=False)
-            return None, 0.0
+            return None, 0.0, 0.0
         except NoAnswerError as error:
             self._no_vote(ballot, str(error), called=True)
-            return None, error.seconds
+            return None, error.seconds, error.seconds
         answer = reply.answer
-        if reply.cached:
-            ballot.cached_usd += answer.cost_usd
-            ballot.cached_s += answer.seconds
+        first_s = answer.seconds if reply.cached else reply.seconds
+        ballot.cached_usd += answer.cost_usd * reply.cached
         form = canonical(answer.message, state.tools, ballot.files)
         fault = "is empty" if form is None else None
         asked, other = teacher.config.model, None
@@ -215,7 +222,7 @@ class Voting:
             fault = "was filtered by its endpoint (finish_reason content_filter)"
         if form is None or fault is not None:
             self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
-            return None, reply.seconds
+            return None, reply.seconds, first_s
         record = VoteRecord(
             teacher=teacher.name,
             family=teacher.family,
@@ -229,7 +236,7 @@ class Voting:
             answer_s=answer.seconds,
             model=other,
         )
-        return Vote(record=record, form=form, message=answer.message), reply.seconds
+        return Vote(record=record, form=form, message=answer.message), reply.seconds, first_s
 
     def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
