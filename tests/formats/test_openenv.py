@@ -6,6 +6,7 @@ OPENENV_PYTHON names one that exists; without it, the test makes one from the pa
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -141,14 +142,20 @@ async def test_a_full_server_says_what_to_set(url: str) -> None:
 
 
 @asynccontextmanager
-async def answering(answer: Any) -> AsyncIterator[str]:
-    """Yield the URL of a server that gives every message one answer, or that serves nothing for None."""
+async def answering(answer: Any, silent: asyncio.Event | None = None) -> AsyncIterator[str]:
+    """Yield the URL of a server that gives every message one answer, or that serves nothing for None.
+
+    With `silent` it sets that at a step, and does not answer it.
+    """
 
     async def socket_of(request: web.Request) -> web.WebSocketResponse:
         connection = web.WebSocketResponse()
         await connection.prepare(request)
-        async for _ in connection:
-            await connection.send_json(answer)
+        async for message in connection:
+            if silent is not None and message.json()["type"] == "step":
+                silent.set()
+            else:
+                await connection.send_json(answer)
         return connection
 
     async def schema(request: web.Request) -> web.Response:
@@ -195,6 +202,27 @@ async def test_a_reward_that_is_no_number_fails_the_rollout(reward: Any) -> None
         reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: [call(), "no"])
     assert reply.reward is None and reply.error and reply.error.kind == "toolset"
     assert f"a step's reward is {str(reward)[:200]!r}, not a finite number" in reply.error.message
+
+
+# After a call that was given up, its late answer is not the next call's: that one fails.
+@pytest.mark.process
+async def test_a_call_that_was_given_up_ends_the_episode() -> None:
+    pytest.importorskip("verifiers.v1")
+    from orchestrator.environments.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig, ToolsetError
+
+    silent = asyncio.Event()
+    async with answering({"type": "observation", "data": {"observation": {}}}, silent) as url:
+        episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig.model_validate({}))
+        try:
+            await episode.start()
+            given_up = asyncio.create_task(episode.call("step", "{}"))
+            await silent.wait()
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            with pytest.raises(ToolsetError, match="an earlier call got no answer"):
+                await episode.call("step", "{}")
+        finally:
+            await episode.finish(cast(Any, Rewards()))
 
 
 @pytest.mark.process

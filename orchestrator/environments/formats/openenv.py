@@ -200,16 +200,22 @@ class OpenEnvEpisode:
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the answer. Raises ToolsetError for a server that does not answer with one."""
-        assert self._socket is not None
+        if self._socket is None:
+            raise ToolsetError(f"OpenEnv server {self._url}: an earlier call got no answer, so the episode has ended")
+        limit_s = self._settings.timeout_s
+        socket, self._socket = self._socket, None  # A late answer must not become the next call's.
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                await self._socket.send_json({"type": kind, "data": data})
-                reply = await self._socket.receive_json()
+            async with asyncio.timeout(limit_s):
+                await socket.send_json({"type": kind, "data": data})
+                reply = await socket.receive_json()
+            self._socket = socket
         except (aiohttp.ClientError, OSError, RecursionError, TypeError, ValueError) as error:
-            limit_s = self._settings.timeout_s
             raise ToolsetError(
                 f"OpenEnv server {self._url}: no answer to {kind} within {limit_s:g} s: {type(error).__name__} {error}"
             ) from error
+        finally:
+            if self._socket is None:
+                await self._http.close()
         if not isinstance(reply, dict) or not isinstance(reply.get("data"), dict):
             raise ToolsetError(f"OpenEnv server {self._url}: not a message of its protocol: {str(reply)[:200]}")
         return reply
