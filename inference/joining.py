@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 from pydantic import ValidationError
 
-from composer_prime.address import Address, tcp_address
+from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, pluralize
@@ -131,9 +131,6 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
     parser.add_argument("--tensor-parallel", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--tunneled", action="store_true", help=argparse.SUPPRESS
-    )  # It goes through the parent's tunnel.
     return parser
 
 
@@ -166,7 +163,8 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     answer, address = enrollment.answer, enrollment.address
     inference = join_config(options, json.loads(answer.inference))
-    if options.tunneled:  # The run would tell others to look for it at 127.0.0.1.
+    if inference.relay is not None and is_loopback(address.rpartition(":")[0]):  # Here a tunnel begins.
+        logger.warning("this node serves no weights at %s: others cannot reach it", inference.relay)
         inference = inference.model_copy(update={"relay": None})
     if inference.relay is not None:
         inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
@@ -226,10 +224,6 @@ class _Machine:
     async def _serve(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> int:
         options, invite = self._options, self._invite
         enrollment = await enroll(invite, self._state, 0, _name(options, 0), machine, options.connect_timeout, ways)
-        if enrollment.address in ways:
-            if options.relay is not None:
-                logger.warning("--relay %s is left out: other nodes cannot reach this machine", options.relay)
-            self._words.append("--tunneled")
         # The nodes begin with what connected; a tunnel ends in this process.
         addresses = sorted([*invite.addresses, *ways], key=lambda address: address != enrollment.address)
         self._invite = msgspec.structs.replace(invite, addresses=addresses, relays=[])

@@ -25,12 +25,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from ipaddress import ip_address
 
 import msgspec
 import zmq
 
-from composer_prime.address import Address
+from composer_prime.address import Address, is_loopback
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.enrollment import PROTOCOL, Enroll
 from composer_prime.wire.node import (
@@ -179,10 +178,13 @@ class NodeLink:
         return True
 
     def _note_address(self, received: FromConnection, relay_port: int) -> None:
-        """Take note of a connection's address. It is its own: a node cannot send the others anywhere else."""
-        if relay_port:
+        """Take note of a connection's address. It is its own: a node cannot send the others anywhere else.
+
+        Connections through a relay come from loopback too. They hold keys of their own, and serve nobody.
+        """
+        if relay_port and not (is_loopback(received.peer) and self._enrollment.is_own(received.key)):
             self._relays[received.identity] = f"http://{Address(received.peer, relay_port)}"
-        if _is_loopback(received.peer):
+        if is_loopback(received.peer):
             self._loopback = {one for one in self._loopback if self._router.nodes.at(one) is not None}
             self._loopback.add(received.identity)
 
@@ -451,14 +453,6 @@ class ChunkServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _is_loopback(peer: str) -> bool:
-    try:
-        address = ip_address(peer)
-        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-    except ValueError:  # The transport gave none.
-        return False
 
 
 def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:

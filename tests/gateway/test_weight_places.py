@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import zmq
 from node_peer import PeerNode
 from test_nodes import signed_manifest
 
 from composer_prime.config.orchestrator import WeightServiceConfig
+from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.node import NewVersion, NodeWelcome
 
 
@@ -45,6 +47,20 @@ async def test_a_loopback_relay_is_not_told_to_other_machines(open_gateway, node
         relay.say_hello(relay_port=5701)
         await relay.until(lambda: sum(isinstance(m, NodeWelcome) for m in relay.received) > 1)
         assert gateway._link.weight_places(b"a connection from elsewhere")["relays"] == []
+
+
+# One that comes through a relay of the link seems to be on this machine, too: its own key tells it apart.
+async def test_a_node_behind_a_tunnel_cannot_announce_a_port_of_this_machine(open_gateway, keys, node_keys):
+    own = CurvePair(*zmq.curve_keypair())
+    keys.registry.admit(own.public, "tunneled")
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, ClientKeys(node_keys.server_public, own), "tunneled") as node,
+    ):
+        node.say_hello(relay_port=5701)
+        await node.until(lambda: sum(isinstance(m, NodeWelcome) for m in node.received) > 1)
+        async with PeerNode(gateway.node_endpoint, node_keys, "other") as other:
+            assert isinstance(other.welcome, NodeWelcome) and other.welcome.relays == []
 
 
 # A run may have its nodes ask no other node.
