@@ -143,6 +143,11 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
     """
     relays = [tcp_address(text, "--relay", scheme="") for text in given]
     direct = [iroh_address(iroh)] if iroh else []
+    for relay in relays:
+        if is_iroh(str(relay)):
+            raise ConfigError(
+                f"--relay is {relay}, which reads as an address of iroh: give the box another name or its IP"
+            )
     for relay in [*direct, *relays]:
         if is_loopback(relay.host) and not allow_loopback:
             option = "--iroh" if relay in direct else "--relay"
