@@ -19,6 +19,7 @@ import asyncio
 import importlib
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -37,6 +38,8 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
 
 FAILED = 1
+_OPEN_FILES = 16384
+"""A stream of a relay takes three, and there may be 1024."""
 _COMMANDS = {
     **{name: f"orchestrator.fleet.commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "audit": "orchestrator.audit.command",
@@ -143,7 +146,13 @@ def _run(config: Config, run_dir: RunDir) -> int:
 
 
 async def until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened."""
+    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened.
+
+    It may have `_OPEN_FILES` open, connections among them, or as many as the system lets it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES:  # -1: no limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
     task = asyncio.ensure_future(work)
     signals: list[int] = []
 
