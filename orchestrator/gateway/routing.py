@@ -393,6 +393,7 @@ class Router:
             self.counters.prefixes_missing += 1
             self.placing.forget(request.session)
             request.prefix = None
+            request.streamed = PartialAnswer()
             self.assign(request, node)
             return
         if not message.tried and not message.prefix_missing:
