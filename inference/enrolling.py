@@ -38,7 +38,7 @@ from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, N
 from composer_prime.wire.iroh_link import IrohDialer, is_iroh, load_iroh
 from composer_prime.wire.node import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.tunnel import Tunnel, dial
+from composer_prime.wire.tunnel import DIAL_S, Tunnel, dial
 
 logger = logging.getLogger(__name__)
 
@@ -160,17 +160,16 @@ async def enroll(
     deadline, faults = time.monotonic() + patience_s, {}
     while True:
         for address in [*invite.addresses, *ways]:
-            left_s = deadline - time.monotonic()
+            left_s, way = deadline - time.monotonic(), ways.get(address)
             try:
-                limit_s = max(0.1, min(_ADDRESS_S, left_s))
-                shown = ways[address].name if address in ways else address
-                answer = await _ask(address, shown, own_keys if enrolled else invite.keys, message, limit_s)
+                limit_s = max(0.1, min(_ADDRESS_S + (DIAL_S if way else 0), left_s))
+                answer = await _ask(address, way, own_keys if enrolled else invite.keys, message, limit_s)
             except DeadlineError as error:
-                faults[address] = (address in ways and ways[address].fault) or str(error)
+                faults[address] = (way and way.fault) or str(error)
                 continue
             state.note_enrolled(slot)
-            if address in ways:
-                logger.info("connected through %s", shown)
+            if way:
+                logger.info("connected through %s", way.name)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)
         if time.monotonic() >= deadline:
             raise DeadlineError(
@@ -181,8 +180,9 @@ async def enroll(
         await asyncio.sleep(_RETRY_S)
 
 
-async def _ask(address: str, name: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
-    """Send `message` to one address, called `name`. Raises InviteError, or DeadlineError: how far it came."""
+async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
+    """Send `message` to one address, where `way` begins. Raises InviteError, or DeadlineError: how far it came."""
+    name = way.name if way else address
     context = zmq.asyncio.Context()
     socket = dealer(context, f"tcp://{address}", keys)
     events = socket.get_monitor_socket(zmq.EVENT_ALL)
@@ -200,6 +200,8 @@ async def _ask(address: str, name: str, keys: ClientKeys, message: Enroll, limit
             if events in ready:
                 event = (await recv_monitor_message(events))["event"]
                 seen.add(event)
+                if way and way.fault and event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                    raise DeadlineError(way.fault)
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise InviteError(
                         f"the run at {name} does not know this key: the invite is too old, the node was turned "
@@ -211,6 +213,8 @@ async def _ask(address: str, name: str, keys: ClientKeys, message: Enroll, limit
         context.destroy(linger=0)
     if zmq.EVENT_HANDSHAKE_SUCCEEDED in seen:
         raise DeadlineError(f"{name} took the connection and did not answer within {limit_s:.0f} s")
+    if way:  # It took the connection.
+        raise DeadlineError(f"{name} led to no run within {limit_s:.0f} s")
     if seen & {zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL}:
         raise DeadlineError(f"what listens at {name} does not hold the run's key: another run, or another program")
     raise DeadlineError(f"{name} took no connection within {limit_s:.0f} s")
