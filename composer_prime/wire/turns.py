@@ -177,17 +177,6 @@ class HeldPrompts:
             self._num_tokens -= len(oldest.tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Remembered:
-    """A conversation as the gateway should hold it."""
-
-    token_ids: np.ndarray
-    """int32 [T]: prompt and answer of its newest turn."""
-    whole: TokenHash
-    prompt: TokenHash
-    """Of the prompt alone: a renderer may write the answer differently into the next prompt."""
-
-
 class TurnClient:
     """Asks for turns in the packed form once the gateway has shown that it knows it."""
 
@@ -196,7 +185,9 @@ class TurnClient:
         self._is_understood = False
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._conversations: OrderedDict[str, _Remembered] = OrderedDict()
+        self._conversations: OrderedDict[str, HashedTokens] = OrderedDict()
+        """Prompt and answer of the newest turn, hashed to the end of the prompt: a renderer may write the answer
+        differently into the next prompt."""
 
     async def ask(self, session: str | None, body: Mapping[str, Any], send: Send) -> tuple[int, PackedAnswer | bytes]:
         """Return the answer to `body`, a request in its JSON form, or the body of a JSON answer or an error.
@@ -228,17 +219,15 @@ class TurnClient:
         """Return the hash of the longest start of `token_ids` that the gateway should hold; empty without one."""
         known = self._conversations.get(session) if session is not None else None
         if known is not None:
-            for held in (known.whole, known.prompt):
-                size = held.num_tokens
-                if np.array_equal(token_ids[:size], known.token_ids[:size]):
-                    return held
+            for size in (len(known.tokens), known.hashed.num_tokens):
+                if np.array_equal(token_ids[:size], known.tokens[:size]):
+                    return known.hash_of(size)
         return TokenHash()
 
     def _remember(self, session: str, token_ids: np.ndarray, prompt: TokenHash, answer: PackedAnswer) -> None:
         self._forget(session)
         conversation = np.concatenate([token_ids, ints(answer.token_ids)])
-        whole = prompt.extended(answer.token_ids)
-        self._conversations[session] = _Remembered(token_ids=conversation, whole=whole, prompt=prompt)
+        self._conversations[session] = HashedTokens(conversation, prompt)
         self._num_tokens += len(conversation)
         while self._num_tokens > self._max_tokens:
             self._forget(next(iter(self._conversations)))
@@ -246,7 +235,7 @@ class TurnClient:
     def _forget(self, session: str) -> None:
         conversation = self._conversations.pop(session, None)
         if conversation is not None:
-            self._num_tokens -= len(conversation.token_ids)
+            self._num_tokens -= len(conversation.tokens)
 
 
 async def _post(

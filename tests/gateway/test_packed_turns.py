@@ -217,8 +217,8 @@ async def test_a_remembered_token_takes_four_bytes():
     for prompt in ([5] * 999, [5] * 999 + [9] * 1000):
         await client.ask("r", generate_body(*prompt), send)
     (remembered,) = client._conversations.values()
-    assert remembered.token_ids.nbytes == 4 * 2000
-    assert remembered.prompt.num_tokens == 1999
+    assert remembered.tokens.nbytes == 4 * 2000
+    assert remembered.hashed.num_tokens == 1999
 
 
 async def test_what_a_client_remembers_is_bounded(open_gateway, node_keys):
