@@ -19,6 +19,7 @@ import torch
 
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
 from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan
 from inference.engines.base import Engine, EngineCompletion
 from inference.engines.sampling import SamplingRows, draw_misses
 from inference.snapshot import checksum
@@ -38,6 +39,8 @@ class Subject:
 
     engine: Engine
     reference: Reference
+    preempts: bool = False
+    """Whether it may drop a request's cache and compute it again, with the weights of then."""
     _requests: int = field(default=0)
 
     def prompt(self, seed: int, length: int) -> list[int]:
@@ -69,6 +72,11 @@ class Subject:
         edges = [0] + [span.end for span in done.version_spans]
         assert [span.start for span in done.version_spans] == edges[:-1] and edges[-1] == count
         expected = self.reference.rescore(prompt, done.token_ids, done.version_spans, sampling)
+        if self.preempts and len(done.version_spans) > 1:
+            newest = done.version_spans[-1]
+            again = self.reference.rescore(prompt, done.token_ids, [VersionSpan(0, count, newest.version)], sampling)
+            again[:, : newest.start] = expected[:, : newest.start]
+            expected = torch.cat([expected, again])
         error = (expected - torch.tensor(done.logprobs)).abs().amin(0).max().item()
         assert error < TOLERANCE, f"logprobs differ by {error:.2e}; spans {done.version_spans}"
 

@@ -40,7 +40,7 @@ def subject(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.T
     vllm = VllmEngineConfig(extra_args=[] if request.param else UNDER_PRESSURE)
     engine = VllmEngine(folder, InferenceConfig(engine="vllm", dtype="float32", threads=1, vllm=vllm), MAX_CONTEXT)
     run(engine.start())
-    yield Subject(engine, Reference(folder))
+    yield Subject(engine, Reference(folder), preempts=not request.param)
     run(engine.close())
 
 
