@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from composer_prime.address import Address, tcp_address
 from composer_prime.errors import ConfigError, DeadlineError
-from composer_prime.wire.tunnel import MAX_STREAMS, Leg, Stream, cancel_all, connect_tcp, join_streams, signed_text
+from composer_prime.wire.tunnel import MAX_STREAMS, Leg, cancel_all, connect_tcp, join_streams, signed_text, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -108,29 +108,30 @@ def _plain_errors(name: str) -> Iterator[Any]:
         raise ConnectionError(f"{name}: {error.message()}") from None
 
 
+async def _bound(iroh: Any, address: Address | None, **options: Any) -> Any:
+    """Return an endpoint. Without an address, n0's servers say where the others are."""
+    preset = iroh.preset_minimal() if address else iroh.preset_n0()
+    return await iroh.Endpoint.bind(iroh.EndpointOptions(preset=preset, **options))
+
+
 async def _end(endpoint: Any) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(endpoint.close(), _FLUSH_S)
 
 
 class _IrohStream:
-    """A QUIC stream, alone in its connection, as reader and writer."""
+    """A QUIC stream, alone in its connection, as reader and sender."""
 
     def __init__(self, connection: Any, stream: Any) -> None:
         self._connection = connection
         self._sender, self._receiver = stream.send(), stream.recv()
-        self._unsent = b""
         self._closing: asyncio.Task[None] | None = None
 
     async def read(self, n: int = -1, /) -> bytes:
         with _plain_errors("iroh"):
             return await self._receiver.read(n)
 
-    def write(self, data: bytes, /) -> None:
-        self._unsent += data
-
-    async def drain(self) -> None:
-        data, self._unsent = self._unsent, b""
+    async def send(self, data: bytes, /) -> None:
         with _plain_errors("iroh"):
             await self._sender.write_all(data)
 
@@ -158,7 +159,7 @@ class IrohDialer:
         self._endpoint: Any = None
         self._binding = asyncio.Lock()
 
-    async def dial(self) -> Stream:
+    async def dial(self) -> tuple[_IrohStream, _IrohStream]:
         """Raises DeadlineError or ConnectionError."""
         connection = None
         try:
@@ -166,14 +167,12 @@ class IrohDialer:
                 async with asyncio.timeout(_CONNECT_S):
                     async with self._binding:
                         if self._endpoint is None:
-                            preset = iroh.preset_minimal() if self._address else iroh.preset_n0()
-                            self._endpoint = await iroh.Endpoint.bind(iroh.EndpointOptions(preset=preset))
+                            self._endpoint = await _bound(iroh, self._address)
                     addresses = [str(self._address)] if self._address else []
                     target = iroh.EndpointAddr(iroh.EndpointId.from_string(self._id), None, addresses)
                     connection = await self._endpoint.connect(target, _PROTOCOL)
                     stream = _IrohStream(connection, await connection.open_bi())
-                    stream.write(self._proof)
-                    await stream.drain()
+                    await stream.send(self._proof)
                     return stream, stream
         except BaseException as error:
             if connection is not None:
@@ -198,16 +197,14 @@ class IrohLeg(Leg):
         bind = str(Address("::" if address.is_ipv6 else "0.0.0.0", address.port)) if address else None
         key = iroh_identity(self._signer).private_bytes_raw()
         with _plain_errors("iroh") as iroh:
-            preset = iroh.preset_minimal() if address else iroh.preset_n0()
-            options = iroh.EndpointOptions(preset=preset, bind_addr=bind, secret_key=key, alpns=[_PROTOCOL])
-            endpoint = await iroh.Endpoint.bind(options)
+            endpoint = await _bound(iroh, address, bind_addr=bind, secret_key=key, alpns=[_PROTOCOL])
             try:
                 self.state = "registered"
                 logger.info("nodes can join through iroh at %s", ", ".join(endpoint.bound_sockets()))
                 while (incoming := await endpoint.accept_next()) is not None:
                     if self._num_greeting < _MAX_GREETING and len(self._crowd) < MAX_STREAMS:
                         self._num_greeting += 1
-                        self._spawn(self._carry(incoming))
+                        spawn(self._carry(incoming), self._streams, self._crowd)
                     else:
                         await incoming.refuse()
                 raise ConnectionError("iroh: its endpoint was closed")

@@ -55,12 +55,12 @@ class Reader(Protocol):
     async def read(self, n: int = -1, /) -> bytes: ...
 
 
-class Writer(Protocol):
-    def write(self, data: bytes, /) -> None: ...
-    async def drain(self) -> None: ...
+class Sender(Protocol):
+    async def send(self, data: bytes, /) -> None: ...
     def close(self) -> None: ...
 
 
+Writer = asyncio.StreamWriter | Sender
 Stream = tuple[Reader, Writer]
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -108,8 +108,11 @@ async def join_streams(one: Stream, other: Stream, idle_s: float = IDLE_S) -> No
         with suppress(OSError):
             while data := await reader.read(HELD_BYTES):
                 last = time.monotonic()
-                writer.write(data)
-                await writer.drain()
+                if isinstance(writer, asyncio.StreamWriter):
+                    writer.write(data)
+                    await writer.drain()
+                else:
+                    await writer.send(data)
 
     copies = {asyncio.create_task(copy(one[0], other[1])), asyncio.create_task(copy(other[0], one[1]))}
     try:
@@ -278,9 +281,6 @@ class Leg:
         """Register and carry streams. Raises what ended it."""
         raise NotImplementedError
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        spawn(work, self._streams, self._crowd)
-
 
 class RelayLeg(Leg):
     """The run's host at one relay, HOST:PORT."""
@@ -303,7 +303,7 @@ class RelayLeg(Leg):
                         await write_words(writer, "pong")
                     case ["open", stream]:
                         if len(self._crowd) < MAX_STREAMS:
-                            self._spawn(self._carry(address, stream))
+                            spawn(self._carry(address, stream), self._streams, self._crowd)
                     case words:
                         raise _refusal(words, what)
         except OSError as error:

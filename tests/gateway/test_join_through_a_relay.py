@@ -332,14 +332,13 @@ async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tm
         wrong = IrohDialer(iroh_name(where, keys.signer()), other.sign(signed_text()))
         stranger = IrohDialer(iroh_name(where, other), other.sign(signed_text()))
         try:
-            reader, writer = await right.dial()
-            writer.write(data)
-            await writer.drain()
+            reader, sender = await right.dial()
+            await sender.send(data)
             received = b""
             while len(received) < len(data):
                 received += await asyncio.wait_for(reader.read(1 << 16), 100)
             assert received == data
-            writer.close()
+            sender.close()
             reader, _ = await wrong.dial()
             with pytest.raises(ConnectionError):
                 await asyncio.wait_for(reader.read(1), 100)
