@@ -111,10 +111,30 @@ class FrozenBaseConfig(BaseConfig):
 
     base_url: str
     """The part before /chat/completions; it has to know vLLM's prompt_logprobs."""
-    model: str
+    model: str = Field(min_length=1)
     """The endpoint's name of the model."""
     api_key_var: str | None = None
     """Environment variable that holds the key; None sends none."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_prefix(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")) or "/chat/completions" in url:
+            raise ValueError(
+                f"teachers.frozen_base.base_url is {url!r}; expected the part before /chat/completions, as in "
+                "http://127.0.0.1:8000/v1"
+            )
+        return url
+
+    def api_key(self) -> str | None:
+        """Return the endpoint's key from the environment. Raises ConfigError when it is named and not set."""
+        key = os.environ.get(self.api_key_var or "")
+        if self.api_key_var is not None and not key:
+            raise ConfigError(
+                f"teachers.frozen_base needs a key for {self.base_url}: set the environment variable "
+                f"{self.api_key_var}, or leave out api_key_var for an endpoint without a key"
+            )
+        return key
 
     @property
     def mark(self) -> str:
@@ -266,6 +286,11 @@ class TeachersConfig(BaseConfig):
             raise ValueError(
                 f"teachers.samples = {self.samples}, but {', '.join(greedy)} would draw the same answer each time at "
                 "temperature 0: set teachers.temperature above 0, or samples = 1"
+            )
+        if self.frozen_base is not None and not self.score:
+            raise ValueError(
+                f"teachers.score is false, but teachers.frozen_base names {self.frozen_base.base_url}, which would "
+                "choose among agreeing answers: leave out one of them"
             )
         if self.online and not self.teacher:
             raise ValueError("teachers.online is true, but there is no [[teachers.teacher]]: add at least two")

@@ -275,13 +275,13 @@ def _hints(config: Config, findings: Findings) -> None:
 
 
 def _teachers(config: Config, findings: Findings) -> None:
-    """Check the keys of teachers that are called during training."""
-    if not config.teachers.online or config.teachers.cache_only or config.orchestrator.address is not None:
+    """Check the keys of the teachers and the base that are called during training."""
+    teachers, base = config.teachers, config.teachers.frozen_base
+    if not teachers.online or teachers.cache_only or config.orchestrator.address is not None:
         return
-    for teacher in config.teachers.teacher:
+    for endpoint in [*(each for each in teachers.teacher if not each.local), *([base] if base else [])]:
         try:
-            if not teacher.local:
-                teacher.api_key()
+            endpoint.api_key()
         except ConfigError as error:
             findings.problems.append(str(error))
 

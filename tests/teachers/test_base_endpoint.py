@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from loopback import Endpoint, call, configured, says, serving, state
+from loopback import Endpoint, call, configured, run_config, says, serving, state
+from pydantic import ValidationError
 
-from composer_prime.config.teachers import FrozenBaseConfig
+from composer_prime.config.teachers import FrozenBaseConfig, TeachersConfig
 from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.plan.preflight import check_start
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.command import parse_arguments, replay, replay_summary
 from composer_prime.traces.replay.density import main as report
@@ -111,6 +113,32 @@ def test_a_pool_file_with_a_base(tmp_path: Path) -> None:
     assert progress.pairs == 3 and sum(progress.unscored.values()) == 3
     told = "\n".join(replay_summary(progress, tmp_path / "pairs.jsonl"))
     assert "base      3 times the first of agreeing answers was taken" in told and "prompt_logprobs" in told
+
+
+# What cannot work is refused when the configuration is read, and a key that is missing before the run.
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"base_url": "127.0.0.1:8000/v1"}, "is '127.0.0.1:8000/v1'; expected the part before /chat/completions"),
+        ({"base_url": "http://h:1/v1/chat/completions"}, "expected the part before /chat/completions"),
+        ({"model": ""}, "at least 1 character"),
+    ],
+)
+def test_places_that_cannot_be_right(changes: dict, told: str) -> None:
+    place = {"base_url": "http://127.0.0.1:8000/v1", "model": BASE}
+    assert TeachersConfig(frozen_base=place).frozen_base
+    with pytest.raises(ValidationError, match=told):
+        TeachersConfig(frozen_base=place | changes)
+    with pytest.raises(ValidationError, match=r"teachers\.score is false, but teachers\.frozen_base"):
+        TeachersConfig(frozen_base=place, score=False)
+
+
+def test_the_key_is_looked_for_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOPBACK_KEY", "made-up")
+    place = {"base_url": "http://127.0.0.1:9/v1", "model": BASE, "api_key_var": "NO_SUCH_KEY"}
+    config = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, score=True, frozen_base=place)
+    (problem,) = [each for each in check_start(config, gpus=0).problems if "frozen_base" in each]
+    assert "set the environment variable NO_SUCH_KEY" in problem
 
 
 # `composer pairs report --base-url` measures margins behind an endpoint, and reports why it cannot where it cannot.
