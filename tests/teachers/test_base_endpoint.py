@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from loopback import Endpoint, call, configured, run_config, says, serving, stat
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import FrozenBaseConfig, TeachersConfig
-from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.errors import ConfigError, EndpointError, TeacherError
 from composer_prime.plan.preflight import check_start
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.command import parse_arguments, replay, replay_summary
@@ -28,15 +29,35 @@ BASE = "base-model"
 
 class Base:
     """Writes each character as a token; `likes` it with -1 nats, any other with -3. As vLLM does, it gives the first
-    token no log-probability and, where `gives` is false, no prompt_logprobs at all."""
+    token no log-probability, refuses tools that a call may choose from and, where `gives` is false, gives no
+    prompt_logprobs at all. First it has its `faults`: statuses, or 0 for a connection that is lost."""
 
-    def __init__(self, likes: str = "x", *, gives: bool = True) -> None:
-        self.likes, self.gives = likes, gives
+    def __init__(self, likes: str = "x", *, gives: bool = True, faults: Sequence[int] = (), crowd: int = 1) -> None:
+        self.likes, self.gives, self.faults, self.crowd = likes, gives, list(faults), crowd
         self.seen: list[tuple[dict, str | None]] = []
+        self.in_flight, self.most_in_flight, self.crowded = 0, 0, asyncio.Event()
 
     async def chat(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        if self.in_flight >= self.crowd:
+            self.crowded.set()
+        await self.crowded.wait()
+        try:
+            return self._reply(request, json.loads(await request.read()))
+        finally:
+            self.in_flight -= 1
+
+    def _reply(self, request: web.Request, body: dict) -> web.Response:
         self.seen.append((body, request.headers.get("Authorization")))
+        fault = self.faults.pop(0) if self.faults else 200
+        if fault == 0:
+            assert request.transport is not None
+            request.transport.close()
+        elif "tools" in body and body.get("tool_choice", "auto") != "none":
+            return web.Response(status=400, text='"auto" tool choice requires --enable-auto-tool-choice')
+        if fault != 200:
+            return web.Response(status=fault or 500, text="not now")
         text = "".join(f"[{each['role']}]{self._said(each)}" for each in body["messages"])
         text += "[assistant]" if body["add_generation_prompt"] else ""
         scored = [{str(ord(letter)): {"logprob": -1.0 if letter in self.likes else -3.0}} for letter in text[1:]]
@@ -49,13 +70,15 @@ class Base:
         return (message.get("content") or "") + "".join(each["function"]["arguments"] for each in calls)
 
 
-def scores(base: Base, *answers: str, key_var: str | None = None) -> list[float]:
+def scores(base: Base, *answers: str, key_var: str | None = None, tools: Sequence[dict] = ()) -> list[float]:
     async def run() -> list[float]:
         async with chat_server(base.chat) as url:
-            scorer = EndpointScorer(FrozenBaseConfig(base_url=url, model=BASE, api_key_var=key_var), 60.0)
+            place = FrozenBaseConfig(base_url=url, model=BASE, api_key_var=key_var)
+            scorer = EndpointScorer(place, TeachersConfig(retry_base_s=0.01, retry_max_s=0.02))
+            asked = [{"role": "user", "content": "Which?"}]
             try:
-                asked = [{"role": "user", "content": "Which?"}]
-                return [await scorer.logprob_per_token(asked, [], says(answer)) for answer in answers]
+                tasks = [scorer.logprob_per_token(asked, list(tools), says(answer)) for answer in answers]
+                return await asyncio.gather(*tasks)
             finally:
                 await scorer.close()
 
@@ -71,6 +94,25 @@ def test_the_mean_is_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("tools" not in body and body["model"] == BASE for body, _ in base.seen)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         scores(base, "xx", key_var="NO_SUCH_KEY")
+
+
+# Tools are in the prompt, and no call is asked for: stock vLLM refuses the choice that it takes by itself.
+def test_tools_are_offered_without_a_choice() -> None:
+    base, tools = Base(), [{"type": "function", "function": {"name": "ls"}}]
+    assert scores(base, "xx", tools=tools) == [-1.0] and all(body["tools"] == tools for body, _ in base.seen)
+
+
+# A fault that passes is met by asking again, at most eight requests at a time. Any other but a refusal of the messages
+# is told as one of the endpoint, which may be mended.
+def test_faults_of_an_endpoint() -> None:
+    base = Base(faults=[429, 0, 503], crowd=8)
+    assert scores(base, *["xx"] * 20) == [-1.0] * 20 and len(base.seen) == 43 and base.most_in_flight == 8
+    for faults in ([401], [500] * 5, [0] * 5):
+        with pytest.raises(EndpointError, match=r"base-model at .* gave no score: ") as told:
+            scores(Base(faults=faults * 2), "x")
+        assert not isinstance(told.value, TeacherError)
+    with pytest.raises(TeacherError, match="status 400: not now"):
+        scores(Base(faults=[400] * 2), "x")
 
 
 # An endpoint that scores no prompt is named, and asked no more.
@@ -113,6 +155,17 @@ def test_a_pool_file_with_a_base(tmp_path: Path) -> None:
     assert progress.pairs == 3 and sum(progress.unscored.values()) == 3
     told = "\n".join(replay_summary(progress, tmp_path / "pairs.jsonl"))
     assert "base      3 times the first of agreeing answers was taken" in told and "prompt_logprobs" in told
+
+
+# A base that is gone decides nothing: its states fail, no pair has the first of agreeing answers for good, and a
+# repeated replay takes them up.
+def test_a_base_that_is_gone(tmp_path: Path) -> None:
+    progress = replayed(tmp_path, Base(faults=[503] * 1000))
+    assert progress.outcomes == {"failed": 3} and not list(read_pairs(tmp_path / "pairs.jsonl"))
+    assert any("status 503: not now" in reason for reason in progress.without_vote)
+    progress = replayed(tmp_path, Base(likes="./"))
+    assert progress.pairs == 3 and progress.resumed == 0
+    assert {pair.teachers["chosen_by"] for pair in read_pairs(tmp_path / "pairs.jsonl")} == {"likeliest"}
 
 
 # What cannot work is refused when the configuration is read, and a key that is missing before the run.
@@ -166,3 +219,6 @@ def test_margins_behind_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "12 pairs of 12 traces, nats a token: real +" in capsys.readouterr().out
     asyncio.run(run(Base(gives=False)))
     assert "the base scored 0 of 12 pairs" in (told := capsys.readouterr().out) and "prompt_logprobs" in told
+    with pytest.raises(SystemExit):
+        report([str(path), "--base", BASE, "--base-url", "ftp://127.0.0.1"])
+    assert "teachers.frozen_base.base_url is 'ftp://127.0.0.1'" in capsys.readouterr().err

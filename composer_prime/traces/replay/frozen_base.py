@@ -8,53 +8,92 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
 import numpy as np
 
-from composer_prime.config.teachers import FrozenBaseConfig
-from composer_prime.errors import ConfigError, TeacherError
-from composer_prime.llm.client import Endpoint, http_client
+from composer_prime.config.teachers import FrozenBaseConfig, TeachersConfig
+from composer_prime.errors import ConfigError, EndpointError, TeacherError, plain_errors
+from composer_prime.llm.client import RETRIED, Endpoint, http_client
 from composer_prime.llm.prices import Price
+from composer_prime.run.retry import backoff_s
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.traces.pairs import Pair
 from composer_prime.traces.state import Message
 
+T = TypeVar("T")
 _SCORES_AT_ONCE = 8
+_REFUSED = {400, 413, 422}
+"""Of these messages: too long, or none that the chat template takes. Others tell of the endpoint."""
 
 
 class Scorer(Protocol):
     """How likely the frozen base finds an answer."""
 
     async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        """Return the mean log-probability in nats of the answer's tokens after `messages`. Raises TeacherError."""
+        """Return the mean log-probability in nats of the answer's tokens after `messages`.
+
+        Raises TeacherError where the base cannot read this answer, EndpointError where it cannot be reached for now.
+        """
         ...
 
 
-class ServedScorer:
-    """The base behind a local model server's /v1/score."""
+class _Score(msgspec.Struct):
+    logprob_per_token: float
 
-    def __init__(self, base_url: str, model: str, timeout_s: float) -> None:
-        self._model = model
-        self._client = httpx.AsyncClient(base_url=base_url, timeout=timeout_s, trust_env=False)
+
+class ServedScorer:
+    """The base behind a local model server's /v1/score. At most eight scores are under way; failed ones are repeated as
+    a teacher's calls are."""
+
+    def __init__(self, base_url: str, model: str, config: TeachersConfig, api_key: str | None = None) -> None:
+        self._name = f"the frozen base {model} at {base_url}"
+        self._endpoint = Endpoint(
+            name="base",
+            base_url=base_url.rstrip("/"),
+            model=model,
+            api_key=api_key,
+            price=Price(input_usd=0.0, output_usd=0.0),
+            timeout_s=config.timeout_s,
+            max_concurrent=_SCORES_AT_ONCE,
+        )
+        self._config = config
+        self._client = http_client(self._endpoint)
+        self._places = asyncio.Semaphore(_SCORES_AT_ONCE)
 
     async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        body = {"model": self._model, "messages": messages, "tools": tools, "answer": answer}
-        try:
-            reply = await self._client.post("/score", json=body)
-        except httpx.HTTPError as error:
-            raise TeacherError(f"the frozen base did not score an answer: {error!r}") from None
-        if reply.status_code != 200:
-            raise TeacherError(f"the frozen base did not score an answer: {reply.text[:300]}")
-        return float(reply.json()["logprob_per_token"])
+        return (await self._post("/score", _Score, messages=messages, tools=tools, answer=answer)).logprob_per_token
+
+    async def _post(self, path: str, kind: type[T], **body: Any) -> T:
+        """Return the reply. Raises as Scorer does."""
+        endpoint, config, fault = self._endpoint, self._config, ""
+        content = msgspec.json.encode({"model": endpoint.model, **body})
+        async with self._places:
+            for attempt in range(-1, config.max_retries):
+                if attempt >= 0:
+                    await asyncio.sleep(backoff_s(attempt, first_s=config.retry_base_s, longest_s=config.retry_max_s))
+                try:
+                    async with asyncio.timeout(config.timeout_s):
+                        reply = await self._client.post(endpoint.base_url + path, content=content)
+                    if reply.is_success:
+                        return msgspec.json.decode(reply.content, type=kind)
+                except (TimeoutError, httpx.HTTPError, msgspec.DecodeError) as error:
+                    fault = f"{error!r} within {config.timeout_s:g} s"
+                    continue
+                fault = f"status {reply.status_code}: {reply.text[:300]}"
+                if reply.status_code in _REFUSED:
+                    raise TeacherError(f"{self._name} refused: {fault}")
+                if reply.status_code not in RETRIED:
+                    break
+        raise EndpointError(f"{self._name} gave no score: {fault}")
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -69,75 +108,50 @@ class _Scored(msgspec.Struct):
     """For each token of the prompt but the first, by its id."""
 
 
-class EndpointScorer:
+class EndpointScorer(ServedScorer):
     """The base behind an endpoint that knows vLLM's `prompt_logprobs` and `add_generation_prompt`:
     https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 
     Other endpoints give no log-probability of a text that they did not write. Then no answer is scored.
     """
 
-    def __init__(self, config: FrozenBaseConfig, timeout_s: float) -> None:
+    _unable = False
+
+    def __init__(self, place: FrozenBaseConfig, config: TeachersConfig) -> None:
         """Raises ConfigError when the key is not set."""
-        key = None if config.api_key_var is None else os.environ.get(config.api_key_var)
-        if config.api_key_var is not None and not key:
-            raise ConfigError(
-                f"the frozen base at {config.base_url} needs a key: set the environment variable {config.api_key_var}"
-            )
-        self._config = config
-        self._unable: str | None = None
-        self._client = http_client(
-            Endpoint(
-                name="base",
-                base_url=config.base_url,
-                model=config.model,
-                api_key=key,
-                price=Price(input_usd=0.0, output_usd=0.0),
-                timeout_s=timeout_s,
-                max_concurrent=_SCORES_AT_ONCE,
-            )
-        )
+        super().__init__(place.base_url, place.model, config, place.api_key())
 
     async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        context, whole = await asyncio.gather(
-            self._prompt(messages, tools, opening=True), self._prompt([*messages, answer], tools, opening=False)
-        )
+        with plain_errors():
+            async with asyncio.TaskGroup() as group:
+                asked = group.create_task(self._prompt(messages, tools, opening=True))
+                answered = group.create_task(self._prompt([*messages, answer], tools, opening=False))
+        context, whole = asked.result(), answered.result()
         ids = [token for token, _ in context]
         if [token for token, _ in whole[: len(ids)]] != ids or len(whole) == len(ids):
             raise TeacherError(
                 "the chat template of the frozen base does not write the answer right behind its context"
             )
-        logprobs = [logprob for _, logprob in whole[len(ids) :]]
-        return sum(logprobs) / len(logprobs)
+        return fmean(logprob for _, logprob in whole[len(ids) :])
 
     async def _prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], *, opening: bool
     ) -> list[tuple[str, float]]:
         """Return (token id, log-probability) of each token of the prompt but the first."""
-        if self._unable is not None:
-            raise TeacherError(self._unable)
-        config = self._config
-        body = {"model": config.model, "messages": messages, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        body |= {"add_generation_prompt": opening} | ({"tools": tools} if tools else {})
-        url = f"{config.base_url.rstrip('/')}/chat/completions"
-        try:
-            reply = await self._client.post(url, content=msgspec.json.encode(body))
-            reply.raise_for_status()
-            tokens = msgspec.json.decode(reply.content, type=_Scored).prompt_logprobs
-        except httpx.HTTPStatusError:
-            raise TeacherError(f"the frozen base at {config.base_url} refused: {reply.text[:300]}") from None
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise TeacherError(f"the frozen base at {config.base_url} did not score an answer: {error!r}") from None
+        tokens = None
+        if not self._unable:
+            offered = {"tools": tools, "tool_choice": "none"} if tools else {}  # "auto" needs a tool parser
+            wanted = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "add_generation_prompt": opening}
+            reply = await self._post("/chat/completions", _Scored, messages=messages, **wanted, **offered)
+            tokens = reply.prompt_logprobs
         if tokens is None:
-            self._unable = (
-                f"{config.base_url} gives no log-probabilities of a prompt (prompt_logprobs), as vLLM does: without "
-                "them the first of agreeing answers is taken, and no margin can be measured"
+            self._unable = True
+            raise TeacherError(
+                f"{self._name} gives no log-probabilities of a prompt (prompt_logprobs), as vLLM does: without them "
+                "the first of agreeing answers is taken, and no margin can be measured"
             )
-            raise TeacherError(self._unable)
         first = [next(iter(token.items())) for token in tokens if token]
         return [(token, found.logprob) for token, found in first]
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
 
 class CachedScorer:
@@ -175,7 +189,7 @@ async def likeliest(
     """Return (the answer that the base finds likeliest per token, how it was chosen).
 
     It is the first one where there is no scorer, or the base cannot read one of them (a context longer than its own),
-    for a reason that `unscored` counts.
+    for a reason that `unscored` counts. Raises EndpointError where the base cannot be reached: it may choose later.
     """
     distinct = [answer for index, answer in enumerate(answers) if answer not in answers[:index]]
     if len(distinct) == 1:
@@ -215,29 +229,31 @@ class Margins:
 async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400, seed: int = 0) -> Margins:
     """Return the margins of at most `most` pairs, drawn at random. Pairs that the base cannot read are left out.
 
-    Raises ConfigError when fewer than ten pairs, or fewer than two states, could be scored.
+    Raises ConfigError when fewer than ten pairs, or fewer than two states, could be scored, EndpointError where the
+    base cannot be reached.
     """
-    rng = random.Random(seed)
+    rng, reasons = random.Random(seed), Counter[str]()
     drawn = rng.sample(pairs, min(most, len(pairs)))
-    places, reasons = asyncio.Semaphore(_SCORES_AT_ONCE), Counter[str]()
 
     async def score(pair: Pair, answer: Message) -> float:
-        async with places:
-            try:
-                return await scorer.logprob_per_token(pair.state.messages, pair.state.tools, answer)
-            except TeacherError as error:
-                reasons[str(error)] += 1
-                return math.nan
+        try:
+            return await scorer.logprob_per_token(pair.state.messages, pair.state.tools, answer)
+        except TeacherError as error:
+            reasons[str(error)] += 1
+            return math.nan
 
     async def margins(pair: Pair) -> tuple[float, float, str] | None:
         others = [other for other in drawn if (other.trace, other.state.state_id) != (pair.trace, pair.state.state_id)]
         if not others:
             return None
         answers = pair.chosen, pair.rejected, rng.choice(others).rejected
-        chosen, rejected, cross = await asyncio.gather(*(score(pair, answer) for answer in answers))
+        chosen, rejected, cross = [await score(pair, answer) for answer in answers]
         return None if math.isnan(chosen + rejected + cross) else (chosen - rejected, chosen - cross, pair.trace)
 
-    scored = [each for each in await asyncio.gather(*map(margins, drawn)) if each is not None]
+    with plain_errors():
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(margins(pair)) for pair in drawn]
+    scored = [each for task in tasks if (each := task.result()) is not None]
     if len(scored) < 10:
         raise ConfigError(
             f"the base scored {len(scored)} of {len(drawn)} pairs: at least ten, from two states, are needed; replay "
