@@ -156,7 +156,7 @@ async def found(folder: Path, config: TeachersConfig, states: list[TraceState], 
     records, pairs = list(read_records(folder / "votes.jsonl")), list(read_pairs(folder / "pairs.jsonl"))
     votes = [vote for record in records for vote in record.votes]
     costs = {vote.answer: vote.cost_usd for vote in votes if not vote.cached}
-    scorer = ServedScorer(url, STUDENT, LOAD_S)
+    scorer = ServedScorer(url, STUDENT, TeachersConfig(timeout_s=LOAD_S))
     try:
         margin = fmean((await base_margins(scorer, pairs, most=len(pairs))).real)
     except ConfigError as error:

@@ -35,7 +35,7 @@ from composer_prime.run.retry import backoff_s
 
 logger = logging.getLogger(__name__)
 
-_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
+RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _PROXY_GAVE_UP = {408, 504, *range(520, 525)}
 """The endpoint behind the proxy may have answered, and charged, all the same."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
@@ -330,7 +330,7 @@ class ChatClient:
             f"status {status}: {_brief(body)}",
             status=f"status {status}",
             charged=status in _PROXY_GAVE_UP if self._endpoint.strict else not refused,
-            again=status in _RETRIED,
+            again=status in RETRIED,
             after_s=float(wish_s) if wish_s.isdecimal() else 0.0,
             http_status=status,
             body=body,

@@ -14,7 +14,7 @@ from loopback import Endpoint, call, configured, replayed, serving, state
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import GateConfig
-from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.errors import ConfigError, EndpointError, TeacherError
 from composer_prime.plan.preflight import check_start
 from composer_prime.stats import plot
 from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding, gate_file, read_gate
@@ -304,6 +304,28 @@ def test_what_is_left_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert asyncio.run(come(range(47))) == [(0, 32, True)]
     assert "pairs 32 to 47 of 15 traces: a verdict needs 16 pairs of 8 traces" in caplog.text
     assert asyncio.run(come(range(47, 48))) == [(0, 32, True), (32, 48, True)]
+
+
+# A base that is gone decides on no window: it stays open, and is measured once the base is back.
+def test_a_window_waits_for_the_base(tmp_path: Path) -> None:
+    class Gone:
+        async def logprob_per_token(self, messages, tools, answer) -> float:
+            raise EndpointError("the base is gone")
+
+    async def run() -> None:
+        records = ReplayRecords(tmp_path / "pairs.jsonl", tmp_path / "votes.jsonl")
+        gate = RunningGate(GateConfig(min_pairs_a_trace=1.0), records, Gone())
+        for number in range(16):
+            made = pair(f"t{number}", number)
+            kept = msgspec.structs.replace(record(made.trace, number, "xx"), pairs=[made.pair_id])
+            gate.note(kept, records.add(kept, [made]))
+        await gate.measure_rest()
+        assert not gate.gate.verdicts
+        gate._scorer = Likes()
+        await gate.measure_rest()
+        assert [(each.last, each.passed) for each in gate.gate.verdicts] == [(16, True)]
+
+    asyncio.run(run())
 
 
 # A window that fills up while the one before it is measured has its verdict too, though no further state may come.

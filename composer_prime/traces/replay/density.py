@@ -32,10 +32,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import ValidationError
 
-from composer_prime.config.teachers import FrozenBaseConfig
+from composer_prime.config.problems import describe_problems
+from composer_prime.config.teachers import FrozenBaseConfig, TeachersConfig
 from composer_prime.console import INTERRUPTED, fail, pluralize, until_the_reader_leaves
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError, RoleFailedError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EndpointError, RoleFailedError
 from composer_prime.model_source import resolve_model
 from composer_prime.stats import plot
 from composer_prime.stats.intervals import bootstrap_interval, percentile
@@ -277,14 +279,13 @@ def report_pairs(options: argparse.Namespace) -> int:
     chart = options.chart or (Path(f"{options.pairs}-pairs.svg") if shipped else path.with_suffix(".svg"))
     check_own(chart, plot.chart_check(chart), "a chart of pairs")
     plot.check_suffix(chart)
-    if options.base_url and not options.base:
-        raise ConfigError(f"--base-url {options.base_url} needs --base: the endpoint's name of the model")
-    if options.base and not options.base_url:
+    place = _place(options) if options.base_url else None
+    if options.base and place is None:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     margins, unmeasured = None, None
     try:
-        margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
-    except (ConfigError, RoleFailedError, DeadlineError) as error:
+        margins = asyncio.run(_margins(options, place, pairs)) if options.base and pairs else None
+    except (ConfigError, EndpointError, RoleFailedError, DeadlineError) as error:
         unmeasured = str(error)  # all that needs no base is reported all the same
     gate = read_gate(path)
     last_min_pairs = gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
@@ -325,14 +326,24 @@ def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
     return f"{gate_file(pairs)} (digest {digest})"
 
 
-async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margins:
+def _place(options: argparse.Namespace) -> FrozenBaseConfig:
+    if not options.base:
+        raise ConfigError(f"--base-url {options.base_url} needs --base: the endpoint's name of the model")
+    place = {"base_url": options.base_url, "model": options.base, "api_key_var": options.base_key_var}
+    try:
+        return FrozenBaseConfig.model_validate(place)
+    except ValidationError as error:
+        raise ConfigError("; ".join(describe_problems(error, [], ("teachers", "frozen_base")))) from None
+
+
+async def _margins(options: argparse.Namespace, place: FrozenBaseConfig | None, pairs: Sequence[Pair]) -> Margins:
+    settings = TeachersConfig(timeout_s=options.timeout_s)
     async with AsyncExitStack() as stack:
-        if options.base_url:
-            place = {"base_url": options.base_url, "model": options.base, "api_key_var": options.base_key_var}
-            scorer = EndpointScorer(FrozenBaseConfig.model_validate(place), options.timeout_s)
+        if place is not None:
+            scorer = EndpointScorer(place, settings)
         else:
             models = local_models([options.base], threads=options.threads, start_timeout_s=options.timeout_s)
-            scorer = ServedScorer(await stack.enter_async_context(models), options.base, options.timeout_s)
+            scorer = ServedScorer(await stack.enter_async_context(models), options.base, settings)
         stack.push_async_callback(scorer.close)
         return await base_margins(scorer, pairs)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.errors import ConfigError, ModelNotFoundError, TeacherError
+from composer_prime.errors import ConfigError, EndpointError, ModelNotFoundError, TeacherError
 from composer_prime.llm.budget import Budget, teacher_budget
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.actions.canonical import RULES, Files, canonical
@@ -83,9 +83,9 @@ async def open_replay(
                 "teachers.score = false"
             ) from None
         addresses: dict[str, str] = {}
-        served: ServedScorer | EndpointScorer | None = None
+        served: ServedScorer | None = None
         if teachers.score and teachers.frozen_base is not None and not teachers.cache_only:
-            served = EndpointScorer(teachers.frozen_base, teachers.timeout_s)
+            served = EndpointScorer(teachers.frozen_base, teachers)
             stack.push_async_callback(served.close)
         if models:
             url = await stack.enter_async_context(
@@ -93,7 +93,7 @@ async def open_replay(
             )
             addresses = {teacher.model: url for teacher in teachers.teacher if teacher.local}
             if mark is not None and served is None:
-                served = ServedScorer(url, base, teachers.timeout_s)
+                served = ServedScorer(url, base, teachers)
                 stack.push_async_callback(served.close)
         scorer = None if mark is None else CachedScorer(teachers.cache_dir.expanduser() / "scores", mark, served)
         pool = await asyncio.to_thread(TeacherPool, teachers, budget, addresses)
@@ -266,6 +266,9 @@ class Replay:
                 return
             if ballot is not None and outcome not in UNDECIDED:
                 pairs, dropped = await self._pairs(ballot)
+        except EndpointError as error:  # no base for now: a repeated replay has the votes from the cache
+            outcome, reason = "failed", str(error)
+            self._voting.count_no_vote(reason)
         except OSError:  # the other states need the disk too
             raise
         except Exception as error:
@@ -344,8 +347,7 @@ class Replay:
         pairs: list[Pair] = []
         dropped: Counter[str] = Counter()
         student = without_thinking(ballot.state.student_action)
-        for candidate in candidates(ballot, student):
-            pair = await self._pair(ballot, candidate)
+        for pair in [await self._pair(ballot, candidate) for candidate in candidates(ballot, student)]:
             written = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:
                 dropped["length"] += 1

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 
 from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.console import pluralize
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, EndpointError
 from composer_prime.traces.pairs import Gate, PairFile, check_binding, read_gate, write_gate
 from composer_prime.traces.replay.density import FEWEST_TRACES, Density, measure
 from composer_prime.traces.replay.frozen_base import Scorer, base_margins
@@ -76,8 +76,8 @@ class RunningGate:
         if self._measuring.locked():
             return
         async with self._measuring:
-            while self._measurable(self._config.window_pairs):
-                await self._measure()
+            while self._measurable(self._config.window_pairs) and await self._measure():
+                pass
 
     async def measure_rest(self) -> None:
         """Measure what is left once no more states come, or log that it is too little for a verdict.
@@ -102,9 +102,10 @@ class RunningGate:
     def _measurable(self, pairs: int) -> bool:
         return self._pairs - self.gate.measured >= pairs and len(self._giving) >= FEWEST_TRACES
 
-    async def _measure(self) -> None:
+    async def _measure(self) -> bool:
+        """Return whether there was a verdict: without the base the window stays open."""
         first, last, votes = self.gate.measured, self._pairs, self._votes
-        traces, self._in_window, self._giving = self._in_window, set(), set()
+        traces, giving, self._in_window, self._giving = self._in_window, self._giving, set(), set()
         records = [record for trace in traces for record in self._by_trace[trace]]
         by_trace = Counter[str]()
         for record in latest(records).values():  # a state that was replayed again gave its pairs once
@@ -116,6 +117,10 @@ class RunningGate:
             margins = None if self._scorer is None else await base_margins(self._scorer, pairs)
         except ConfigError as error:
             unmeasured = str(error)
+        except EndpointError as error:
+            logger.warning("density gate, pairs %d to %d: measured later, for %s", first, last, error)
+            self._in_window, self._giving = traces | self._in_window, giving | self._giving
+            return False
         density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=by_trace)
         if unmeasured is not None:
             density.failures.append(unmeasured)
@@ -125,6 +130,7 @@ class RunningGate:
         needed = traces | self._in_window  # by the next window
         self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in needed})
         _log(self.gate, density)
+        return True
 
 
 def _log(gate: Gate, density: Density) -> None:
