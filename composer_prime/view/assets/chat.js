@@ -127,16 +127,21 @@ function drawHead(state) {
 }
 
 function taskBlock(state) {
-  const index = h("input", { type: "number", id: "chat-task", value: state.task, min: 0, max: state.num_tasks === null ? null : state.num_tasks - 1, onchange: () => act("task", { index: Number(index.value) }) });
+  const index = h("input", { type: "number", id: "chat-task", value: state.task, min: 0, max: state.num_tasks === null ? null : state.num_tasks - 1, onchange: () => act("task", { index: numberOf(index, state.task) }) });
   return [h("p", { class: "filters" }, h("label", null, "task", index, state.num_tasks === null ? "" : `of ${state.num_tasks.toLocaleString("en-US")}`), h("span", null, state.question.slice(0, 200)),
-    h("button", { type: "button", id: "ask-task", onclick: () => act("task", { index: Number(index.value), ask: true }) }, "Ask it")), toolsBlock(state.tools)];
+    h("button", { type: "button", id: "ask-task", onclick: () => act("task", { index: numberOf(index, state.task), ask: true }) }, "Ask it")), toolsBlock(state.tools)];
 }
 
 function drawTurns(state) {
   replace(transcript, state.turns.length ? state.turns.map((turn, index) => turnBlock(turn, index, chatShade)) : h("p", { class: "quiet" }, "Nothing has been said yet."));
 }
 
+// An emptied field gets its last value back: Number("") would be 0.
+function numberOf(field, last) {
+  return Number(field.value ||= last);
+}
+
 function changeSettings(state) {
-  const value = (id) => Number(document.getElementById(id).value);
-  act("settings", { temperature: value("chat-temperature"), max_tokens: value("chat-max-tokens"), system: document.getElementById("chat-system").value || null });
+  const value = (name) => numberOf(document.getElementById(`chat-${name.replace("_", "-")}`), state.settings[name]);
+  act("settings", { temperature: value("temperature"), max_tokens: value("max_tokens"), system: document.getElementById("chat-system").value });
 }
