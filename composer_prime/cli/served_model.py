@@ -40,13 +40,14 @@ _POLL_S = 0.05
 
 @asynccontextmanager
 async def serve(
-    config: Config, folder: Path, on_token: Callable[[int, float], None] | None = None
+    config: Config, folder: Path, on_token: Callable[[str, int, float], None] | None = None
 ) -> AsyncIterator[tuple[Gateway, Path]]:
     """Serve `config.model` until the block ends. Yield the gateway and the folder with its chat template.
 
-    `folder`: an empty one, for keys and a replaced template. `on_token` is called with each token that the local
-    engine samples and its log-probability; other engines call it never. Raises ModelNotFoundError, ConfigError (no chat
-    template, context, device) or EngineError when the model cannot be served, DeadlineError after READY_S.
+    `folder`: an empty one, for keys and a replaced template. `on_token` is called with session, token and
+    log-probability of each draw of the local engine; other engines call it never. Raises ModelNotFoundError,
+    ConfigError (no chat template, context, device) or EngineError when the model cannot be served, DeadlineError after
+    READY_S.
     """
     from orchestrator.chat_template import chat_folder
     from orchestrator.gateway.gateway import TOKEN_VARIABLE, Gateway
@@ -167,7 +168,7 @@ async def _run_node(
     keys: RunKeys,
     model_dir: Path,
     run_dir: RunDir,
-    on_token: Callable[[int, float], None] | None,
+    on_token: Callable[[str, int, float], None] | None,
 ) -> None:
     """Load the engine and serve `gateway` until cancelled."""
     import torch

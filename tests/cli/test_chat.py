@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from composer_prime.cli.chat.chat_command import LiveAnswer
+from composer_prime.cli.chat.conversation import ChatSettings, Conversation
 from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
 
@@ -26,13 +27,17 @@ def talk(*words: str, text: str) -> subprocess.CompletedProcess[str]:
 # An answer appears token by token; a character of several tokens appears whole, and control characters as symbols.
 def test_answer_appears_while_it_is_sampled(capsys):
     tokenizer = Tokenizer.from_file(str(resolve_model("tiny") / "tokenizer.json"))
-    live, seen = LiveAnswer(tokenizer), []
+    live, seen = LiveAnswer(), []
+    settings = ChatSettings(temperature=1.0, max_tokens=9)
+    talk = Conversation(
+        "", "", settings, environment=None, tokenizer=tokenizer, on_token=lambda: live.show(talk.partial())
+    )
     for token in tokenizer.encode("Four é\x1b").ids:
-        live.take(token)
+        talk.take("", token, -1.0)
         seen.append(capsys.readouterr().out)
     assert live.end() and capsys.readouterr().out == "\n"
     assert "".join(seen) == "Four é\u241b" and "" in seen and len(seen) > 3
-    assert not live.end() and not LiveAnswer(None).end()
+    assert not live.end()
 
 
 PROMPT = """

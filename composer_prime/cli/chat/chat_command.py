@@ -12,22 +12,20 @@ import logging
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from composer_prime.cli.chat.conversation import (
     TOOL_ROUNDS,
     ChatSettings,
     Conversation,
-    chat_tokenizer,
+    Entry,
     open_conversation,
 )
 from composer_prime.config import Config
 from composer_prime.console import printable
-from composer_prime.errors import ConfigError, DeadlineError, EngineError
+from composer_prime.errors import ComposerError
 from composer_prime.model_source import resolve_model
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _COMMANDS = """\
 /new           forget the conversation
@@ -67,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--page", action="store_true", help="talk on a web page; only this machine can open it")
     parser.add_argument("--port", type=int, help="the page's port on 127.0.0.1 (default: the first free from 8410)")
-    parser.add_argument("--open", action="store_true", help="open the page in this machine's browser")
     return parser
 
 
@@ -87,18 +84,12 @@ def _config(options: argparse.Namespace) -> Config:
 class LiveAnswer:
     """Prints an answer while it is sampled, as the model writes it: with its thoughts and calls."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: None prints nothing, so the whole answer is printed at its end."""
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
+    def __init__(self) -> None:
         self._shown = 0
 
-    def take(self, token: int) -> None:
-        """Print what `token` adds. Bytes of an unfinished character wait for the next token."""
-        if self._tokenizer is None:
-            return
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+    def show(self, partial: Entry | None) -> None:
+        """Print what is new of an answer. Bytes of an unfinished character wait for the next token."""
+        text = partial.message["content"] if partial is not None else ""
         if not text.endswith("\ufffd"):
             print(printable(text[self._shown :]), end="", flush=True)
             self._shown = len(text)
@@ -106,7 +97,7 @@ class LiveAnswer:
     def end(self) -> bool:
         """End the line. Return whether anything was printed of this answer."""
         printed = self._shown > 0
-        self._tokens, self._shown = [], 0
+        self._shown = 0
         print(end="\n" if printed else "")
         return printed
 
@@ -118,9 +109,10 @@ def _settings(options: argparse.Namespace) -> ChatSettings:
 async def _chat(config: Config, options: argparse.Namespace) -> int:
     print(f"loading {config.model.path} ...", file=sys.stderr, flush=True)
     settings = _settings(options)
+    live = LiveAnswer()
     # Others than a terminal get each answer in one piece.
-    live = LiveAnswer(chat_tokenizer(config) if sys.stdout.isatty() else None)
-    async with open_conversation(config, settings, with_tools=bool(options.env), on_token=live.take) as talk:
+    show = (lambda: live.show(talk.partial())) if sys.stdout.isatty() else (lambda: None)
+    async with open_conversation(config, settings, with_tools=bool(options.env), on_token=show) as talk:
         await (talk.use_task(options.task) if options.env else talk.restart())
         if options.env:
             print(f"task: {talk.question}   (/task asks it)", file=sys.stderr)
@@ -140,7 +132,7 @@ async def _obey(talk: Conversation, live: LiveAnswer, first_task: int, text: str
         if command == "/new":
             await talk.restart()
         elif command == "/system":
-            talk.settings.system = rest or None
+            talk.settings = msgspec.structs.replace(talk.settings, system=rest)
             await talk.restart()
         elif command == "/task" and talk.environment is not None:
             await talk.use_task(int(rest) if rest.isdigit() else first_task)
@@ -150,7 +142,8 @@ async def _obey(talk: Conversation, live: LiveAnswer, first_task: int, text: str
             print(_COMMANDS)
         elif text.strip():
             await _say(talk, live, text.strip())
-    except (EngineError, ConfigError, DeadlineError) as error:
+    except ComposerError as error:
+        live.end()
         print(f"  {error}; /new begins anew", file=sys.stderr)
     return True
 

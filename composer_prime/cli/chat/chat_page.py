@@ -18,7 +18,6 @@ import logging
 import secrets
 import sys
 import threading
-import webbrowser
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -38,7 +37,7 @@ from composer_prime.cli.chat.conversation import (
 )
 from composer_prime.cli.view_command import listen
 from composer_prime.config import Config
-from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError
 from composer_prime.view.server import PageHandler, ViewServer
 from composer_prime.view.workspace import Workspace
 
@@ -49,6 +48,8 @@ _UNCHANGED_S = 20.0
 """Longest wait for a change, after which the page asks again."""
 _ACTION_S = 300.0
 """Longest wait for an action; a task may start a sandbox."""
+_STOP_S = 30.0
+"""Longest wait for an answer to stop; a tool may clean up."""
 _MAX_BODY_BYTES = 1 << 20
 
 
@@ -78,12 +79,6 @@ class SayBody(msgspec.Struct, forbid_unknown_fields=True):
 class TaskBody(msgspec.Struct, forbid_unknown_fields=True):
     index: int
     ask: bool = False
-
-
-class SettingsBody(msgspec.Struct, forbid_unknown_fields=True):
-    temperature: float
-    max_tokens: int
-    system: str | None = None
 
 
 class PageConversation:
@@ -119,7 +114,7 @@ class PageConversation:
         return {
             "seen": self._changes.number,
             **self._facts,
-            "settings": {name: getattr(talk.settings, name) for name in SettingsBody.__struct_fields__},
+            "settings": talk.settings,
             "task": talk.task,
             "question": talk.question,
             "tools": talk.tools.schemas if talk.tools is not None else [],
@@ -131,11 +126,13 @@ class PageConversation:
             "unsaid": self._unsaid,
         }
 
-    def _turn(self, entry: Entry) -> dict[str, Any]:
+    @staticmethod
+    def _turn(entry: Entry) -> dict[str, Any]:
         """Return a message as rollouts hold it, with its tokens."""
-        message, logprobs = entry.message, [logprob for _, logprob in entry.sampled]
+        message, logprobs = entry.message, [logprob for *_, logprob in entry.sampled]
         ones = [1] * len(logprobs)
-        tokens = {"texts": self._talk.texts(entry), "sampled": ones, "mask": ones, "logprobs": logprobs}
+        texts = [text for _, text, _ in entry.sampled]
+        tokens = {"texts": texts, "sampled": ones, "mask": ones, "logprobs": logprobs}
         return {
             "role": message["role"],
             "text": message.get("content") or "",
@@ -169,10 +166,12 @@ class PageConversation:
         self._ask(text)
 
     async def stop(self, body: bytes = b"") -> None:
-        """End the answer that is under way, and keep what there is of it."""
-        if self._answering is not None:
-            self._answering.cancel()
-            await asyncio.wait([self._answering])
+        """End the answer that is under way, and keep what there is of it. Raises DeadlineError."""
+        if (answering := self._answering) is not None:
+            answering.cancel()
+            ended, _ = await asyncio.wait([answering], timeout=_STOP_S)
+            if not ended:
+                raise DeadlineError(f"waited {_STOP_S:g} s for {self._talk.doing} to stop")
             self._answering = None
 
     async def new(self, body: bytes = b"") -> None:
@@ -190,10 +189,7 @@ class PageConversation:
 
     async def change(self, body: bytes) -> None:
         """Take new settings. Another system message begins a new conversation."""
-        chosen = msgspec.json.decode(body, type=SettingsBody)
-        settings = ChatSettings(
-            temperature=chosen.temperature, max_tokens=chosen.max_tokens, system=(chosen.system or "").strip() or None
-        )
+        settings = msgspec.json.decode(body, type=ChatSettings)
         is_new = settings.system != self._talk.settings.system
         self._talk.settings = settings
         if is_new:
@@ -251,7 +247,11 @@ class ChatServer(ViewServer):
 
     def on_loop(self, answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         """Return what `answer` gives on the event loop. Raises what it raises, or TimeoutError after _ACTION_S."""
-        return asyncio.run_coroutine_threadsafe(answer, self._loop).result(_ACTION_S)
+        future = asyncio.run_coroutine_threadsafe(answer, self._loop)
+        try:
+            return future.result(_ACTION_S)
+        finally:
+            future.cancel()
 
 
 class ChatHandler(PageHandler):
@@ -319,21 +319,20 @@ async def serve_page(config: Config, settings: ChatSettings, options: argparse.N
     """Serve the page until Ctrl-C. Raises ConfigError when the port is taken, and what open_conversation raises."""
     changes = ChangeCount()
     print(f"loading {config.model.path} ...", file=sys.stderr, flush=True)
-    async with open_conversation(
-        config, settings, with_tools=bool(options.env), on_token=lambda _: changes.add()
-    ) as talk:
+    async with open_conversation(config, settings, with_tools=bool(options.env), on_token=changes.add) as talk:
         await (talk.use_task(options.task) if options.env else talk.restart())
-        with chat_server(talk, changes, options.model, config.model.max_context, options.port) as server:
+        async with chat_server(talk, changes, options.model, config.model.max_context, options.port) as server:
             print(f"{server.chat_address}   (Ctrl-C ends the conversation)", flush=True)
-            if options.open:
-                webbrowser.open(server.chat_address)
             await asyncio.Event().wait()
     return 0
 
 
-@contextlib.contextmanager
-def chat_server(talk: Conversation, changes: ChangeCount, model: str, max_context: int, port: int | None):
-    """Yield a ChatServer that answers. Call it on the event loop of `talk`. Raises ConfigError: the port is taken."""
+@contextlib.asynccontextmanager
+async def chat_server(talk: Conversation, changes: ChangeCount, model: str, max_context: int, port: int | None):
+    """Yield a ChatServer that answers, on the event loop of `talk`. Raises ConfigError: the port is taken.
+
+    At the end it stops the answer that is under way, before anyone closes the tools. Raises what `stop` raises.
+    """
     is_run = (Path(model) / "run_id").is_file()
     workspace = Workspace([Path(model)] if is_run else [])
     run_id = next(iter(workspace.runs()), None)
@@ -348,3 +347,4 @@ def chat_server(talk: Conversation, changes: ChangeCount, model: str, max_contex
     finally:
         server.shutdown()
         server.server_close()
+        await page.stop()

@@ -14,14 +14,17 @@ import itertools
 import json
 import math
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from composer_prime.config import Config
 from composer_prime.config.load import make_importable
-from composer_prime.errors import ConfigError, DeadlineError, EngineError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EngineError, RolloutError
 from composer_prime.model_source import resolve_model
 
 if TYPE_CHECKING:
@@ -36,10 +39,11 @@ _NO_NODE_S = 30.0
 _STOPPED = "Stopped by the user."
 
 
-@dataclass(slots=True, kw_only=True)
-class ChatSettings:
-    temperature: float = 0.7
-    max_tokens: int = 256
+class ChatSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the user chose, in a form in which equal system messages are equal."""
+
+    temperature: float
+    max_tokens: int
     system: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +52,7 @@ class ChatSettings:
             raise ConfigError(f"the temperature is {self.temperature:g}: choose one from 0 (greedy) to 100")
         if self.max_tokens < 1:
             raise ConfigError(f"the longest answer is {self.max_tokens} tokens: choose 1 or more")
+        self.system = (self.system or "").replace("\r\n", "\n").replace("\r", "\n").strip() or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +60,8 @@ class Entry:
     """A message, and what is known of it."""
 
     message: dict[str, Any]
-    sampled: list[tuple[int, float]] = field(default_factory=list)
-    """Token ids with log-probabilities; empty where the engine does not tell them while it samples."""
+    sampled: list[tuple[int, str, float]] = field(default_factory=list)
+    """Token ids, texts and log-probabilities; empty where the engine does not tell them while it samples."""
     usage: dict[str, int] | None = None
     finish_reason: str | None = None
     """`stop`, `length`, `tool_calls` or `cancelled`; None for what the model did not write."""
@@ -75,9 +80,9 @@ class Conversation:
         *,
         environment: Any,
         tokenizer: Tokenizer | None,
-        sampled: list[tuple[int, float]],
+        on_token: Callable[[], None],
     ) -> None:
-        """`url`, `token`: the gateway's. `environment`: None without tools. `sampled` grows while the model answers."""
+        """`url`, `token`: the gateway's. `environment`: None without tools. `on_token` is called after each `take`."""
         self.settings = settings
         self.environment = environment
         self.entries: list[Entry] = []
@@ -90,34 +95,50 @@ class Conversation:
         """What is waited for; empty while nobody waits."""
         self._url, self._token = url, token
         self._tokenizer = tokenizer
-        self._sampled = sampled
+        self._on_token = on_token
+        self._session = ""
+        """Of the newest request to the model."""
+        self._sampled: list[tuple[int, str, float]] = []
         self._episode = AsyncExitStack()
 
+    def take(self, session: str, token: int, logprob: float) -> None:
+        """Add a token that the engine sampled. One of a request that was given up is dropped."""
+        if session == self._session:
+            decode = self._tokenizer.decode if self._tokenizer is not None else None
+            text = f"#{token}" if decode is None else decode([token], skip_special_tokens=False)
+            self._sampled.append((token, text, logprob))
+            self._on_token()
+
     async def close(self) -> None:
-        await self._episode.aclose()
+        async with _environment_errors(f"the end of task {self.task}"):
+            await self._episode.aclose()
 
     async def restart(self) -> None:
         """Forget the messages, and begin the task anew. Raises what use_task raises."""
-        if self.task is not None:
-            await self.use_task(self.task)
-        self._forget()
+        await self.use_task(self.task) if self.task is not None else self._forget()
 
     async def use_task(self, index: int) -> None:
-        """Forget the messages, and take the tools of a task. Raises ConfigError where there is no such task."""
+        """Forget the messages, and take the tools of a task.
+
+        Raises ConfigError where there is no such task, and RolloutError or DeadlineError for one that does not begin;
+        then there are no tools.
+        """
         if self.environment is None:
             raise ConfigError("there are no tasks without an environment: start again with --env ENV")
         from orchestrator.environments.tool_loop.harness import tools_outside_a_rollout
 
-        try:
-            _, question = self.environment.describe(index)
-        except IndexError:
-            count = self.environment.num_tasks
-            raise ConfigError(f"there is no task {index}; there are {count}, counted from 0") from None
-        await self._episode.aclose()
-        tools = self.environment.tools(index)
-        addition = await self._episode.enter_async_context(tools_outside_a_rollout(tools))
+        async with _environment_errors(f"task {index}"):
+            try:
+                _, question = self.environment.describe(index)
+            except IndexError:
+                count = self.environment.num_tasks
+                raise ConfigError(f"there is no task {index}; there are {count}, counted from 0") from None
+            self.tools = None
+            self._forget()
+            await self._episode.aclose()
+            tools = self.environment.tools(index)
+            addition = await self._episode.enter_async_context(tools_outside_a_rollout(tools))
         self.tools, self.task, self.question = tools, index, f"{question}\n\n{addition}" if addition else question
-        self._forget()
 
     def _forget(self) -> None:
         system = self.settings.system
@@ -126,8 +147,8 @@ class Conversation:
     async def say(self, text: str) -> AsyncIterator[Entry]:
         """Yield the answer to `text`, with the tool calls and their answers before it, each as it is there.
 
-        Cancelled, it keeps what was sampled. A question without any answer is forgotten. Raises EngineError or
-        DeadlineError.
+        Cancelled, it keeps what was sampled. A question without any answer is forgotten. Raises EngineError,
+        RolloutError (a tool failed) or DeadlineError.
         """
         self.entries.append(Entry(message={"role": "user", "content": text}))
         asked = len(self.entries)
@@ -158,15 +179,9 @@ class Conversation:
             return None
         text = ""
         if self._tokenizer is not None:
-            text = self._tokenizer.decode([token for token, _ in self._sampled], skip_special_tokens=True)
+            text = self._tokenizer.decode([token for token, *_ in self._sampled], skip_special_tokens=True)
         message = {"role": "assistant", "content": text}
         return Entry(message=message, sampled=list(self._sampled), finish_reason="cancelled")
-
-    def texts(self, entry: Entry) -> list[str]:
-        """Return the text of each sampled token of `entry`."""
-        decode = self._tokenizer.decode if self._tokenizer is not None else None
-        return [f"#{token}" if decode is None else decode([token], skip_special_tokens=False)
-                for token, _ in entry.sampled]  # fmt: skip
 
     def _answer_open_calls(self) -> None:
         """Answer the calls that nobody will: a chat template takes no call without its answer."""
@@ -180,6 +195,7 @@ class Conversation:
         import httpx
 
         self._sampled.clear()
+        self._session = secrets.token_hex(8)
         self.doing = "the model"
         body = {
             "model": "policy",
@@ -188,9 +204,9 @@ class Conversation:
             "temperature": self.settings.temperature,
             "max_tokens": self.settings.max_tokens,
         }
-        headers = {"Authorization": f"Bearer {self._token}"}
+        headers = {"Authorization": f"Bearer {self._token}", "X-Session-ID": self._session}
         try:
-            async with httpx.AsyncClient(timeout=_REQUEST_S) as client:
+            async with httpx.AsyncClient(timeout=_REQUEST_S, trust_env=False) as client:
                 reply = await client.post(f"{self._url}/v1/chat/completions", json=body, headers=headers)
         except httpx.TimeoutException:
             raise DeadlineError(f"waited {_REQUEST_S:g} s for the model's answer") from None
@@ -201,7 +217,7 @@ class Conversation:
         answer = reply.json()
         choice = answer["choices"][0]
         sampled = list(self._sampled)
-        if [token for token, _ in sampled] != choice["token_ids"]:  # Another engine than the local one.
+        if [token for token, *_ in sampled] != choice["token_ids"]:  # Another engine than the local one.
             sampled = []
         self._sampled.clear()
         return Entry(
@@ -213,47 +229,52 @@ class Conversation:
 
         function = call["function"]
         self.doing = f"the tool {function['name']}"
-        try:
-            async with asyncio.timeout(_REQUEST_S):
-                text = await self.tools.call(function["name"], function["arguments"])
-        except TimeoutError:
-            raise DeadlineError(f"waited {_REQUEST_S:g} s for the tool {function['name']}") from None
+        async with _environment_errors(self.doing):
+            text = await self.tools.call(function["name"], function["arguments"])
         message = {"role": "tool", "tool_call_id": call["id"], "content": text}
         return Entry(message=message, error=tool_error(None, text))
 
 
 @asynccontextmanager
+async def _environment_errors(what: str) -> AsyncIterator[None]:
+    """Limit the time of `what` an environment does, which may raise anything. Raises RolloutError or DeadlineError."""
+    try:
+        async with asyncio.timeout(_REQUEST_S) as limit:
+            yield
+    except ComposerError:
+        raise
+    except Exception as error:
+        if limit.expired():
+            raise DeadlineError(f"waited {_REQUEST_S:g} s for {what}") from error
+        raise RolloutError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+@asynccontextmanager
 async def open_conversation(
-    config: Config, settings: ChatSettings, *, with_tools: bool, on_token: Callable[[int], None]
+    config: Config, settings: ChatSettings, *, with_tools: bool, on_token: Callable[[], None]
 ) -> AsyncIterator[Conversation]:
     """Load the model, and the environment `with_tools`. Yield a conversation.
 
-    `on_token` is called with each token as the local engine samples it. Raises what `serve` raises, or ConfigError for
+    `on_token` is called after each token that the local engine samples. Raises what `serve` raises, or ConfigError for
     an environment that cannot be loaded.
     """
     from composer_prime.cli.served_model import serve
     from composer_prime.run.scratch import Scratch
     from orchestrator.gateway.gateway import TOKEN_VARIABLE
 
-    sampled: list[tuple[int, float]] = []
-
-    def take(token: int, logprob: float) -> None:
-        sampled.append((token, logprob))
-        on_token(token)
-
     orchestrator = config.orchestrator.model_copy(update={"no_node_timeout_s": _NO_NODE_S})
     config = config.model_copy(update={"orchestrator": orchestrator})
     scratch = Scratch("chat")
     try:
         environment = await asyncio.to_thread(_environment, config) if with_tools else None
-        async with serve(config, scratch.path / "served", take) as (gateway, _):
+        async with serve(config, scratch.path / "served", lambda *sampled: talk.take(*sampled)) as (gateway, _):
             talk = Conversation(
                 gateway.http_url,
                 os.environ[TOKEN_VARIABLE],
                 settings,
                 environment=environment,
-                tokenizer=chat_tokenizer(config),
-                sampled=sampled,
+                tokenizer=_tokenizer(config),
+                on_token=on_token,
             )
             try:
                 yield talk
@@ -263,7 +284,7 @@ async def open_conversation(
         scratch.close()
 
 
-def chat_tokenizer(config: Config) -> Tokenizer | None:
+def _tokenizer(config: Config) -> Tokenizer | None:
     """Return the model's tokenizer; None without a tokenizer.json."""
     from tokenizers import Tokenizer
 

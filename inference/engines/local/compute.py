@@ -111,8 +111,8 @@ class Computer:
         self.sampled = 0
         """Tokens sampled so far; the event loop computes its rate from it."""
         self.kv_used = 0.0
-        self.on_token: Callable[[int, float], None] | None = None
-        """Called on the event loop with each sampled token and its log-probability, of any request."""
+        self.on_token: Callable[[str, int, float], None] | None = None
+        """Called on the event loop with session, token and log-probability of each draw."""
         self.ready: asyncio.Future = self._loop.create_future()
         self.ended: asyncio.Future = self._loop.create_future()
         """Resolves when the thread ends, for any reason."""
@@ -374,7 +374,7 @@ class Computer:
         request.logprobs.append(logprob)
         request.versions.append(self.version)
         if self.on_token is not None:
-            self._on_loop(self.on_token, token, logprob)
+            self._on_loop(self.on_token, request.session, token, logprob)
         begin = len(request.prompt) - min(request.sampling.resumed, len(request.prompt))
         if request.stop.ends(self._table.tokens[slot, begin:known]):
             self._finish(slot, "stop")

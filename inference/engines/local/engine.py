@@ -39,8 +39,8 @@ class LocalEngine:
         self._context = max_context
         self._make_computer = computer
         self._computer: Computer | None = None
-        self.on_token: Callable[[int, float], None] | None = None
-        """Called with each sampled token and its log-probability, of any request. Set it before `start`."""
+        self.on_token: Callable[[str, int, float], None] | None = None
+        """Called with session, token and log-probability of each draw. Set it before `start`."""
         self._active: dict[str, asyncio.Future] = {}
         self._draining = False
         self._counted = (time.monotonic(), 0)

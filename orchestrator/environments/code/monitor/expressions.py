@@ -97,7 +97,7 @@ def shadowed(tree: ast.Module) -> set[int]:
         is_function = not isinstance(scope, ast.Module | ast.ClassDef)
         lines, loose, names, inner = dict[str, int](), set[str](), list[ast.Name](), list[ast.AST]()
         outside = set(map(id, _evaluated_outside(scope)))
-        here = [node for node in ast.iter_child_nodes(scope) if id(node) not in outside]
+        here: list[Any] = [node for node in ast.iter_child_nodes(scope) if id(node) not in outside]
         while here:
             node = here.pop()
             if isinstance(node, ast.Name):
