@@ -14,13 +14,13 @@ import pytest
 from gateway_config import MODEL
 from http_calls import generate_body, post
 
-from composer_prime.address import Address
+from composer_prime.address import Address, tcp_address
 from composer_prime.errors import ConfigError, DeadlineError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire import tunnel
 from composer_prime.wire.enrollment import Invite
 from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name
-from composer_prime.wire.tunnel import RelayLeg, RelayLegs, dial, signed_text
+from composer_prime.wire.tunnel import RelayLeg, RelayLegs, Tunnel, dial, signed_text
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
 from tests.engines.reference import Reference
@@ -320,8 +320,21 @@ async def test_a_node_enrolls_over_iroh_and_before_any_relay(open_gateway, keys,
             await legs.close()
 
 
-async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tmp_path):
-    """Bytes come back unchanged; a wrong pass ends the stream; a host with another key is not taken for the run."""
+async def test_a_connection_whose_tunnel_closes_while_it_dials_is_ended():
+    way = Tunnel("nowhere", asyncio.Event().wait)  # type: ignore[arg-type]
+    await way.start()
+    reader, writer = await asyncio.open_connection(*tcp_address(way.address, "it", scheme=""))
+    await until(lambda: way._tasks, "the connection")
+    await way.close()
+    assert await asyncio.wait_for(reader.read(), 100) == b""
+    writer.close()
+
+
+async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tmp_path, monkeypatch):
+    """Bytes come back unchanged; a wrong pass ends the stream; a host with another key is not taken for the run.
+
+    Whoever comes while all places for a greeting are taken is refused.
+    """
     where, other = f"iroh@127.0.0.1:{free_udp_port()}", RunKeys.create(tmp_path / "other").signer()
     data = bytes(range(256)) * (1 << 11)
     async with relaying(public(keys)) as relay, served(relay, keys) as legs:
@@ -344,6 +357,9 @@ async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tm
                 await asyncio.wait_for(reader.read(1), 100)
             with pytest.raises((DeadlineError, ConnectionError), match="iroh:"):
                 await stranger.dial()
+            monkeypatch.setattr("composer_prime.wire.iroh_link._MAX_GREETING", 0)
+            with pytest.raises(ConnectionError, match="iroh:"):
+                await right.dial()
         finally:
             for dialer in (right, wrong, stranger):
                 await dialer.close()
