@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import sys
 import threading
+from concurrent.futures import Future
 
 import msgspec
 
-from composer_prime.cli.chat.conversation import (
-    TOOL_ROUNDS,
-    ChatSettings,
-    Conversation,
-    Entry,
-    open_conversation,
-)
+from composer_prime.cli.chat.conversation import TOOL_ROUNDS, ChatSettings, Conversation, Entry, open_conversation
 from composer_prime.config import Config
 from composer_prime.console import printable
 from composer_prime.errors import ComposerError
@@ -37,13 +31,14 @@ _COMMANDS = """\
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     config = _config(options)
+    settings = ChatSettings(temperature=options.temperature, max_tokens=options.max_tokens, system=options.system)
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     try:
         if options.page:
             from composer_prime.cli.chat.chat_page import serve_page
 
-            return asyncio.run(serve_page(config, _settings(options), options))
-        return asyncio.run(_chat(config, options))
+            return asyncio.run(serve_page(config, settings, options))
+        return asyncio.run(_chat(config, settings, options))
     except KeyboardInterrupt:
         print()
         return 0
@@ -102,13 +97,8 @@ class LiveAnswer:
         return printed
 
 
-def _settings(options: argparse.Namespace) -> ChatSettings:
-    return ChatSettings(temperature=options.temperature, max_tokens=options.max_tokens, system=options.system)
-
-
-async def _chat(config: Config, options: argparse.Namespace) -> int:
+async def _chat(config: Config, settings: ChatSettings, options: argparse.Namespace) -> int:
     print(f"loading {config.model.path} ...", file=sys.stderr, flush=True)
-    settings = _settings(options)
     live = LiveAnswer()
     # Others than a terminal get each answer in one piece.
     show = (lambda: live.show(talk.partial())) if sys.stdout.isatty() else (lambda: None)
@@ -172,28 +162,17 @@ async def _next_line() -> str | None:
 
     A daemon thread waits for it: Ctrl-C must end the program, and nothing ends a thread that waits for Enter.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[str | None] = loop.create_future()
-
-    def give(text: str | None, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(text)
-        else:
-            answer.set_exception(error)
+    answer: Future[str | None] = Future()
+    answer.set_running_or_notify_cancel()
 
     def read() -> None:
-        text, error = None, None
         try:
-            text = _read()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # The conversation has ended.
-            loop.call_soon_threadsafe(give, text, error)
+            answer.set_result(_read())
+        except Exception as error:
+            answer.set_exception(error)
 
     threading.Thread(target=read, name="chat-line", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 def _read() -> str | None:

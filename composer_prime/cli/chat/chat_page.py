@@ -28,13 +28,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from composer_prime.cli.chat.conversation import (
-    TOOL_ROUNDS,
-    ChatSettings,
-    Conversation,
-    Entry,
-    open_conversation,
-)
+from composer_prime.cli.chat.conversation import TOOL_ROUNDS, ChatSettings, Conversation, Entry, open_conversation
 from composer_prime.cli.view_command import listen
 from composer_prime.config import Config
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError
