@@ -73,9 +73,9 @@ class Subject:
         assert [span.start for span in done.version_spans] == edges[:-1] and edges[-1] == count
         expected = self.reference.rescore(prompt, done.token_ids, done.version_spans, sampling)
         if self.preempts and len(done.version_spans) > 1:
-            newest = done.version_spans[-1]
-            again = self.reference.rescore(prompt, done.token_ids, [VersionSpan(0, count, newest.version)], sampling)
-            again[:, : newest.start] = expected[:, : newest.start]
+            start, version = edges[-2], done.version_spans[-1].version
+            again = self.reference.rescore(prompt, done.token_ids, [VersionSpan(0, count, version)], sampling)
+            again[:, :start] = expected[:, :start]
             expected = torch.cat([expected, again])
         error = (expected - torch.tensor(done.logprobs)).abs().amin(0).max().item()
         assert error < TOLERANCE, f"logprobs differ by {error:.2e}; spans {done.version_spans}"
@@ -460,9 +460,8 @@ async def drain_finishes_what_runs(subject: Subject) -> None:
 
 async def close_fails_what_waits(subject: Subject) -> None:
     """Close ends at once: every waiting request gets an EngineError, as does a later one."""
-    tasks = [
-        asyncio.ensure_future(subject.generate(subject.prompt(k, 5), sampling(MAX_CONTEXT - 10))) for k in range(4)
-    ]
+    options = sampling(MAX_CONTEXT - 10)
+    tasks = [asyncio.ensure_future(subject.generate(subject.prompt(k, 5), options)) for k in range(4)]
     await asyncio.sleep(0.02)
     await asyncio.wait_for(subject.engine.close(), DEADLINE_S)
     ends = await asyncio.gather(*tasks, return_exceptions=True)
