@@ -149,6 +149,8 @@ _FAILED = re.compile(
     r"|^(?:\[?ERROR|Error|Traceback \(most recent|The tool execution failed|The user denied this operation)",
     re.MULTILINE,
 )
+_FAILED_WORDS = ("<returncode>", "xit code", "ERROR", "Error", "Traceback", "The tool exec", "The user denied")
+"""Every match of _FAILED holds one of them. Looking for words is many times faster."""
 _AS_CONTEXT = {"system": "system", "developer": "system", "user": "user", "human": "user"}
 _AS_ASSISTANT = {"assistant", "gpt", "ai", "model"}
 _AS_TOOL = {"tool", "function", "observation"}
@@ -219,7 +221,8 @@ def step(builder: TraceBuilder, message: dict[str, Any], mark: str | None = None
 
 def failure(text: str) -> str | None:
     """Return `text` if it reports that a command or tool failed, else None."""
-    return text if _FAILED.search(text[:20_000]) else None
+    start = text[:20_000]
+    return text if any(word in start for word in _FAILED_WORDS) and _FAILED.search(start) else None
 
 
 def calls_of(message: dict[str, Any]) -> list[Call]:

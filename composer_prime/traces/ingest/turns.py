@@ -160,8 +160,8 @@ def too_long(limits: Limits) -> str:
 
 def size_of(message: Message) -> int:
     """Count the characters of a message."""
-    calls = message.get("tool_calls") or []
-    return len(message.get("content") or "") + sum(len(call["function"]["arguments"]) for call in calls)
+    size, calls = len(message.get("content") or ""), message.get("tool_calls")
+    return size + sum(len(call["function"]["arguments"]) for call in calls) if calls else size
 
 
 def digest_of(before: bytes, message: Message) -> bytes:

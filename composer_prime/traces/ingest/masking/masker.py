@@ -133,7 +133,9 @@ def _rules_of(text: str) -> list[int]:
     if len(text) <= _SPLIT_CHARS:
         words = " ".join([word for word in text.split() if len(word) >= _SHORTEST_WORD])
     numbers = {number for literal, number in _IN_TEXT if literal in text}
-    return sorted(numbers.union(number for literal, number in _IN_WORDS if literal in words))
+    if words:
+        numbers.update([number for literal, number in _IN_WORDS if literal in words])
+    return sorted(numbers)
 
 
 def lower(text: str) -> str:
