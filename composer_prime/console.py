@@ -24,6 +24,9 @@ INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + signal.SIGPIPE
 """Exit status of a command whose output nobody read to the end. Shells report it for every other program."""
 
+COMPOSER = "uv run composer"
+"""How printed commands begin: the script itself is on PATH only in an activated environment."""
+
 GIB = 1 << 30
 
 PROGRESS_INTERVAL_S = 30.0

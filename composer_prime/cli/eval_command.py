@@ -24,7 +24,7 @@ from statistics import fmean
 
 from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config, resolve
-from composer_prime.console import INTERRUPTED, ProgressLines, console_script, pluralize, printable
+from composer_prime.console import COMPOSER, INTERRUPTED, ProgressLines, console_script, pluralize, printable
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
@@ -106,7 +106,7 @@ def report(evaluations: dict[str, Evaluation], config: Config) -> list[str]:
     lines += _pass_lines(evaluations, settings.pass_k, settings.pass_threshold)
     lines += ["", "look at the rollouts of a task:"]
     for model, each in evaluations.items():
-        lines.append(f"  composer rollouts {each.folder} --eval --step {each.step} --task TASK    ({model})")
+        lines.append(f"  {COMPOSER} rollouts {each.folder} --eval --step {each.step} --task TASK    ({model})")
     return lines
 
 

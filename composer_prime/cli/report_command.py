@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from time import localtime, strftime
 
-from composer_prime.console import gib, pluralize, printable
+from composer_prime.console import COMPOSER, gib, pluralize, printable
 from composer_prime.errors import ComposerError, ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
@@ -188,7 +188,7 @@ def _health(trained: list[Line]) -> list[str]:
     if masked := _values(trained, "policy/masked_fraction"):
         text.append(f"  masked       {fmean(masked):.2%} of tokens by the off-policy correction")
     if failed := sum(_values(trained, "rollout/failed")):
-        text.append(f"  failures     {failed:.0f} rollout tries failed (composer rollouts RUN --all --failed)")
+        text.append(f"  failures     {failed:.0f} rollout tries failed ({COMPOSER} rollouts RUN --all --failed)")
     return text
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_prime.console import pluralize, printable
+from composer_prime.console import COMPOSER, pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
 from composer_prime.run.run_dir import RunDir
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
     print(printable("\n".join(hack_listing(shown) if options.hacks else listing(shown))))
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
-    print(f"{count}; show one with: composer rollouts {options.run} ROLLOUT_ID")
+    print(f"{count}; show one with: {COMPOSER} rollouts {options.run} ROLLOUT_ID")
     return 0
 
 
@@ -116,7 +116,9 @@ def find(run_dir: RunDir, rollout_id: str) -> Rollout:
         for rollout in read_rollouts(path) if path.is_file() else ():
             if rollout.get("rollout_id") == rollout_id:
                 return rollout
-    raise ConfigError(f"{run_dir.root} has no rollout {rollout_id!r}: list them with composer rollouts {run_dir.root}")
+    raise ConfigError(
+        f"{run_dir.root} has no rollout {rollout_id!r}: list them with {COMPOSER} rollouts {run_dir.root}"
+    )
 
 
 def passes(rollout: Rollout, options: argparse.Namespace) -> bool:

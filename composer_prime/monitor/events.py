@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from composer_prime.console import COMPOSER
 from composer_prime.run.run_dir import RunDir
 
 OURS = ("composer_prime", "orchestrator", "trainer", "inference", "diloco")
@@ -114,12 +115,12 @@ class EventFile:
 
 
 _COMMANDS = {
-    "failure": "composer rollouts {run} --failed",
-    "hack": "composer rollouts {run} --all",
-    "groups": "composer rollouts {run} --all --status filtered",
-    "evaluation": "composer rollouts {run} --eval",
-    "checkpoint": "composer report {run}",
-    "budget": "composer report {run}",
+    "failure": f"{COMPOSER} rollouts {{run}} --failed",
+    "hack": f"{COMPOSER} rollouts {{run}} --all",
+    "groups": f"{COMPOSER} rollouts {{run}} --all --status filtered",
+    "evaluation": f"{COMPOSER} rollouts {{run}} --eval",
+    "checkpoint": f"{COMPOSER} report {{run}}",
+    "budget": f"{COMPOSER} report {{run}}",
     "process": "less {run}/logs/{logs}.log",
     "warning": "less {run}/logs/{logs}.log",
 }

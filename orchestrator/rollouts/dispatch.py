@@ -27,6 +27,7 @@ import numpy as np
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
+from composer_prime.console import COMPOSER
 from composer_prime.errors import NonFiniteError, RolloutError
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
@@ -166,7 +167,7 @@ class Dispatcher:
             await asyncio.sleep(retry_pause_s(attempt))
         source = group.plan.source
         if rollout.metrics.get(_HACK):
-            hack = event("hack", same_as=f"{source}/hack", command=f"composer rollouts {{run}} {rollout.rollout_id}")
+            hack = event("hack", same_as=f"{source}/hack", command=f"{COMPOSER} rollouts {{run}} {rollout.rollout_id}")
             logger.warning("the monitor judged rollout %s of %s a hack", rollout.rollout_id, source, extra=hack)
         if rollout.failure is None:
             self.failures.note_reward(source)

@@ -13,6 +13,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from composer_prime.console import COMPOSER
 from composer_prime.errors import RolloutError
 from composer_prime.monitor.events import event
 from orchestrator.rollouts import rollout_log
@@ -112,7 +113,7 @@ class FailureLog:
             raise RolloutError(
                 f"source {plan.source!r} has given no reward yet, and every try of its last {suspicion.groups} groups "
                 f"({len(suspicion.tasks)} tasks) failed alike. Correct the environment "
-                f"(`composer rollouts {self.path.parent.parent} --failed` shows them). "
+                f"(`{COMPOSER} rollouts {self.path.parent.parent} --failed` shows them). "
                 f"The cause: {suspicion.failure.text()}"
             )
 

@@ -42,8 +42,8 @@ def test_a_run_alone(tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"toolsmith: {run} - tiny = +0.500" in text
     assert f"4 tasks solved by {run}, not by tiny: t1, t3, t5, t7" in text
-    assert f"composer rollouts {run} --eval --step 0 --task TASK    (tiny)" in text
-    assert f"composer rollouts {run} --eval --step 6 --task TASK    ({run})" in text
+    assert f"uv run composer rollouts {run} --eval --step 0 --task TASK    (tiny)" in text
+    assert f"uv run composer rollouts {run} --eval --step 6 --task TASK    ({run})" in text
 
 
 # pass@k has an interval over tasks; a task with fewer samples than k has no part in it.

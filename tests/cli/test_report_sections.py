@@ -33,7 +33,7 @@ def test_warnings_stand_in_the_report_with_the_command_that_shows_more(tmp_path)
     text = "\n".join(report_run(RunDir(tmp_path), 1))
     assert "events       1 warning or error\n" in text and "checkpoint of step" not in text
     assert "orchestrator: a rollout of 's' failed: KeyError (10 times) (env.py:3)" in text
-    assert f"more: composer rollouts {tmp_path} --failed" in text
+    assert f"more: uv run composer rollouts {tmp_path} --failed" in text
 
 
 def test_a_steps_parts_add_up(tmp_path):

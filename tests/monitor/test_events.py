@@ -103,7 +103,7 @@ def test_own_count(log, tmp_path):
         log.warning("rollout %d failed", count, extra=about)
     (failure,) = events(tmp_path)
     assert (failure.text, failure.count, failure.where) == ("failed", 100, "env.py:3")
-    assert failure.command == f"composer rollouts {tmp_path} --failed"
+    assert failure.command == f"uv run composer rollouts {tmp_path} --failed"
 
 
 # Torn and foreign lines are skipped, and no file means no events.

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from composer_prime.config import Config
-from composer_prime.console import printable
+from composer_prime.console import COMPOSER, printable
 from composer_prime.errors import RoleFailedError
 from composer_prime.monitor.events import EventFile, parse_event
 from composer_prime.monitor.metrics_file import MetricsFile, Tail
@@ -94,7 +94,7 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
     failure = None
     names = ", ".join(role.name for role in supervisor.roles) or "no role"
     monitor.view.event(f"starting {names}; their logs are in {supervisor.run_dir.root / 'logs'}")
-    monitor.view.event(f"look at it in a browser: composer view {supervisor.config.run.output_dir}")
+    monitor.view.event(f"look at it in a browser: {COMPOSER} view {supervisor.config.run.output_dir}")
     try:
         supervisor.start()
         monitor.start_trackers()

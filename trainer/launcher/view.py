@@ -11,7 +11,7 @@ from collections import deque
 from statistics import fmean
 
 from composer_prime.config import Config
-from composer_prime.console import clock, gib, pluralize, printable, silence
+from composer_prime.console import COMPOSER, clock, gib, pluralize, printable, silence
 from composer_prime.monitor.progress import TREND_STEPS, RoundProgress, RunProgress, StepProgress, ends, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
@@ -249,10 +249,11 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
         lines.append(f"  joint model {progress.ended.text}")
     lines += [f"  everything  {run_dir.root}", "", "next:"]
     if status != 0 and config.run.max_steps:
-        lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken)}")
+        lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken, config.run.max_steps)}")
     where = config.run_directory
     page = f"   (or open {run_dir.root / 'report.html'})" if (run_dir.root / "report.html").is_file() else ""
-    return "\n".join([*lines, f"  uv run composer view {where}{page}", f"  uv run composer report {where}"])
+    lines.append(f"  {COMPOSER} view {where}{page}")
+    return "\n".join([*lines, *(f"  {COMPOSER} {command} {where}" for command in ("report", "rollouts", "chat"))])
 
 
 def _rewards(progress: RunProgress) -> list[str]:
@@ -288,8 +289,11 @@ def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
     return lines
 
 
-def _resume_text(run_dir: RunDir, taken: int) -> str:
+def _resume_text(run_dir: RunDir, taken: int, max_steps: int) -> str:
     saved = (run_dir.complete_checkpoints() or [None])[-1]
+    if saved == max_steps and not run_dir.final.is_dir():
+        evaluated = run_dir.eval_rollouts(saved).is_file() or not run_dir.eval_rollouts(0).is_file()
+        return "only final/ is missing: writes it" if evaluated else "makes the last evaluation, and writes final/"
     if saved is None:
         return "start over: " + (
             f"no checkpoint holds the {pluralize(taken, 'step')} taken" if taken else "nothing was trained yet"

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from composer_prime.config.layers import read_table_file
+from composer_prime.console import COMPOSER
 from composer_prime.errors import ConfigError
 from composer_prime.plan.machine import module_file
 
@@ -47,7 +48,7 @@ def main(words: list[str]) -> int:
     print("\n".join(f"wrote {path}" for path in written))
     module, configuration = options.folder / f"{options.name}.py", options.folder / f"{options.name}.toml"
     tried = module if module.exists() else configuration
-    print(f"next: pytest {written[-1]}; composer try {tried}; trainer @ {configuration}")
+    print(f"next: uv run --group dev pytest {written[-1]}; {COMPOSER} try {tried}; uv run trainer @ {configuration}")
     return 0
 
 
