@@ -90,6 +90,22 @@ def test_the_summary_names_the_joint_model_of_a_run_that_finished(tmp_path):
     assert "joint model" not in interrupted
 
 
+# After its last step a stopped run lacks what comes then, no step.
+def test_a_stop_after_the_last_step_leaves_only_the_model(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.checkpoint(4).mkdir(parents=True)
+    (run_dir.checkpoint(4) / "COMPLETE").touch()
+    with (tmp_path / "lock").open("wb") as lock:
+        config = Config.model_validate(CONFIG)
+        prepared = Prepared(run_dir=run_dir, config=config, start_step=4, notes=(), lock=lock)
+        only_final = run_summary(prepared, RunProgress(), 143, 0)
+        (tmp_path / "rollouts").mkdir()
+        run_dir.eval_rollouts(0).touch()
+        not_evaluated = run_summary(prepared, RunProgress(), 143, 0)
+    assert "with --resume   only final/ is missing: writes it" in only_final
+    assert "with --resume   makes the last evaluation, and writes final/" in not_evaluated
+
+
 def test_panel_shows_progress_pace_and_who_waits():
     # Progress bar with the time left, rewards, evaluation with its interval, memory, waits.
     progress = RunProgress()
