@@ -64,9 +64,9 @@ class Comparison:
         verdict, least = self.verdict, f"{self.minimal_effect:.3f}"
         low, high = self.over_tasks.low or 0.0, self.over_tasks.high or 0.0
         lost = self.over_seeds.high is not None and self.over_seeds.high < 0
-        others = (
-            "one seed says nothing of others" if len(self.by_seed) == 1 else "that other seeds would be is not shown"
-        )
+        seeds = len(self.by_seed)
+        few = f" ({seeds} are few)" if seeds == 2 else ""
+        others = "one seed says nothing of others" if seeds == 1 else f"not shown for other seeds{few}"
         if verdict == "VALIDATED":
             return f"better, on other tasks and with other seeds, and by at least {least} here"
         if verdict == "REFUTED" and high < 0 and lost:
@@ -79,11 +79,9 @@ class Comparison:
             return f"these models are better; {others}"
         if high < 0:
             return f"these models are worse; {others}"
-        return (
-            f"neither 0 nor a gain of {least} is excluded"
-            if high >= self.minimal_effect
-            else f"0 is not excluded; {others}"
-        )
+        if high < self.minimal_effect:
+            return f"neither a gain nor a loss is shown; over tasks a gain of {least} is excluded, {others}"
+        return f"neither a gain nor a loss is shown, and one of {least} is not excluded"
 
     @property
     def tone(self) -> str:

@@ -88,7 +88,7 @@ def test_verdicts_follow_the_rule() -> None:
     assert worse.over_tasks.mean == pytest.approx(-better.over_tasks.mean)
     assert judged(0.5, 0.52, minimal_effect=0.4).verdict == "REFUTED"
     small = judged(0.5, 0.52)
-    assert small.verdict == "UNDECIDED" and "neither 0 nor a gain of 0.050 is excluded" in small.meaning
+    assert small.verdict == "UNDECIDED" and "neither a gain nor a loss is shown, and one of 0.050" in small.meaning
     assert small.detectable is not None and small.detectable > 0.05 and small.power < 0.5
 
 
