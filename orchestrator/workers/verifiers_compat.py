@@ -185,3 +185,10 @@ def remember_default_factories() -> None:
 def keep_boxes_in(folder: Path) -> None:
     """Make the subprocess runtime's working folders in `folder`."""
     subprocess_runtime.CACHE_DIR = folder
+
+
+def taskset_settings(taskset_id: str) -> list[str]:
+    """Import a task set and return the names of its own settings. Raises what its import raises."""
+    import_dotted_plugins()
+    common = loaders.TasksetConfig.model_fields
+    return [name for name in loaders.taskset_config_type(taskset_id).model_fields if name not in common]

@@ -77,6 +77,22 @@ def test_module_file(tmp_path):
     assert (config.model.path, config.model.max_context) == ("tiny", 1024)
 
 
+# `--eval` takes the split `eval`; a task set without splits is named, and the flags that choose its tasks.
+def test_held_out_tasks_of_a_module(tmp_path, capsys):
+    file = tmp_path / "split_env.py"
+    file.write_text(BROKEN)
+    (source,) = configured(str(file), "--eval").orchestrator.source
+    assert source.eval_taskset == {"id": "split_env", "split": "eval"}
+    (source,) = configured(str(file), "--eval", "--eval_taskset.split", "test").orchestrator.source
+    assert source.eval_taskset == {"id": "split_env", "split": "test"}
+    assert "warning" not in capsys.readouterr().err
+    file = tmp_path / "whole_env.py"
+    file.write_text(BROKEN.replace("split: str", "seed: str"))
+    (source,) = configured(str(file), "--eval").orchestrator.source
+    assert source.eval_taskset == {"id": "whole_env"}
+    assert "may be training tasks: its settings are seed; choose" in capsys.readouterr().err
+
+
 # A configuration's source is played with the configuration's model and sampling.
 def test_configuration():
     config = configured("configs/a1.toml", "--orchestrator.sampling.temperature", "0.5")

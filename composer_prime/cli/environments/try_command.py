@@ -140,7 +140,7 @@ def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) 
     name = module.rpartition(".")[2]
     source: dict[str, Any] = {"name": name, "taskset": {"id": module}}
     if held_out:
-        source["eval_taskset"] = {"id": module}
+        source["eval_taskset"] = {"id": module} | _held_out_settings(module, home)
     values: dict[str, Any] = {
         "run": {"name": name, "max_steps": 1, "import_from": [str(home)]},
         "model": {"path": model, "max_context": (context := _context(model))},
@@ -150,6 +150,24 @@ def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) 
     file = folder / "module.json"
     file.write_text(json.dumps(values))
     return file
+
+
+def _held_out_settings(module: str, home: Path) -> dict[str, str]:
+    """Return `split` where the task set has that setting; warn where it has none. A worker names what cannot load."""
+    from orchestrator.workers.verifiers_compat import taskset_settings
+
+    sys.path += [str(home)] if str(home) not in sys.path else []
+    try:
+        settings = taskset_settings(module)
+    except Exception:
+        return {}
+    if "split" in settings:
+        return {"split": "eval"}
+    _report(
+        f"warning: {module} has no setting `split`, so these may be training tasks: its settings are "
+        f"{', '.join(settings) or 'none'}; choose held-out tasks with --eval_taskset.KEY VALUE"
+    )
+    return {}
 
 
 def _module(env: str) -> tuple[str, Path]:
