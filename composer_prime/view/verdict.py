@@ -53,8 +53,8 @@ def fmean_of(scores: Scores) -> float:
 
 
 def short(value: float, *, sign: bool = False) -> str:
-    """Return `.52`, with `sign` `+.52`: two digits, without the zero before the point."""
-    text = f"{abs(value):.2f}".removeprefix("0")
+    """Return `.52`, with `sign` `+.52`: two digits, three near 0, without the zero before the point."""
+    text = f"{abs(value):.{3 if 0 < abs(value) < 0.005 else 2}f}".removeprefix("0")
     mark = "−" if value < 0 and text.strip(".0") else "+" if sign else ""
     return f"{mark}{text}"
 

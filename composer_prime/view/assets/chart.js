@@ -87,6 +87,7 @@ export function lineChart(spec) {
     .filter((each) => each.points.length);
   const intervals = (spec.intervals || []).filter((each) => each.mean !== null);
   if (!series.length && !intervals.length) return null;
+  if (spec.optional && series.every((each) => each.points.every(([, y]) => y === 0))) return null;
   const xs = [...series.flatMap((each) => each.points.map((point) => point[0])), ...intervals.map((each) => each.x)];
   const ys = series.flatMap((each) => each.points.map((point) => point[1]));
   for (const each of intervals) ys.push(each.mean, ...(each.low === null ? [] : [each.low, each.high]));
@@ -165,7 +166,7 @@ function follow(drawing, cursor, readout, scale, series, intervals, spec) {
 }
 
 function frame(spec, drawing, readout, series, intervals) {
-  const named = spec.series.length > 1 ? series : [];
+  const named = spec.series.length > 1 || intervals.length ? series : [];
   const legend = named.map((each) => h("span", { class: `key c${each.color || 0}` }, each.name));
   if (intervals.length) legend.push(h("span", { class: `key square c${intervals[0].color || 0}` }, "held-out, 95 %"));
   const hasMean = series.some((each) => each.mean && each.points.length >= MEAN_STEPS);

@@ -43,10 +43,11 @@ export function figure(value, digits = 4) {
   return value.toPrecision(digits - 1).replace("-", "−");
 }
 
-// `.52`, with `sign` `+.52`: as in the verdict.
+// `.52`, with `sign` `+.52`, and `.003` near 0: as in the verdict.
 export function short(value, sign = false) {
   if (value === null || value === undefined) return "–";
-  const text = Math.abs(value).toFixed(2).replace(/^0/, "");
+  const size = Math.abs(value);
+  const text = size.toFixed(size && size < 0.005 ? 3 : 2).replace(/^0/, "");
   const mark = value < 0 && Number(text) !== 0 ? "−" : sign ? "+" : "";
   return mark + text;
 }
@@ -95,7 +96,7 @@ export function plural(count, noun) {
 }
 
 export function table(columns, rows, props = {}) {
-  const head = columns.map((column) => h("th", { scope: "col", class: column.kind }, column.title));
+  const head = columns.map((column) => h("th", { scope: "col", class: column.kind, title: column.hint }, column.title));
   return h(
     "div",
     { class: "scroll" },

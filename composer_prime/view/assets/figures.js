@@ -18,10 +18,10 @@ const GROUPS = [
   ]],
   ["Loss terms", [
     { title: "Loss by term", names: ["loss/policy", "loss/sdpo", "loss/replay_dpo"], zero: false },
-    { title: "SDPO divergence", note: "nats a token", names: ["sdpo/jsd", "sdpo/turn_jsd"], mean: true },
-    { title: "SDPO turns", note: "a step", names: ["sdpo/turns"], mean: true },
+    { title: "SDPO divergence", note: "nats a token", names: ["sdpo/jsd", "sdpo/turn_jsd"], optional: true, mean: true },
+    { title: "SDPO turns", note: "a step", names: ["sdpo/turns"], optional: true, mean: true },
     { title: "Pairs preferred as the teachers did", names: ["dpo/accuracy"], mean: true, unit: true },
-    { title: "Displacement of chosen answers", note: "nats a token", names: ["dpo/displacement"], mean: true },
+    { title: "Displacement of chosen answers", note: "nats a token", names: ["dpo/displacement"], optional: true, mean: true },
     { title: "Gradient norm", names: ["optim/grad_norm"], mean: true },
     { title: "Learning rate", names: ["optim/lr"] },
   ]],
@@ -70,7 +70,7 @@ function figureChart(runs, spec) {
   if (spec.several && names.length < 2) return null;
   const isAlone = runs.length === 1;
   const series = isAlone
-    ? names.map((name, index) => ({ name: seriesName(name), color: index, points: points(runs[0], name), mean: spec.mean }))
+    ? names.map((name, index) => ({ name: spec.heldOut ? "in training" : seriesName(name), color: index, points: points(runs[0], name), mean: spec.mean }))
     : runs.map((run, index) => ({ name: run.id, color: index % 8, points: points(run, names[0] || ""), mean: spec.mean, plain: true }));
   const intervals = spec.heldOut
     ? runs.flatMap((run, index) =>

@@ -17,7 +17,7 @@ export function runsPage(answer, state, redraw) {
     type: "search", id: "search", placeholder: "name, state or setting", "aria-label": "filter the runs", value: state.filter || "",
     oninput: (event) => { state.filter = event.target.value; redraw(); },
   });
-  const columns = [{ title: "" }, { title: "Run" }, { title: "State" }, { title: "Step", kind: "n" }, { title: "Reward" }, { title: "", kind: "n" },
+  const columns = [{ title: "" }, { title: "Run" }, { title: "State" }, { title: "Step", kind: "n" }, { title: "Reward", hint: "training: the line is every step, the number the mean of the last ten" }, { title: "", kind: "n" },
     { title: "Held-out" }, { title: "Settings unlike most runs here" }, { title: "Last line" }];
   return [
     h("h1", null, plural(answer.runs.length, "run"), " ", h("span", { class: "quiet" }, answer.folders.join(", "))),
@@ -57,7 +57,7 @@ function heldOut(ends) {
 
 function chip(name, value) {
   const text = JSON.stringify(value) ?? "unset";
-  return h("span", { class: "chip", title: name }, `${name.split(".").slice(-2).join(".")} `, h("b", null, text.length > 40 ? `${text.slice(0, 40)}…` : text));
+  return h("span", { class: "chip", title: name }, `${name.split(".").filter((part) => !/^\d+$/.test(part)).slice(-2).join(".")} `, h("b", null, text.length > 40 ? `${text.slice(0, 40)}…` : text));
 }
 
 function moreChips(differs) {
