@@ -135,7 +135,11 @@ def _held_out(all_arms: list[Arm], steps: int, width: int) -> list[str]:
     """Return such rows for the held-out rewards and turn errors of evaluations that every arm has."""
     text: list[str] = []
     runs = [run for arm in all_arms for run in arm.runs.values()]
-    shared = set.intersection(*({step for step in run.evaluations if step <= steps} for run in runs))
+    evaluated = [{step for step in run.evaluations if step <= steps} for run in runs]
+    shared, left_out = set.intersection(*evaluated), sorted(set.union(*evaluated) - set.intersection(*evaluated))
+    if left_out:
+        of_all, of_some = (", ".join(map(str, each)) or "none" for each in (sorted(shared), left_out))
+        text += ["", f"only evaluations that every arm has: steps {of_all}; left out: {of_some}"]
     names = sorted({name for run in runs for figures in run.evaluations.values() for name in figures})
     for name in (name for name in names if name.endswith(("/reward_mean", "/turn_error_rate"))):
         rows = {}
