@@ -116,6 +116,17 @@ def test_refused(words, reason):
         configured(*words)
 
 
+# A file of sources alone is not a configuration; on top of one it is.
+def test_overlay(tmp_path):
+    file = tmp_path / "larger.toml"
+    file.write_text(
+        '[[orchestrator.source]]\nname = "larger"\ntaskset = { id = "my_larger" }\neval_taskset = { seed = 1 }\n'
+    )
+    with pytest.raises(ConfigError, match=r"goes on top of another file.* try configs/a1.toml @ .*larger.toml"):
+        configured(str(file))
+    assert configured("configs/a1.toml", "@", str(file)).orchestrator.source[0].name == "larger"
+
+
 # Each reason why a run would learn nothing is one sentence; healthy episodes give none.
 @pytest.mark.parametrize(
     ("episodes", "beginning"),

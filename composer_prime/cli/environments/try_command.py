@@ -21,8 +21,9 @@ from typing import Any
 
 from composer_prime.cli.rollouts_command import show
 from composer_prime.config import Config
+from composer_prime.config.layers import read_table_file
 from composer_prime.config.load import read_config, resolve
-from composer_prime.console import pluralize, printable
+from composer_prime.console import COMPOSER, pluralize, printable
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import failure_text
@@ -96,7 +97,7 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
     if options.episodes < 1:
         raise ConfigError(f"-n is {options.episodes}: play one episode or more")
     with tempfile.TemporaryDirectory(prefix="composer-try-") as folder:
-        words = [*_configuration(options, Path(folder)), *full_names(rest)]
+        words = [*_configuration(options, rest, Path(folder)), *full_names(rest)]
         if options.model is not None:
             words += ["--model.path", model_folder(options.model)]
         config = resolve(words).config
@@ -115,10 +116,11 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
     return config.model_copy(update=update)
 
 
-def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
+def _configuration(options: argparse.Namespace, rest: list[str], folder: Path) -> list[str]:
     """Return the words that configure what ENV names."""
     path = Path(options.env)
     if path.suffix == ".toml":
+        _refuse_overlay(path, rest)
         return ["@", options.env]
     if (path / "run_id").is_file():
         run = RunDir(path)
@@ -129,6 +131,16 @@ def _configuration(options: argparse.Namespace, folder: Path) -> list[str]:
         "@",
         str(module_configuration(options.env, model_folder(options.model or "tiny"), folder, held_out=held_out)),
     ]
+
+
+def _refuse_overlay(file: Path, rest: list[str]) -> None:
+    """Raise ConfigError for a file with sources alone, and no further file."""
+    values = read_table_file(str(file)) if file.is_file() else {"run": {}}
+    if not {"run", "model"} & values.keys() and "@" not in rest:
+        raise ConfigError(
+            f"{file} has neither [run] nor [model], so it goes on top of another file: try the module of its task set "
+            f"(`{COMPOSER} try MODULE.py`), or a whole configuration (`{COMPOSER} try configs/a1.toml @ {file}`)"
+        )
 
 
 def module_configuration(env: str, model: str, folder: Path, *, held_out: bool) -> Path:
