@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.environments.try_command import _parser, trial_config
+from composer_prime.cli.environments.try_command import _parser, chosen, trial_config
 from composer_prime.console import console_script
 from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedRollout
@@ -125,6 +125,13 @@ def test_overlay(tmp_path):
     with pytest.raises(ConfigError, match=r"goes on top of another file.* try configs/a1.toml @ .*larger.toml"):
         configured(str(file))
     assert configured("configs/a1.toml", "@", str(file)).orchestrator.source[0].name == "larger"
+
+
+# Of many episodes the best, the worst and the first failed are shown, in their order.
+def test_few_transcripts_are_shown():
+    lines = [{"reward": reward} for reward in (0.5, None, 0.0, 1.0, None, 0.2)]
+    assert [line["reward"] for line in chosen(lines)] == [None, 0.0, 1.0]
+    assert chosen(lines[:4]) == lines[:4]
 
 
 # Each reason why a run would learn nothing is one sentence; healthy episodes give none.

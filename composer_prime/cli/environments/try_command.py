@@ -32,6 +32,8 @@ from composer_prime.run.run_dir import RunDir
 FAILED = 1
 _CONTEXT = 2048
 """Tokens of an episode where no configuration gives a number, unless the model takes fewer."""
+_SHOWN = 4
+"""Transcripts that are printed; `--all` prints every one."""
 _OF_A_RUN = ("step", "status", "policy_versions")
 """Fields of a rollout that say nothing outside a run."""
 _USAGE = """\
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
     parser.add_argument("--runtime", help="sandbox of the environment's programs: bubblewrap, subprocess, docker, ...")
     parser.add_argument("--schemas", action="store_true", help="print the tools' whole JSON schemas")
+    parser.add_argument("--all", action="store_true", help=f"print all transcripts (default: {_SHOWN} at most)")
     parser.add_argument("--json", action="store_true", help="print the rollouts as JSON lines")
     return parser
 
@@ -242,7 +245,10 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     if options.json:
         print("\n".join(json.dumps(line) for line in lines))
     else:
-        print(printable("\n".join([*_transcripts(lines, schemas=options.schemas), *_summary(lines)])))
+        shown = lines if options.all else chosen(lines)
+        print(printable("\n".join([*_transcripts(shown, schemas=options.schemas), *_summary(lines)])))
+        if left_out := len(lines) - len(shown):
+            print(f"{pluralize(left_out, 'transcript')} left out: --all prints every one")
         print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
     for warning in trial_warnings(episodes):
         print(f"warning: {printable(warning)}", file=sys.stderr if options.json else sys.stdout)
@@ -256,6 +262,16 @@ def _tasks(options: argparse.Namespace, count: int | None) -> list[int]:
             raise ConfigError(f"--task {options.task}: there are {pluralize(count or 0, 'task')}, counted from 0")
         return [options.task] * options.episodes
     return [number % (count or options.episodes) for number in range(options.episodes)]
+
+
+def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a few lines in their order: all where they are few, else the best, the worst and the first failed."""
+    if len(lines) <= _SHOWN:
+        return lines
+    scored = sorted((line for line in lines if line["reward"] is not None), key=lambda line: line["reward"])
+    failed = [line for line in lines if line["reward"] is None]
+    picked = [*scored[-1:], *scored[:1], *failed[:1]]
+    return [line for line in lines if any(line is one for one in picked)]
 
 
 def _transcripts(lines: list[dict[str, Any]], *, schemas: bool) -> Iterator[str]:
