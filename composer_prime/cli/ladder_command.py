@@ -1,7 +1,7 @@
 """`composer ladder RUN [RUN ...]`: arms side by side at equal steps, paired by seed, with intervals over seeds.
 
 Runs whose configurations differ only in seed and name form an arm. The first run's arm is the base of all comparisons.
-Intervals are 95 % Student t intervals over seeds, so they are wide when there are few seeds.
+Intervals are 95 % Student t intervals over seeds, wide when there are few. Two seeds have none: both figures are shown.
 
 `composer ladder run CONFIG ... -o FOLDER` trains arms. `composer ladder FOLDER` adds the verdicts that it announced.
 """
@@ -23,7 +23,7 @@ from composer_prime.stats.ladder import (
     group_into_arms,
     level,
     load_run,
-    over_seeds,
+    seeds_text,
     windows,
 )
 from composer_prime.stats.preregistration import RULE, Preregistration, read_preregistration
@@ -156,9 +156,9 @@ def _labels(all_arms: list[Arm]) -> list[str]:
 
 def _cells(figures: list[dict[int, float | None]]) -> list[str]:
     """Return the cells below `_labels`: each arm's figures over seeds, then differences from the first."""
-    intervals = [(over_seeds(values), False) for values in figures]
-    intervals += [(over_seeds(differences(figures[0], values)), True) for values in figures[1:]]
-    return [interval.text(sign=sign) if interval else "-" for interval, sign in intervals]
+    cells = [seeds_text(values) for values in figures]
+    cells += [seeds_text(differences(figures[0], values), sign=True) for values in figures[1:]]
+    return [cell or "-" for cell in cells]
 
 
 def ladder_table(labels: list[str], rows: dict[str, list[str]], width: int) -> list[str]:

@@ -115,18 +115,28 @@ def level(run: Run, metric: str, steps: Iterable[int]) -> float | None:
 def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
     """Return the mean and Student t interval of one figure per seed; None when no seed has it.
 
-    There are no bounds for one seed, nor for equal figures: their spread, 0, would give an interval without width.
+    There are no bounds below three seeds: those of two lie far outside the values that a figure can have. Nor are there
+    for equal figures, whose spread, 0, would give an interval without width.
     """
     figures = [value for value in values.values() if value is not None]
     if not figures:
         return None
     mean, count = fmean(figures), len(figures)
-    if min(figures) == max(figures):
+    if count < 3 or min(figures) == max(figures):
         return Interval(mean=mean, low=None, high=None, count=count)
     from scipy.special import stdtrit  # A slow import; only needed for an interval.
 
     half = float(stdtrit(count - 1, 0.975)) * stdev(figures) / count**0.5
     return Interval(mean=mean, low=mean - half, high=mean + half, count=count)
+
+
+def seeds_text(values: Mapping[int, float | None], *, sign: bool = False) -> str:
+    """Return the mean over seeds with its interval, with both figures for two seeds; empty when no seed has one."""
+    interval = over_seeds(values)
+    if interval is None or interval.count != 2:
+        return interval.text(sign=sign) if interval else ""
+    both = ", ".join(format(value, "+.3f" if sign else ".3f") for value in values.values() if value is not None)
+    return f"{interval.text(sign=sign)} ({both})"
 
 
 def differences(base: Mapping[int, float | None], other: Mapping[int, float | None]) -> dict[int, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_prime.console import pluralize
 from composer_prime.stats.intervals import Interval
-from composer_prime.stats.ladder import Arm, differences, differing, level, over_seeds, windows
+from composer_prime.stats.ladder import Arm, differences, differing, level, over_seeds, seeds_text, windows
 from composer_prime.view.verdict import signed
 
 CURVES = (
@@ -111,9 +111,8 @@ def _table(arms: list[Arm], steps: int, metric: str, bins: int) -> dict[str, Any
     rows = []
     for part in [*windows(steps, bins), range(1, steps + 1)]:
         figures = [{seed: level(run, metric, part) for seed, run in arm.runs.items()} for arm in arms]
-        cells = [interval.text() if (interval := over_seeds(each)) else "–" for each in figures]
-        changes = [over_seeds(differences(figures[0], each)) for each in figures[1:]]
-        cells += [interval.text(sign=True) if interval else "–" for interval in changes]
+        cells = [seeds_text(each) or "–" for each in figures]
+        cells += [seeds_text(differences(figures[0], each), sign=True) or "–" for each in figures[1:]]
         if any(cell != "–" for cell in cells):
             rows.append({"name": f"{part[0]}–{part[-1]}", "cells": cells})
     return {"title": metric, "labels": labels, "rows": rows}

@@ -28,7 +28,7 @@ def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[fl
 
 
 # Runs are grouped by configuration, compared at the length of the shortest, and paired by seed: differences of 0.1 and
-# 0.3 (two seeds) have the mean 0.2 and the t interval 0.2 -+ 12.706 * 0.1.
+# 0.3 have the mean 0.2; two seeds have no interval. An evaluation that one run alone has is named, not shown.
 def test_arms_are_paired_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [
         run_folder(tmp_path, "a1-seed0", 0, 0.0, [0.2, 0.2, 9.0]),
@@ -36,10 +36,13 @@ def test_arms_are_paired_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[s
         run_folder(tmp_path, "a2-seed0", 0, 0.5, [0.3, 0.3]),
         run_folder(tmp_path, "a2-seed1", 1, 0.5, [0.8, 0.8]),
     ]
+    with (Path(folders[0]) / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "role": "orchestrator", "eval/toolsmith/reward_mean": 0.1}) + "\n")
     assert main([*folders, "--bins", "1"]) == 0
     shown = capsys.readouterr().out
     assert "2 arms at 2 steps" in shown and "channels.sdpo.weight: 0.0 -> 0.5" in shown
-    assert shown.count("a2 - a1") == 2 and shown.count("+0.200 [-1.071, +1.471]") == 2  # in training, held-out
+    assert shown.count("a2 - a1") == 2 and shown.count("+0.200 (+0.100, +0.300)") == 2  # in training, held-out
+    assert "only evaluations that every arm has: steps 2; left out: 1\n" in shown
     assert max(map(len, shown.splitlines())) <= 120
 
 
