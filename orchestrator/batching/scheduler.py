@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from composer_prime.config.orchestrator import OrchestratorConfig
-from composer_prime.console import pluralize
+from composer_prime.console import COMPOSER, pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.monitor.events import event
 from composer_prime.run.ledger import left_out
@@ -167,8 +167,9 @@ class BatchScheduler:
                 if share > self.config.max_filtered_share:
                     logger.warning(
                         "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the "
-                        "tasks are too easy or too hard; change the task set or use "
-                        "orchestrator.tasks.curriculum:Frontier", 100 * share, 100 * self.config.max_filtered_share,
+                        "tasks are too easy or too hard; change the task set or add --orchestrator."
+                        "curriculum.import_path orchestrator.tasks.curriculum:Frontier; to look: %s try MODULE -n 32",
+                        100 * share, 100 * self.config.max_filtered_share, COMPOSER,
                         extra=event("groups"),
                     )  # fmt: skip
             preferences = []
