@@ -83,12 +83,15 @@ async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> 
     return PlayedEpisode(rollout=rollout, leaked_answer=result.reply.leaked_answer)
 
 
-def trial_warnings(episodes: Sequence[PlayedEpisode]) -> list[str]:
-    """Return one sentence for each reason why training on such episodes could learn nothing, or the wrong thing."""
+def trial_warnings(episodes: Sequence[PlayedEpisode], overlap: str | None = None) -> list[str]:
+    """Return one sentence for each reason why training on such episodes could learn nothing, or the wrong thing.
+
+    `overlap`: the worker's sentence on held-out tasks that are training tasks.
+    """
     rollouts = [episode.rollout for episode in episodes]
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     rewards = {rollout.reward for rollout in scored}
-    warnings = []
+    warnings = [overlap] if overlap else []
     if len(scored) > 1 and len(rewards) == 1:
         warnings.append(
             f"all {len(scored)} rewards are {rewards.pop():g}: a group of equal rewards has no advantage and trains "

@@ -78,6 +78,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """By task set: a digest of the tasks' prompts; of an endless set, of its first one."""
     runtimes: list[str] = []
     """Types of the runtimes in which the source executes code."""
+    overlap: str | None = None
+    """A sentence where held-out prompts are training prompts too."""
 
     def difference(self, other: WorkerReady) -> str | None:
         """Return how these tasks differ from the run's, with both values; None where they are the same."""

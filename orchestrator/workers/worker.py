@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from composer_prime.errors import ComposerError
 from composer_prime.monitor.events import join_events
 from composer_prime.run.process import end_with_parent
 from orchestrator.workers.protocol import (
+    EVAL,
+    TRAIN,
     CancelRollout,
     Frames,
     Heartbeat,
@@ -47,6 +50,9 @@ logger = logging.getLogger("orchestrator.worker")
 
 _ABORT_S = 3.0
 """Time for aborted rollouts to end. The environments themselves close after that."""
+
+_COMPARED = 512
+"""Held-out prompts that are looked for among the training prompts."""
 
 
 class Worker:
@@ -82,7 +88,13 @@ class Worker:
             digests = {name: prompt_digest(environment) for name, environment in self._environments.items()}
             runtimes = sorted({kind for each in self._environments.values() for kind in runtime_types(each)})
             self._frames.send(
-                WorkerReady(num_tasks=num_tasks, difficulty=difficulty, digests=digests, runtimes=runtimes)
+                WorkerReady(
+                    num_tasks=num_tasks,
+                    difficulty=difficulty,
+                    digests=digests,
+                    runtimes=runtimes,
+                    overlap=overlap(self._environments),
+                )
             )
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
@@ -171,6 +183,25 @@ def prompt_digest(environment: Any) -> str:
     for index in range(environment.num_tasks or 1):
         digest.update(f"{environment.describe(index)[1]}\0".encode(errors="replace"))
     return digest.hexdigest()
+
+
+def overlap(environments: Mapping[str, Any]) -> str | None:
+    """Return a sentence where held-out prompts, the first _COMPARED of them, are training prompts too.
+
+    `environments`: an Environment by task set. Endless sets are not compared.
+    """
+    train, held_out = environments.get(TRAIN), environments.get(EVAL)
+    if train is None or held_out is None or train.num_tasks is None or held_out.num_tasks is None:
+        return None
+    known = {train.describe(index)[1] for index in range(train.num_tasks)} - {"", None}
+    count = min(held_out.num_tasks, _COMPARED)
+    both = sum(held_out.describe(index)[1] in known for index in range(count))
+    if both == 0:
+        return None
+    return (
+        f"{both} of {count} held-out tasks have the prompt of a training task, so their reward may only show what was "
+        "memorized: let eval_taskset have a split that shares no task with taskset"
+    )
 
 
 def runtime_types(environment: Any) -> set[str]:

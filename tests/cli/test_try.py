@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from composer_prime.console import console_script
 from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedRollout
 from orchestrator.rollouts.trial import PlayedEpisode, trial_warnings
+from orchestrator.workers.worker import overlap
 
 BROKEN = """
 from collections.abc import Iterator
@@ -149,6 +151,20 @@ def test_few_transcripts_are_shown():
 def test_warnings(episodes, beginning):
     warnings = trial_warnings(episodes)
     assert [warning[: len(beginning or "")] for warning in warnings] == ([] if beginning is None else [beginning])
+
+
+# Held-out prompts that are training prompts are counted; the worker finds them, and endless sets are left alone.
+def test_overlapping_splits_are_named():
+    def prompts(*texts: str, endless: bool = False):
+        return SimpleNamespace(num_tasks=None if endless else len(texts), describe=lambda index: ("id", texts[index]))
+
+    train = prompts("1 + 2", "2 + 2", "")
+    sentence = overlap({"train": train, "eval": prompts("2 + 2", "1 + 2", "3 + 3", "")})
+    assert sentence is not None and sentence.startswith("2 of 4 held-out tasks have the prompt of a training task")
+    assert trial_warnings([episode(1.0), episode(0.0)], sentence) == [sentence]
+    assert overlap({"train": train, "eval": prompts("3 + 3")}) is None
+    assert overlap({"train": train}) is None
+    assert overlap({"train": train, "eval": prompts("1 + 2", endless=True)}) is None
 
 
 # One command plays toolsmith with the embedded model and prints transcript, parts, tools and tokens. It says at once

@@ -250,7 +250,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
         if left_out := len(lines) - len(shown):
             print(f"{pluralize(left_out, 'transcript')} left out: --all prints every one")
         print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
-    for warning in trial_warnings(episodes):
+    for warning in trial_warnings(episodes, pool.ready.overlap if pool.ready else None):
         print(f"warning: {printable(warning)}", file=sys.stderr if options.json else sys.stdout)
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
 
