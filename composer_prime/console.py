@@ -10,8 +10,10 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,6 +114,25 @@ class ProgressLines:
             print(f"[{time.strftime('%H:%M:%S')}] {text()}", file=sys.stderr, flush=True)
         except OSError:
             self._next_at = float("inf")
+
+
+@contextmanager
+def tell_waits(what: str, every_s: float = 5.0) -> Iterator[None]:
+    """Print `what` and how long it has taken to stderr every `every_s`, until the block ends. Imports may block it."""
+    began, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        with suppress(OSError):
+            while not over.wait(every_s):
+                print(f"{what} ... ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 def columns() -> int | None:

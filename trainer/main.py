@@ -13,6 +13,7 @@ from composer_prime.console import (
     columns,
     exit_on_version_flag,
     fail,
+    tell_waits,
     until_the_reader_leaves,
     what_is_wrong,
 )
@@ -28,9 +29,10 @@ def _main() -> int:
     command = parse_command_line(sys.argv[1:])
     config = command.config
     try:
-        from composer_prime.plan.plan import build_plan
+        with tell_waits("checking the configuration and this machine"):
+            from composer_prime.plan.plan import build_plan
 
-        plan = build_plan(config)
+            plan = build_plan(config)
         if command.dry_run:
             from composer_prime.plan.sources import check_sources
             from diloco.simulate.forecast import link_rows
@@ -43,11 +45,12 @@ def _main() -> int:
             raise ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}")
         for note in plan.notes if not config.run.resume else []:
             print(f"note: {note}", file=sys.stderr)
-        from composer_prime.model_source import resolve_model
-        from composer_prime.run.process import end_with_parent
-        from trainer.launcher.launch import launch
+        with tell_waits(f"loading the launcher and finding {config.model.path}"):
+            from composer_prime.model_source import resolve_model
+            from composer_prime.run.process import end_with_parent
+            from trainer.launcher.launch import launch
 
-        resolve_model(config.model.path)
+            resolve_model(config.model.path)
         end_with_parent()  # `composer ladder run` starts one run after another
         return launch(config)
     except ConfigError as error:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
+from composer_prime.console import tell_waits
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.preflight import check_chat_template
@@ -102,7 +103,8 @@ async def serve_with_environment(
             asyncio.create_task(reported("the environment", pool.start())),
         ]
         try:
-            (gateway, _), _ = await asyncio.gather(*starting)
+            with tell_waits(f"loading the environment and {config.model.path}"):
+                (gateway, _), _ = await asyncio.gather(*starting)
         finally:
             for task in starting:
                 task.cancel()

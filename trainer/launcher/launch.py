@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from composer_prime.config import Config
-from composer_prime.console import COMPOSER, printable
+from composer_prime.console import COMPOSER, printable, tell_waits
 from composer_prime.errors import RoleFailedError
 from composer_prime.monitor.events import EventFile, parse_event
 from composer_prime.monitor.metrics_file import MetricsFile, Tail
@@ -56,7 +56,8 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     `commands` makes the processes to start; by default they are the roles of the configuration. Raises ConfigError when
     the run directory cannot be used.
     """
-    prepared = prepare(config)
+    with tell_waits("preparing the run directory"):
+        prepared = prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     if 0 < config.run.max_steps <= prepared.start_step and run_dir.final.is_dir():
         print(

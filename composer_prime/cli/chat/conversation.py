@@ -24,6 +24,7 @@ import msgspec
 
 from composer_prime.config import Config
 from composer_prime.config.load import make_importable
+from composer_prime.console import tell_waits
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EngineError, RolloutError
 from composer_prime.model_source import resolve_model
 
@@ -266,8 +267,11 @@ async def open_conversation(
     config = config.model_copy(update={"orchestrator": orchestrator})
     scratch = Scratch("chat")
     try:
-        environment = await asyncio.to_thread(_environment, config) if with_tools else None
-        async with serve(config, scratch.path / "served", lambda *sampled: talk.take(*sampled)) as (gateway, _):
+        async with AsyncExitStack() as stack:
+            with tell_waits(f"loading {config.model.path}"):
+                environment = await asyncio.to_thread(_environment, config) if with_tools else None
+                served = serve(config, scratch.path / "served", lambda *sampled: talk.take(*sampled))
+                gateway, _ = await stack.enter_async_context(served)
             talk = Conversation(
                 gateway.http_url,
                 os.environ[TOKEN_VARIABLE],
