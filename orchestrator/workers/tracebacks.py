@@ -5,10 +5,14 @@ verifiers reports an error as text: that of the environment's code, then that of
 
 from __future__ import annotations
 
+import inspect
 import re
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
+
+from composer_prime.errors import ConfigError
 
 _FRAME = re.compile(r'^[ |]*File "([^"<]+)", line (\d+), in (\S+)', re.MULTILINE)
 _CHAINED = re.compile(
@@ -38,6 +42,21 @@ def read_traceback(text: str) -> tuple[str, str | None]:
                 return parts[number].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1])
     frames = _FRAME.findall(parts[0])
     return parts[0].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1]) if frames else None
+
+
+def refuse_plain_rewards(task: Any) -> None:
+    """Raise ConfigError for a reward or metric of a verifiers Task that says it returns a number, but is no coroutine.
+
+    verifiers awaits each, so every rollout would fail with a line of asyncio's.
+    """
+    for kind in ("reward", "metric"):
+        for function in task.hooks(kind):
+            returned = inspect.signature(function).return_annotation
+            is_number = getattr(returned, "__name__", returned) in ("float", "int", "bool")
+            if is_number and not inspect.iscoroutinefunction(function):
+                code = inspect.unwrap(function).__code__
+                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                raise ConfigError(f"{kind} `{function.__name__}` ({place}) must be `async def` and return a number")
 
 
 def _distance(file: str) -> int:

@@ -52,7 +52,7 @@ from orchestrator.workers.protocol import (
     ToolCall,
     failed_reply,
 )
-from orchestrator.workers.tracebacks import describe_exception, read_traceback
+from orchestrator.workers.tracebacks import describe_exception, read_traceback, refuse_plain_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +90,13 @@ class Environment:
     """One task set of a source, and the agent that plays it."""
 
     def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig | None) -> None:
-        """Load the plugins and the tasks.
-
-        Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError.
-        """
+        """Load the plugins and the tasks. Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError."""
         self.spec = spec
         self.name = taskset
         self._renderer = renderer
         self._env = load_env(spec, spec.tasksets[taskset])
         self._tasks = _Tasks(self._env, spec, taskset)
+        refuse_plain_rewards(self._tasks[0])
         self._clients: dict[str, vf.TrainClientConfig] = {}
 
     @property

@@ -280,3 +280,11 @@ def test_the_documented_task_set_is_played_and_scored(tmp_path, monkeypatch, rep
     first, second = map(int, re.findall(r"\d+", env.describe(0)[1]))
     played = play(env, Scripted(TINY, [reply.format(max(first, second))]))
     assert played.error is None and played.reward == reward and played.parts == {"correct": reward}
+
+
+# A reward that is no coroutine is named with its file and line before a rollout fails.
+def test_plain_reward_is_refused(tmp_path, monkeypatch) -> None:
+    (tmp_path / "plain_larger.py").write_text(block("python").replace("async def", "def"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward `correct` \(plain_larger.py:\d+\) must be `async def`"):
+        environment(TINY, {"id": "plain_larger"}, harness=TOOL_LOOP)
