@@ -290,13 +290,13 @@ def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
 
 
 def _resume_text(run_dir: RunDir, taken: int, max_steps: int) -> str:
-    saved = (run_dir.complete_checkpoints() or [None])[-1]
-    if saved == max_steps and not run_dir.final.is_dir():
-        evaluated = run_dir.eval_rollouts(saved).is_file() or not run_dir.eval_rollouts(0).is_file()
-        return "only final/ is missing: writes it" if evaluated else "makes the last evaluation, and writes final/"
+    saved = max(run_dir.complete_checkpoints(), default=None)
     if saved is None:
         return "start over: " + (
             f"no checkpoint holds the {pluralize(taken, 'step')} taken" if taken else "nothing was trained yet"
         )
+    if saved == max_steps and not run_dir.final.is_dir():
+        evaluated = run_dir.eval_rollouts(saved).is_file() or not run_dir.eval_rollouts(0).is_file()
+        return "only final/ is missing: writes it" if evaluated else "makes the last evaluation, and writes final/"
     again = f"; {pluralize(taken - saved, 'step')} after it must be taken again" if taken > saved else ""
     return f"go on after step {saved}{again}"
