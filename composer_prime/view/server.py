@@ -11,7 +11,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -65,6 +67,17 @@ class ViewServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/"
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Answer in a thread until the block ends."""
+        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="view", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.shutdown()
+            self.server_close()
 
 
 class PageHandler(BaseHTTPRequestHandler):

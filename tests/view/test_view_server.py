@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,13 +21,8 @@ from tests.view.run_made import HOSTILE, batch, log_evaluation, log_step, make_r
 @contextmanager
 def serving(folder) -> Iterator[ViewServer]:
     server = ViewServer(Workspace([folder], folder.parent / "cache"), 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with server.in_background():
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture

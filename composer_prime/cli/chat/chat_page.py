@@ -17,7 +17,6 @@ import hmac
 import logging
 import secrets
 import sys
-import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -334,11 +333,8 @@ async def chat_server(talk: Conversation, changes: ChangeCount, model: str, max_
     facts = {"model": run_id or model, "run": run_id, "context_tokens": max_context, "num_tasks": num_tasks}
     page, loop = PageConversation(talk, changes, facts), asyncio.get_running_loop()
     server = listen(lambda chosen: ChatServer(workspace, chosen, page, loop, run_id), port)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="chat-page", daemon=True)
-    thread.start()
     try:
-        yield server
+        with server.in_background():
+            yield server
     finally:
-        server.shutdown()
-        server.server_close()
         await page.stop()
