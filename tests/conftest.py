@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from typing import Any
 
@@ -17,6 +18,11 @@ _TOKEN = "COMPOSER_GATEWAY_TOKEN"
 _unit_test: str | None = None
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # No test asks a server that is not its own.
+
+# `nohup`, and a script that starts the tests with `&`, leave these signals ignored. Tests send them.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # Every run draws the same examples, and no example has a time limit. `--hypothesis-profile random` draws anew.
 settings.register_profile("same", derandomize=True, deadline=None)
