@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,6 @@ _TOKEN = "COMPOSER_GATEWAY_TOKEN"
 _unit_test: str | None = None
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # No test asks a server that is not its own.
-
-# `nohup`, and a script that starts the tests with `&`, leave these signals ignored. Tests send them.
-for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # Every run draws the same examples, and no example has a time limit. `--hypothesis-profile random` draws anew.
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -54,6 +50,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
         os.environ.pop(_TOKEN, None)
         if token is not None:
             os.environ[_TOKEN] = token
+
+
+@pytest.fixture(autouse=True)
+def _signals_arrive() -> Iterator[None]:
+    """Take back what a shell left ignored: SIGHUP under nohup, the others where a script starts the tests with `&`."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    ignored = [number for number in usual if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, usual[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(autouse=True)
