@@ -30,9 +30,9 @@ from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorke
 from composer_prime.run import process as processes
 from composer_prime.run.process import child_options, exit_text, signal_session
 from composer_prime.run.scratch import Scratch
+from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
     CancelRollout,
-    Frames,
     FromWorker,
     Heartbeat,
     RolloutReply,

@@ -14,27 +14,17 @@ And between the orchestrator and a host of workers elsewhere, which connects out
 
 A reply carries text and numbers only. Token ids, logprobs and version spans are in the gateway's record of the
 rollout's session, so they cross one process boundary, not two.
-
-A frame is a little-endian uint32 length and that many bytes. The length is checked before anything is allocated. A
-frame that does not decode to an expected message is logged and skipped. A length beyond the limit ends the stream,
-because the next frame could not be found.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
-import struct
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from composer_prime.errors import WireError
 from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
-
-logger = logging.getLogger(__name__)
 
 TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
@@ -328,42 +318,3 @@ ToHost = HostWelcome | Rejected | ForSource | GatewayReply | Heard | HelloAgain 
 
 MAX_HOST_MESSAGE_BYTES = 80 << 20
 """A request to the gateway may have 64 MiB."""
-
-MAX_FRAME_BYTES = 256 * 1024 * 1024
-_LENGTH = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
-MessageT = TypeVar("MessageT")
-
-
-class Frames(Generic[MessageT]):
-    """Sends any message of the protocol, and receives those of one union."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any, peer: str) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._peer = peer
-        self._decoder = msgspec.msgpack.Decoder(receives)
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. A closed connection drops it; the reader sees the end of the stream."""
-        body = _encoder.encode(message)
-        if not self._writer.is_closing():
-            self._writer.write(_LENGTH.pack(len(body)) + body)
-
-    async def receive(self) -> MessageT | None:
-        """Return the next message, or None once the peer has closed. Raises WireError for an impossible length."""
-        while True:
-            try:
-                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if length > MAX_FRAME_BYTES:
-                    raise WireError(f"{self._peer}: a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
-                body = await self._reader.readexactly(length)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return None
-            try:
-                return self._decoder.decode(body)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                logger.warning("%s: dropped a frame of %d bytes: %s", self._peer, length, error)
-
-    def close(self) -> None:
-        self._writer.close()

@@ -29,11 +29,11 @@ import msgspec
 from composer_prime.errors import ComposerError
 from composer_prime.monitor.events import join_events
 from composer_prime.run.process import end_with_parent
+from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
     EVAL,
     TRAIN,
     CancelRollout,
-    Frames,
     Heartbeat,
     RolloutReply,
     RunRollout,

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import WireError
-from orchestrator.workers.protocol import CancelRollout, Frames, ToWorker
+from composer_prime.wire.frames import Frames
+from orchestrator.workers.protocol import CancelRollout, ToWorker
 from orchestrator.workers.worker import CpuShares
 
 
