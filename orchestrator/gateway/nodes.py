@@ -318,7 +318,8 @@ class Nodes:
         """Attach the node that sent `hello` on connection `identity`.
 
         A node that says Hello starts empty, so requests that it held before count as lost. Stalls, failures and
-        suspension belong to a process: they outlast its reconnect, not its restart.
+        suspension belong to its name: they outlast a reconnect and a restart, or a restart would end a suspension.
+        Its measured speed belongs to its process.
         """
         previous = self._by_identity.get(identity)
         if previous is not None:
@@ -350,12 +351,12 @@ class Nodes:
             for counter in _COUNTERS:
                 setattr(node, counter, getattr(former, counter))
             node.attachments = former.attachments + 1
+            node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
+            node.failures_in_row = former.failures_in_row
+            if former.places < former.max_concurrent:
+                node.places = 1
             if is_same_process:
                 node.speed, node.streams = former.speed, former.streams
-                node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
-                node.failures_in_row = former.failures_in_row
-                if former.places < former.max_concurrent:
-                    node.places = 1
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         self._on_change(node)
