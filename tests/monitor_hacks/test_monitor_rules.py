@@ -191,21 +191,6 @@ def test_other_names_are_the_same(code, rule):
     assert rule in {each.rule for each in traits(code.encode())}
 
 
-# A name of an inner scope does not hide a built-in from what Python evaluates outside of it, or before it is bound.
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def f(exec, _=exec('x')):\n    pass", "[eval for eval in eval('1')]", "def f(exec=exec):\n    exec('x')",
-        "@eval\ndef f(eval):\n    pass", "@eval\ndef eval():\n    pass", "def f(eval) -> eval('1'):\n    pass",
-        "def f(a: eval('1'), eval):\n    pass", "class A(exec('x')):\n    exec = 1", "exec = exec\nexec('x')",
-        "def f(exec):\n    def g():\n        global exec\n        exec('x')",
-        "try:\n    f()\nexcept ValueError as exec:\n    pass\nexec('x')",
-    ],
-)  # fmt: skip
-def test_built_ins_are_seen_outside_a_scope(code):
-    assert "dynamic-code" in {each.rule for each in traits(code.encode())}
-
-
 # The host's inotify sees a lure being opened and a test being changed, also when it is put back.
 def test_file_events(tmp_path):
     pytest.importorskip("inotify_simple")

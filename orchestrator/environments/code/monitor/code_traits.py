@@ -16,18 +16,16 @@ from dataclasses import dataclass
 
 from orchestrator.environments.code.monitor.call_counters import call_counter, stepped_iterators
 from orchestrator.environments.code.monitor.expressions import (
-    DEFINITIONS,
     aliases,
     fold,
-    imported_names,
     is_composed,
     is_ordered,
     is_self_or_constant,
     is_stored,
     messages,
-    shadowed,
     tells_nothing,
 )
+from orchestrator.environments.code.monitor.scopes import DEFINITIONS, Meaning, imported_names, meanings
 
 USES: dict[str, tuple[str, ...]] = {
     "caller-frames": (
@@ -89,6 +87,9 @@ USES: dict[str, tuple[str, ...]] = {
 with a star for all names that begin so."""
 _WATCHED = ("sys", "os", "inspect", "importlib", "builtins", "gc")
 """Modules of which much counts. Where their names come by a star, or they go as values, nothing can be followed."""
+_TOOLS = ("getattr", "setattr", "delattr", "type", "vars", "globals", "locals", "__import__")
+"""Built-in functions that rules follow under other names."""
+_NOTHING = Meaning(imports=(), is_free=False)
 _BY_NAME = ("touch", "unlink")
 """Methods of paths that other things have as well."""
 _PATH_LIKE = re.compile(r"(?i)path|file|folder|dir|lock|marker|\bp\b| / ")
@@ -172,11 +173,10 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, modules: frozenset[str]) -> None:
         self.traits: list[Trait] = []
         self._modules = modules
-        self._imported = dict(imported_names(tree))
-        self._stars = [name[:-2] for bound, name in imported_names(tree) if bound == "*"]
-        self._imported.pop("*", None)
+        self._meanings = meanings(tree)
+        imports = (each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom))
+        self._stars = [meant[:-2] for each in imports for name, meant in imported_names(each) if name == "*"]
         self._iterators = stepped_iterators(tree)
-        self._shadowed = shadowed(tree)
         self._bound: Counter[str] = Counter()
         self._documentation: set[int] = set()
         self._messages = {id(each) for each in messages(tree)}
@@ -193,6 +193,8 @@ class _Reader(ast.NodeVisitor):
         self._classes: list[ast.ClassDef] = []
         self._followed: set[int] = set()
         """Modules as values whose new name is known."""
+        self._renamed: dict[str, set[str]] = {}
+        """Name -> modules and built-ins that the file gives this name."""
         named: dict[str, list[ast.expr]] = {}
         for name, value in aliases(tree):
             named.setdefault(name, []).append(value)
@@ -200,53 +202,63 @@ class _Reader(ast.NodeVisitor):
             self._follow(named)
 
     def _follow(self, named: dict[str, list[ast.expr]]) -> None:
-        """Let a name stand for a module where it is bound to nothing else in this file."""
+        """Let a name stand for the built-ins that it is given; for a module where it is bound to nothing else."""
         for name, values in named.items():
-            meant = {self._dotted(value) for value in values}
-            dotted = meant.pop() if len(meant) == 1 and len(values) == self._bound[name] else None
-            if dotted in _WATCHED:
-                self._imported[name] = dotted
+            meant = {dotted for value in values for dotted in self._meant(value) or [""]}
+            if meant <= set(_WATCHED) and len(meant) == 1 and len(values) == self._bound[name]:
                 self._followed |= {id(value) for value in values}
+                self._renamed.setdefault(name, set()).update(meant)
+            self._renamed.setdefault(name, set()).update(meant & set(_TOOLS))
 
     def _add(self, rule: str, key: str, node: ast.AST) -> None:
         self.traits.append(Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)))
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """Return the full name of an expression: an imported thing, a built-in one, or a part of it."""
-        if isinstance(node, ast.Name):
-            if node.id in self._imported:
-                return self._imported[node.id]
-            if id(node) in self._shadowed:
-                return None
-            starred = (f"{module}.{node.id}" for module in self._stars)
-            is_builtin = hasattr(builtins, node.id) or node.id in _MODULE_NAMES
-            return next(filter(_rule_of, starred), node.id if is_builtin else None)
-        if isinstance(node, ast.Attribute):
-            owner = self._dotted(node.value)
-            return f"{owner}.{node.attr}" if owner else None
-        if isinstance(node, ast.Subscript) and (owner := self._namespace(node.value)) and (name := fold(node.slice)):
-            return f"{owner}.{name}"
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.args and (name := fold(node.args[0])) is not None:
-                is_attribute = node.func.attr in ("__getattribute__", "__getattr__")
-                owner = self._dotted(node.func.value) if is_attribute else self._namespace(node.func.value)
-                if owner and (is_attribute or node.func.attr in ("get", "pop", "setdefault", "__getitem__")):
-                    return f"{owner}.{name}"
-            function = self._dotted(node.func)
-            if function == "getattr" and len(node.args) >= 2 and (name := fold(node.args[1])) is not None:
-                owner = self._dotted(node.args[0])
-                return f"{owner}.{name}" if owner else None
-            if function in ("__import__", "importlib.import_module") and node.args:
-                return fold(node.args[0])
-        return None
+        """Return the full name of an expression: an imported thing, a built-in one, or a part of it.
 
-    def _namespace(self, node: ast.AST) -> str | None:
+        Where it may have several, one that a rule knows.
+        """
+        meant = self._meant(node)
+        return next(filter(_rule_of, meant), meant[0] if meant else None)
+
+    def _meant(self, node: ast.AST) -> list[str]:
+        """Return the full names that an expression may have."""
+        if isinstance(node, ast.Name):
+            return self._names(node)
+        if isinstance(node, ast.Attribute):
+            return [f"{owner}.{node.attr}" for owner in self._meant(node.value)]
+        if isinstance(node, ast.Subscript) and (name := fold(node.slice)):
+            return [f"{owner}.{name}" for owner in self._namespace(node.value)]
+        if not isinstance(node, ast.Call):
+            return []
+        if isinstance(node.func, ast.Attribute) and node.args and (name := fold(node.args[0])) is not None:
+            is_attribute = node.func.attr in ("__getattribute__", "__getattr__")
+            if is_attribute or node.func.attr in ("get", "pop", "setdefault", "__getitem__"):
+                owners = self._meant(node.func.value) if is_attribute else self._namespace(node.func.value)
+                if owners:
+                    return [f"{owner}.{name}" for owner in owners]
+        functions = self._meant(node.func)
+        if "getattr" in functions and len(node.args) >= 2 and (name := fold(node.args[1])) is not None:
+            return [f"{owner}.{name}" for owner in self._meant(node.args[0])]
+        if {"__import__", "importlib.import_module"} & set(functions) and node.args and (name := fold(node.args[0])):
+            return [name]
+        return []
+
+    def _names(self, node: ast.Name) -> list[str]:
+        meaning = self._meanings.get(id(node), _NOTHING)
+        names = [*meaning.imports, *sorted(self._renamed.get(node.id, ()))]
+        if not meaning.is_free:
+            return names
+        names += filter(_rule_of, (f"{module}.{node.id}" for module in self._stars))
+        return [node.id, *names] if hasattr(builtins, node.id) or node.id in _MODULE_NAMES else names
+
+    def _namespace(self, node: ast.AST) -> list[str]:
         """Return the module or class whose names `vars(it)` or `it.__dict__` holds."""
         if isinstance(node, ast.Attribute) and node.attr == "__dict__":
-            return self._dotted(node.value)
-        if isinstance(node, ast.Call) and node.args and self._dotted(node.func) == "vars":
-            return self._dotted(node.args[0])
-        return None
+            return self._meant(node.value)
+        if isinstance(node, ast.Call) and node.args and "vars" in self._meant(node.func):
+            return self._meant(node.args[0])
+        return []
 
     def _note_use(self, dotted: str, node: ast.AST) -> None:
         if (found := _rule_of(dotted)) is not None:

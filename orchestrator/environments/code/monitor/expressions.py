@@ -1,15 +1,10 @@
-"""What an expression says without being run: texts in pieces, imported names, other names of modules, constants."""
+"""What an expression says without being run: texts in pieces, other names of modules, constants."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
-
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_SCOPES = (*DEFINITIONS, ast.Lambda, *_COMPREHENSIONS)
 
 
 def fold(node: ast.AST | None) -> str | None:
@@ -43,20 +38,6 @@ def _has_decoding(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode"
 
 
-def imported_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield (
-                    alias.asname or alias.name.partition(".")[0],
-                    alias.name if alias.asname else alias.name.partition(".")[0],
-                )
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            for alias in node.names:
-                yield alias.asname or alias.name, f"{module}.{alias.name}"
-
-
 def is_stored(node: ast.Name) -> bool:
     return not isinstance(node.ctx, ast.Load)
 
@@ -81,63 +62,6 @@ def _compares_with_itself(node: ast.expr) -> bool:
     if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
         return False
     return ast.dump(node.left) == ast.dump(node.comparators[0])
-
-
-def shadowed(tree: ast.Module) -> set[int]:
-    """Return the `id`s of the names that a binding of their scope, or of one around it, keeps from built-ins.
-
-    A parameter `type` of one function leaves the built-in to all others. Names of a class are not seen in its methods.
-    A module or class reads the built-in until the line after its own binding.
-    """
-    found: set[int] = set()
-    top: set[str] | None = None
-    waiting: list[tuple[ast.AST, set[str]]] = [(tree, set())]
-    while waiting:
-        scope, outer = waiting.pop()
-        is_function = not isinstance(scope, ast.Module | ast.ClassDef)
-        lines, loose, names, inner = dict[str, int](), set[str](), list[ast.Name](), list[ast.AST]()
-        outside = set(map(id, _evaluated_outside(scope)))
-        here: list[Any] = [node for node in ast.iter_child_nodes(scope) if id(node) not in outside]
-        while here:
-            node = here.pop()
-            if isinstance(node, ast.Name):
-                names.append(node)
-            elif isinstance(node, ast.Global):
-                loose.update(node.names)
-            if (name := _bound_name(node, is_function)) is not None:
-                lines[name] = min(node.lineno, lines.get(name, node.lineno))
-            inner += [node] if isinstance(node, _SCOPES) else []
-            parts = _evaluated_outside(node) if isinstance(node, _SCOPES) else ast.iter_child_nodes(node)
-            here += [part for part in parts if id(part) not in outside]
-        top = set(lines) if top is None else top
-        bound = (outer | set(lines)) - loose | loose & top
-        for name in names:
-            if name.id in bound and (is_function or name.id in outer or name.lineno > lines.get(name.id, 0)):
-                found.add(id(name))
-        waiting += [(node, outer if isinstance(scope, ast.ClassDef) else bound) for node in inner]
-    return found
-
-
-def _bound_name(node: Any, is_function: bool) -> str | None:
-    """Return the name that `node` binds in its scope. Only a function is left without the name of a handled error."""
-    if isinstance(node, ast.Name):
-        return node.id if is_stored(node) else None
-    if isinstance(node, ast.arg):
-        return node.arg
-    if isinstance(node, ast.MatchMapping):
-        return node.rest
-    is_bound = isinstance(node, (*DEFINITIONS, ast.MatchAs, ast.MatchStar))
-    return node.name if is_bound or (is_function and isinstance(node, ast.ExceptHandler)) else None
-
-
-def _evaluated_outside(scope: Any) -> list[ast.AST]:
-    """Return what of a scope Python evaluates in the one around it: defaults, decorators, a first iterable."""
-    if isinstance(scope, _COMPREHENSIONS):
-        return [scope.generators[0].iter]
-    given = [each for name in ("decorator_list", "bases", "keywords") for each in getattr(scope, name, ())]
-    arguments = ast.iter_child_nodes(scope.args) if hasattr(scope, "args") else ()
-    given += [each.annotation if isinstance(each, ast.arg) else each for each in arguments]
-    return [each for each in (*given, getattr(scope, "returns", None)) if each is not None]
 
 
 def aliases(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
