@@ -169,15 +169,16 @@ def channel_inputs(
 
 def _sdpo_tokens(row: PackedRow, statistics: TokenStatistics) -> SdpoTokens:
     """Take the head's last D rows. All of them were sampled, whether or not the policy loss trains them."""
-    empty = statistics.logprobs_R[:0]
+    empty, divergence_D = statistics.logprobs_R[:0], statistics.divergence_D
     return SdpoTokens(
-        divergence_D=empty if statistics.divergence_D is None else statistics.divergence_D,
+        divergence_D=empty if divergence_D is None else divergence_D,
         logprobs_D=statistics.logprobs_R[len(statistics.logprobs_R) - len(row.turn_D) :],
         sampler_logprobs_D=row.sampler_logprobs_D,
         weight_D=row.weight_D,
         turn_D=row.turn_D,
         turns=row.turns,
-        teacher_entropy_D=empty.detach() if statistics.divergence_D is None else statistics.teacher_entropy_D,
+        teacher_entropy_D=empty.detach() if divergence_D is None else statistics.teacher_entropy_D,
+        teacher_logprobs_D=empty.detach() if divergence_D is None else statistics.teacher_logprobs_D,
     )
 
 

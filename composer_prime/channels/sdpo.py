@@ -26,7 +26,9 @@ Departures from SDPO (arXiv 2601.20802) and OPSD (arXiv 2601.18734):
 2. The entropy weight e is this project's own.
 3. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The
    gradient, log S/T * grad log S, is theirs.
-4. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
+4. `skip_endorsed` is this project's own: a turn that the hint makes likelier weighs 0, because it went wrong and there
+   the teacher teaches the mistake. It still counts in D.
+5. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
    an infinite KL.
 """
 
@@ -65,6 +67,8 @@ class SdpoTokens:
     """Hinted turns in the micro-batch."""
     teacher_entropy_D: Tensor | None = None
     """float [D], nats; needed where `entropy_weighting` is not none."""
+    teacher_logprobs_D: Tensor | None = None
+    """float [D]: log-probability of the sampled token with the hint; needed for `skip_endorsed`."""
 
 
 def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tuple[Tensor, Sums]:
@@ -80,6 +84,8 @@ def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tup
         weight_D = weight_D * importance_D.clamp(max=config.is_clip)
     if config.entropy_weighting == "confident" and tokens.teacher_entropy_D is not None:
         weight_D = weight_D * torch.exp(-tokens.teacher_entropy_D.detach() / config.entropy_scale)
+    if config.skip_endorsed:
+        weight_D = weight_D * (_hint_log_ratio(tokens) <= 0)[tokens.turn_D]
     if config.denominator == "turns":
         lengths = sum_by(torch.ones_like(weight_D), tokens.turn_D, tokens.turns)
         scale_D = 1.0 / (lengths[tokens.turn_D] * max(totals.distilled_turns, 1))
@@ -101,6 +107,18 @@ def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
             f"channels.sdpo.entropy_weighting is {config.entropy_weighting}, but the tokens came without the teacher's "
             "entropy: set it to none, or compute the entropy"
         )
+    if config.skip_endorsed and tokens.teacher_logprobs_D is None:
+        raise ConfigError(
+            "channels.sdpo.skip_endorsed is true, but the tokens came without the teacher's log-probabilities: set it "
+            "to false, or compute them"
+        )
+
+
+@torch.no_grad()
+def _hint_log_ratio(tokens: SdpoTokens) -> Tensor:
+    """Return log T(turn) - log S(turn) of each turn, in nats: above 0, the hint makes the turn likelier."""
+    assert tokens.teacher_logprobs_D is not None
+    return sum_by(tokens.teacher_logprobs_D - tokens.logprobs_D, tokens.turn_D, tokens.turns)
 
 
 @torch.no_grad()
@@ -116,23 +134,28 @@ def _sums(tokens: SdpoTokens, importance_D: Tensor, config: SdpoConfig) -> Sums:
     }
     if tokens.teacher_entropy_D is not None:
         sums["teacher_entropy"] = tokens.teacher_entropy_D.sum()
+    if tokens.teacher_logprobs_D is not None:
+        ratio = _hint_log_ratio(tokens)
+        sums |= {"hint_log_ratio": ratio.sum(), "endorsed": (ratio > 0).to(ratio.dtype).sum()}
     return sums
 
 
-_OVER_TURNS = ("turns", "tokens", "turn_jsd")
-"""Sums that are no means over tokens."""
+_COUNTS = ("turns", "tokens")
+_OVER_TURNS = ("turn_jsd", "hint_log_ratio", "endorsed")
+"""Sums that are means over turns; all others are means over tokens."""
 
 
 def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Return a step's metrics: sdpo/turns and sdpo/tokens always, means only with tokens.
 
-    sdpo/jsd is the mean of the tokens, sdpo/turn_jsd the mean of the turns' means.
+    sdpo/jsd is the mean of the tokens, sdpo/turn_jsd the mean of the turns' means. sdpo/hint_log_ratio is the mean of
+    log T(turn) - log S(turn), and sdpo/endorsed the share of turns where it is above 0.
     """
     counts = {"sdpo/turns": sums["turns"], "sdpo/tokens": sums["tokens"]}
     if sums["tokens"] == 0:
         return counts
-    means = {f"sdpo/{name}": value / sums["tokens"] for name, value in sums.items() if name not in _OVER_TURNS}
-    return counts | means | {"sdpo/turn_jsd": sums["turn_jsd"] / sums["turns"]}
+    divisors = {name: sums["turns" if name in _OVER_TURNS else "tokens"] for name in sums if name not in _COUNTS}
+    return counts | {f"sdpo/{name}": sums[name] / divisor for name, divisor in divisors.items()}
 
 
 def divergence(

@@ -72,6 +72,8 @@ class SdpoConfig(BaseConfig):
     """Mean over all distilled tokens of the step, or over its turns of each turn's mean."""
     is_clip: float | None = Field(default=2.0, gt=0)
     """Cap of the detached importance weight pi / mu of a token, in every group; None weighs all tokens by 1."""
+    skip_endorsed: bool = False
+    """Leave out the turns that the hint makes likelier: they went wrong, so there the teacher teaches the mistake."""
     entropy_weighting: Literal["none", "confident"] = "none"
     """confident: a token weighs exp(-H / entropy_scale) with H the teacher's own entropy (never the TAID target's)."""
     entropy_scale: float = Field(default=1.0, gt=0)

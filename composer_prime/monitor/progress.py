@@ -58,6 +58,8 @@ class StepProgress:
     """Turns that SDPO trained on; None where it is off."""
     jsd: float | None
     """Their divergence from the hinted teacher, nats a token."""
+    endorsed: float | None
+    """Share of them that the hint makes likelier."""
     pairs: float | None
     """Preference pairs of replay-DPO; None where it is off."""
     accuracy: float | None
@@ -206,6 +208,7 @@ def _step(line: Line) -> StepProgress:
         mismatch_kl=numeric_field(line, "policy/mismatch_kl"),
         hinted_turns=numeric_field(line, "sdpo/turns") if "loss/sdpo" in line else None,
         jsd=numeric_field(line, "sdpo/jsd"),
+        endorsed=numeric_field(line, "sdpo/endorsed"),
         pairs=numeric_field(line, "dpo/pairs") if "loss/replay_dpo" in line else None,
         accuracy=numeric_field(line, "dpo/accuracy"),
         joint=_round(line),

@@ -29,6 +29,7 @@ class Turns:
         self.logprobs_D = -torch.rand(count, **double) * 3
         self.sampler_D = self.logprobs_D + gap * torch.randn(count, **double)
         self.entropy_D = torch.rand(count, **double) * 2
+        self.teacher_D = self.logprobs_D + torch.randn(count, **double)
         self.weight_D = torch.rand(len(lengths), **double)[self._turn_of(lengths)]
 
     def tokens(self, divergence_D: torch.Tensor, turns: slice = slice(None), entropy: bool = True) -> SdpoTokens:
@@ -44,6 +45,7 @@ class Turns:
             turn_D=self._turn_of(own),
             turns=len(own),
             teacher_entropy_D=self.entropy_D[part] if entropy else None,
+            teacher_logprobs_D=self.teacher_D[part] if entropy else None,
         )
 
     @staticmethod
@@ -108,6 +110,16 @@ def test_a_weight_of_zero_drops_its_turn():
     assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
 
 
+def test_endorsed_turns_are_skipped():
+    # A turn that the hint makes likelier, summed over its tokens, has no gradient, and its tokens still count. By
+    # default every turn has one.
+    turns = Turns(2, [2, 2])
+    turns.teacher_D = turns.logprobs_D + torch.tensor([2.0, -1.0, -2.0, 1.0])
+    assert turns.loss(SdpoConfig())[1].all()
+    _, gradient = turns.loss(SdpoConfig(is_clip=None, skip_endorsed=True))
+    assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
+
+
 def test_metrics_by_hand():
     # Per token, per turn, the clipped share and the teacher's entropy; without turns only the zero counts.
     turns = Turns(3, [1, 3])
@@ -119,6 +131,9 @@ def test_metrics_by_hand():
     by_turn = (turns.divergence_D[0] + turns.divergence_D[1:].mean()) / 2
     assert math.isclose(metrics["sdpo/turn_jsd"], by_turn, abs_tol=1e-12)
     assert math.isclose(metrics["sdpo/teacher_entropy"], turns.entropy_D.mean(), abs_tol=1e-12)
+    ratios = torch.stack([part.sum() for part in (turns.teacher_D - turns.logprobs_D).split([1, 3])])
+    assert math.isclose(metrics["sdpo/hint_log_ratio"], ratios.mean(), abs_tol=1e-12)
+    assert metrics["sdpo/endorsed"] == (ratios > 0).double().mean()
     nothing = Turns(3, [])
     loss, sums = sdpo_loss(nothing.tokens(nothing.divergence_D), nothing.totals, SdpoConfig())
     assert loss == 0
@@ -131,6 +146,8 @@ def test_missing_tokens_and_entropies_are_refused():
     tokens = turns.tokens(turns.divergence_D, entropy=False)
     with pytest.raises(ConfigError, match="without the teacher's entropy: set it to none"):
         sdpo_loss(tokens, turns.totals, SdpoConfig(entropy_weighting="confident"))
+    with pytest.raises(ConfigError, match="without the teacher's log-probabilities: set it to false"):
+        sdpo_loss(tokens, turns.totals, SdpoConfig(skip_endorsed=True))
     empty = Turns(4, [])
     none = dataclasses.replace(empty.tokens(empty.divergence_D), turns=1)
     with pytest.raises(ConfigError, match=r"1 turns, but 0 tokens.*thinking counts"):

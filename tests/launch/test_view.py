@@ -52,11 +52,11 @@ def test_channels_say_their_figures_only_where_they_are_on():
     assert channels_text(off) == "" and off.joint is None
     (none,) = RunProgress().update([line(1, **{"loss/sdpo": 0.0, "sdpo/turns": 0.0, "dpo/pairs": 0.0})])
     assert channels_text(none) == "hints: 0 turns"
-    hints = {"loss/sdpo": 0.03, "sdpo/turns": 41.0, "sdpo/jsd": 0.0312}
+    hints = {"loss/sdpo": 0.03, "sdpo/turns": 41.0, "sdpo/jsd": 0.0312, "sdpo/endorsed": 0.5}
     (both,) = RunProgress().update(
         [line(1, **hints, **{"loss/replay_dpo": 0.6, "dpo/pairs": 8.0, "dpo/accuracy": 0.875})]
     )
-    assert channels_text(both) == "hints: 41 turns, jsd 0.0312  teachers: 8 pairs, accuracy 0.88"
+    assert channels_text(both) == "hints: 41 turns, jsd 0.0312, 50% endorsed  teachers: 8 pairs, accuracy 0.88"
 
 
 def test_a_joint_run_tells_of_each_round_once(capsys):

@@ -101,6 +101,7 @@ class Case:
             self.head(weight, bias), hidden, self.targets, self.temperature, teacher,
             chunk_rows=chunk_rows, kernels=self.kernels,
         )  # fmt: skip
+        self.statistics = out
         return (out.logprobs_R, out.entropy_R) + ((out.divergence_D,) if self.taught else ())
 
     def dense(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -109,10 +110,12 @@ class Case:
         out = (logprobs.gather(1, self.targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))
         if not self.taught:
             return out
-        own = self._capped(0.7 * (self.states[1] @ self.live.weight_VH.T + self.live.bias_V))
-        teacher = (0.3 * (self.states[0] @ self.other.T) + 0.7 * own) / self.temperature[-self.taught :, None]
         last = slice(len(hidden) - self.taught, None)
-        return (*out, divergence(logits[last], teacher, self.config, self.targets[last]))
+        return (*out, divergence(logits[last], self.teacher_logits(), self.config, self.targets[last]))
+
+    def teacher_logits(self) -> Tensor:
+        own = self._capped(0.7 * (self.states[1] @ self.live.weight_VH.T + self.live.bias_V))
+        return (0.3 * (self.states[0] @ self.other.T) + 0.7 * own) / self.temperature[-self.taught :, None]
 
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -141,6 +144,18 @@ def test_gradcheck(chunk_rows, taught, path, device):
     # interpreter, which is slow, along a random direction.
     case, fast = Case(9, taught, path=path, device=device), (path, device) == ("triton", "cpu")
     assert torch.autograd.gradcheck(lambda *inputs: case.fused(chunk_rows, *inputs), case.inputs(), fast_mode=fast)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, None])
+@pytest.mark.parametrize(("path", "device"), [("torch", "cpu"), ("triton", "cpu")])
+def test_teacher_statistics_are_dense_ones(chunk_rows, path, device):
+    # The teacher's entropies and its log-probabilities of the targets, at the rows' temperatures.
+    case = Case(9, 4, path=path, device=device, cap=2.0)
+    case.fused(chunk_rows, *case.inputs())
+    logprobs = case.teacher_logits().log_softmax(-1)
+    expected = logprobs.gather(1, case.targets[-4:, None]).squeeze(1)
+    assert torch.allclose(case.statistics.teacher_logprobs_D, expected, atol=1e-10)
+    assert torch.allclose(case.statistics.teacher_entropy_D, -(logprobs.exp() * logprobs).sum(-1), atol=1e-10)
 
 
 SHAPES = {

@@ -105,6 +105,8 @@ class TokenStatistics:
     """[D], with gradient: the last D rows against their teacher; None without one."""
     teacher_entropy_D: Tensor | None = None
     """[D], detached."""
+    teacher_logprobs_D: Tensor | None = None
+    """[D], detached: of the targets, under the teacher."""
 
 
 def token_statistics(
@@ -134,12 +136,15 @@ def token_statistics(
         chunk_rows=chunk_rows or max(1, budget // head.vocabulary),
         keeps_logits=chunk_rows is None and count * head.vocabulary <= budget,
     )
-    logprobs_R, entropy_R, divergence_D, teacher_D = _FusedHead.apply(hidden_RH, head.weight_VH, head.bias_V, job)
+    logprobs_R, entropy_R, divergence_D, teacher_entropy_D, teacher_logprobs_D = _FusedHead.apply(
+        hidden_RH, head.weight_VH, head.bias_V, job
+    )
     return TokenStatistics(
         logprobs_R=logprobs_R,
         entropy_R=entropy_R,
         divergence_D=divergence_D if teacher else None,
-        teacher_entropy_D=teacher_D if teacher else None,
+        teacher_entropy_D=teacher_entropy_D if teacher else None,
+        teacher_logprobs_D=teacher_logprobs_D if teacher else None,
     )
 
 
@@ -235,13 +240,14 @@ class _Job:
 
 class _FusedHead(torch.autograd.Function):
     """(hidden [R, H], weight [V, H], bias [V] or None, job) -> log-probabilities [R], entropies [R], divergences [D],
-    teacher entropies [D]; differentiable except for the last."""
+    teacher entropies [D], teacher log-probabilities [D]; differentiable except for the last two."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job):
         dtype, count = wide(hidden_RH.dtype), len(hidden_RH)
         logprobs_R, entropy_R, log_sum_R = (hidden_RH.new_empty(count, dtype=dtype) for _ in range(3))
-        divergence_D, teacher_D = (hidden_RH.new_empty(count - job.plain_rows, dtype=dtype) for _ in range(2))
+        divergence_D, *teacher = (hidden_RH.new_empty(count - job.plain_rows, dtype=dtype) for _ in range(3))
+        teacher_entropy_D, teacher_logprobs_D = teacher
         logits, kernels, overwrite = _Logits(job, dtype, hidden_RH, weight_VH), job.kernels, not job.keeps_logits
         for chunk in job.chunks():
             student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
@@ -251,7 +257,8 @@ class _FusedHead(torch.autograd.Function):
                     student_BV, temperature_B = job.cooled(student_BV, rows), None
                     teacher_BV, taught = job.cooled(teacher_CV[block], rows), job.teacher_rows(rows)
                     divergence_D[taught] = job.teacher.divergence(student_BV, teacher_BV, targets_B)
-                    _, teacher_D[taught], _ = kernels.statistics(teacher_BV, targets_B, None, overwrite=overwrite)
+                    row = kernels.statistics(teacher_BV, targets_B, None, overwrite=overwrite)
+                    teacher_logprobs_D[taught], teacher_entropy_D[taught], _ = row
                 row = kernels.statistics(student_BV, targets_B, temperature_B, overwrite=overwrite)
                 logprobs_R[rows], entropy_R[rows], log_sum_R[rows] = row
             if job.keeps_logits:
@@ -259,15 +266,15 @@ class _FusedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden_RH, weight_VH, bias_V, log_sum_R, entropy_R)
         ctx.job = job
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(teacher_D)
-        return logprobs_R, entropy_R, divergence_D, teacher_D
+        ctx.mark_non_differentiable(teacher_entropy_D, teacher_logprobs_D)
+        return logprobs_R, entropy_R, divergence_D, teacher_entropy_D, teacher_logprobs_D
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None):
         hidden_RH, weight_VH, bias_V, log_sum_R, entropy_R = ctx.saved_tensors
         job, dtype = ctx.job, log_sum_R.dtype
-        logprob_grad_R, entropy_grad_R, divergence_grad_D, _ = gradients
+        logprob_grad_R, entropy_grad_R, divergence_grad_D, *_ = gradients
         if logprob_grad_R is None:
             logprob_grad_R = torch.zeros_like(log_sum_R)
         logits = _Logits(job, dtype, hidden_RH, weight_VH)

@@ -44,7 +44,8 @@ def channels_text(step: StepProgress) -> str:
     parts = []
     if step.hinted_turns is not None:
         divergence = f", jsd {step.jsd:.4f}" if step.hinted_turns and step.jsd is not None else ""
-        parts.append(f"hints: {pluralize(int(step.hinted_turns), 'turn')}{divergence}")
+        endorsed = "" if step.endorsed is None else f", {step.endorsed:.0%} endorsed"
+        parts.append(f"hints: {pluralize(int(step.hinted_turns), 'turn')}{divergence}{endorsed}")
     if step.pairs is not None:
         accuracy = f", accuracy {step.accuracy:.2f}" if step.pairs and step.accuracy is not None else ""
         parts.append(f"teachers: {pluralize(int(step.pairs), 'pair')}{accuracy}")
