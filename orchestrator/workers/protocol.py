@@ -140,6 +140,10 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens this message added to the context (for an assistant turn: those sampled)."""
     call: int | None = None
     """Sampled turns: number of its request among the session's successful generate requests, in order of start."""
+    asked_s: float | None = None
+    answered_s: float | None = None
+    """Sampled turns: when its request was sent and when its answer came, in seconds from the session's start. What
+    lies between an answer and the next request is the tools' time."""
     session: int = 0
     """Index into RolloutReply.sessions."""
     parent: int | None = None

@@ -469,10 +469,10 @@ def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
     for session, trace in enumerate(traces):
         first = len(turns)
         answered = sorted((call for call in trace.calls if call.node is not None), key=lambda call: call.time.start)
-        call_of = {call.node: number for number, call in enumerate(answered)}
+        call_of = {call.node: (number, call.time) for number, call in enumerate(answered)}
         for index, node in enumerate(trace.nodes):
             parent = None if node.parent is None else node.parent + first
-            turns.append(_turn(trace, node, session=session, call=call_of.get(index), parent=parent))
+            turns.append(_turn(trace, node, *call_of.get(index, (None, None)), session, parent))
     return turns
 
 
@@ -481,7 +481,7 @@ def _valid(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent: int | None) -> MessageRecord:
+def _turn(trace: vf.Trace, node: Any, call: int | None, time: Any, session: int, parent: int | None) -> MessageRecord:
     message = node.message
     text = _valid(content_text(message.content))
     calls = message.tool_calls or [] if isinstance(message, AssistantMessage) else []
@@ -491,6 +491,8 @@ def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent:
         error=tool_error(trace.task.data, text) if isinstance(message, ToolMessage) else None,
         num_tokens=(sum(node.mask) if node.sampled else len(node.token_ids)) or None,
         call=call,
+        asked_s=time and time.start - trace.timing.start,
+        answered_s=time and time.end - trace.timing.start,
         session=session,
         parent=parent,
         tool_calls=[ToolCall(id=c.id, name=_valid(c.name), arguments=_valid(c.arguments)) for c in calls],

@@ -90,6 +90,10 @@ def test_tool_errors_are_marked_on_their_turns() -> None:
     called = next(turn for turn in reply.turns if turn.call == 0)
     assert [(call.name, json.loads(call.arguments)) for call in called.tool_calls] == [("nope", {"x": 1})]
     assert [turn.call for turn in reply.turns if turn.role == "assistant"] == [0, 1, 2]
+    # Each sampled turn has the times of its request, in order; nothing else has.
+    times = [s for turn in reply.turns if turn.call is not None for s in (turn.asked_s, turn.answered_s)]
+    assert len(times) == 6 and times[0] >= 0 and times == sorted(times)
+    assert {turn.asked_s for turn in reply.turns if turn.call is None} == {None}
     assert reply.metrics["tool_errors"] == 2.0
 
 
