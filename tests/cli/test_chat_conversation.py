@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from composer_prime.cli.chat.chat_command import LiveAnswer, _obey
 from composer_prime.cli.chat.chat_page import ChangeCount, PageConversation, chat_server
 from composer_prime.cli.chat.conversation import ChatSettings, Conversation
 from composer_prime.errors import RolloutError
+from composer_prime.model_source import resolve_model
 from tests.chat_server import chat_server as model_server
 
 pytest.importorskip("verifiers.v1")
@@ -111,6 +113,26 @@ async def test_late_tokens_and_proxies(monkeypatch):
         await asyncio.wait([first])
         assert [entry.sampled async for entry in talk.say("Again")] == [[(1, "#1", -1.0)]]
         assert [entry.finish_reason for entry in talk.entries] == [None, None, "cancelled", None, "stop"]
+
+
+# What ends a turn is no text of it, on the page as in the terminal; special tokens within an answer are shown.
+async def test_an_end_of_turn_is_not_shown():
+    tokenizer = Tokenizer.from_file(str(resolve_model("tiny") / "tokenizer.json"))
+    ids = tokenizer.encode("Yes<|im_start|>no<|im_end|>", add_special_tokens=False).ids
+
+    async def answer(request: web.Request) -> dict[str, Any]:
+        for token in ids:
+            talk.take(request.headers["X-Session-ID"], token, -1.0)
+        partial = talk.partial()
+        assert partial is not None and "".join(text for _, text, _ in partial.sampled) == "Yes<|im_start|>no"
+        return {"message": {"role": "assistant", "content": "x"}, "token_ids": ids}
+
+    async with talking(answer, tokenizer=tokenizer) as talk:
+        page = PageConversation(talk, ChangeCount(), {})
+        assert [entry.message["role"] async for entry in talk.say("Hello")] == ["assistant"]
+        turn = (await page.state(-1))["turns"][-1]
+        assert "".join(turn["tokens"]["texts"]) == "Yes<|im_start|>no"
+        assert len(turn["tokens"]["texts"]) == len(ids) == len(turn["tokens"]["logprobs"])
 
 
 # A system message that differs only in how it ends lines is the same: the conversation stays.

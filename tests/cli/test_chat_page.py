@@ -121,6 +121,9 @@ def test_an_answer_with_tools(address):
     first = state["turns"][2]
     assert first["tool_calls"] and first["token_count"] == len(first["tokens"]["texts"])
     assert all(value <= 0 for value in first["tokens"]["logprobs"])
+    assert not any(
+        "<|im_end|>" in text for turn in state["turns"] if turn["tokens"] for text in turn["tokens"]["texts"]
+    )
     assert state["used_tokens"] <= state["context_tokens"]
 
 

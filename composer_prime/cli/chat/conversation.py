@@ -62,7 +62,8 @@ class Entry:
 
     message: dict[str, Any]
     sampled: list[tuple[int, str, float]] = field(default_factory=list)
-    """Token ids, texts and log-probabilities; empty where the engine does not tell them while it samples."""
+    """Token ids, texts (an end of turn has none) and log-probabilities; empty where the engine does not tell them while
+    it samples."""
     usage: dict[str, int] | None = None
     finish_reason: str | None = None
     """`stop`, `length`, `tool_calls` or `cancelled`; None for what the model did not write."""
@@ -182,7 +183,17 @@ class Conversation:
         if self._tokenizer is not None:
             text = self._tokenizer.decode([token for token, *_ in self._sampled], skip_special_tokens=True)
         message = {"role": "assistant", "content": text}
-        return Entry(message=message, sampled=list(self._sampled), finish_reason="cancelled")
+        return Entry(message=message, sampled=self._told(), finish_reason="cancelled")
+
+    def _told(self) -> list[tuple[int, str, float]]:
+        """Return what was sampled. Special tokens at its end have no text: they end the turn and say nothing."""
+        told = list(self._sampled)
+        for place in reversed(range(len(told))):
+            token, _, logprob = told[place]
+            if self._tokenizer is None or self._tokenizer.decode([token], skip_special_tokens=True):
+                break
+            told[place] = token, "", logprob
+        return told
 
     def _answer_open_calls(self) -> None:
         """Answer the calls that nobody will: a chat template takes no call without its answer."""
@@ -217,7 +228,7 @@ class Conversation:
             raise EngineError(json.loads(reply.text)["error"]["message"])
         answer = reply.json()
         choice = answer["choices"][0]
-        sampled = list(self._sampled)
+        sampled = self._told()
         if [token for token, *_ in sampled] != choice["token_ids"]:  # Another engine than the local one.
             sampled = []
         self._sampled.clear()
