@@ -27,7 +27,7 @@ from composer_prime.address import Address
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.iroh_link import IrohDialer, iroh_name
 from composer_prime.wire.sockets import bind_router, dealer
-from composer_prime.wire.tunnel import RelayLegs, Tunnel, dial, signed_text
+from composer_prime.wire.tunnel import RelayLegs, Tunnel, dial, sign_pass
 from orchestrator.relay import Relay
 
 PIECE = b"w" * (2 << 20)
@@ -104,9 +104,9 @@ async def measure(pieces: int, rounds: int) -> None:
         run.stdin.write(f"{relay_address} {where}\n".encode())
         await run.stdout.readline()
         place, public = relay_address.rpartition(":"), keys.verifier().public_bytes_raw()
-        proof = keys.signer().sign(signed_text())
-        tunnel = Tunnel("relay", lambda: dial(Address(place[0], int(place[2])), public, proof))
-        dialer = IrohDialer(iroh_name(where, keys.signer()), proof)
+        shown = sign_pass(keys.signer(), int(time.time()) + 86400)
+        tunnel = Tunnel("relay", lambda: dial(Address(place[0], int(place[2])), public, shown))
+        dialer = IrohDialer(iroh_name(where, keys.signer()), lambda: shown)
         iroh = Tunnel("iroh", dialer.dial)
         await tunnel.start()
         await iroh.start()
@@ -120,8 +120,9 @@ async def measure(pieces: int, rounds: int) -> None:
             await tunnel.close()
             await iroh.close()
             await dialer.close()
-            box.kill()
-            run.kill()
+            for process in (box, run):
+                process.kill()
+                await process.wait()  # Its pipes close with this event loop, not after it.
     rates = {link: statistics.median(rate for rate, _ in figures) for link, figures in seen.items()}
     for link, figures in seen.items():
         print(f"{link:<8} {rates[link]:8.1f} MB/s {statistics.median(trip for _, trip in figures):8.2f} ms a trip")

@@ -73,8 +73,17 @@ class NodeState:
     def is_enrolled(self, slot: int) -> bool:
         return (self.path / f"node-{slot}.enrolled").exists()
 
-    def note_enrolled(self, slot: int) -> None:
+    def note_enrolled(self, slot: int, relay_pass: bytes = b"") -> None:
         (self.path / f"node-{slot}.enrolled").touch()
+        if relay_pass:
+            write_secret(self.path / "relay.pass", relay_pass)
+
+    def relay_pass(self, invite: Invite) -> bytes:
+        """Return what to show at relays: the run's own pass or the invite's, of which the later to expire."""
+        try:
+            return max((self.path / "relay.pass").read_bytes(), invite.relay_pass)  # The expiry comes first.
+        except OSError:
+            return invite.relay_pass
 
     def held_bytes(self) -> int:
         """Return the bytes of all files here. The nodes of a machine share chunks by hard links."""
@@ -109,7 +118,7 @@ class EnrolledNode:
 
 
 @asynccontextmanager
-async def tunnels(invite: Invite) -> AsyncIterator[dict[str, Tunnel]]:
+async def tunnels(invite: Invite, state: NodeState) -> AsyncIterator[dict[str, Tunnel]]:
     """Open the other ways to the run that `invite` names, by the address of this machine at which each begins.
 
     Raises ConfigError when there is none but iroh, and that is not installed.
@@ -125,12 +134,15 @@ async def tunnels(invite: Invite) -> AsyncIterator[dict[str, Tunnel]]:
                         raise
                     logger.warning("%s; trying other ways to the run", error)
                     continue
-                dialer = IrohDialer(relay, invite.relay_pass)
+                dialer = IrohDialer(relay, partial(state.relay_pass, invite))
                 stack.push_async_callback(dialer.close)
                 tunnel = Tunnel(relay, dialer.dial)
             else:
                 address = tcp_address(relay, "the relay", scheme="")
-                tunnel = Tunnel(f"relay {relay}", partial(dial, address, invite.verify_key, invite.relay_pass))
+                tunnel = Tunnel(
+                    f"relay {relay}",
+                    lambda address=address: dial(address, invite.verify_key, state.relay_pass(invite)),
+                )
             stack.push_async_callback(tunnel.close)
             await tunnel.start()
             ways[tunnel.address] = tunnel
@@ -167,7 +179,7 @@ async def enroll(
             except DeadlineError as error:
                 faults[address] = (way and way.fault) or str(error)
                 continue
-            state.note_enrolled(slot)
+            state.note_enrolled(slot, answer.relay_pass)
             if way:
                 logger.info("connected through %s", way.name)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)

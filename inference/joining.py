@@ -218,7 +218,7 @@ class _Machine:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         machine = await asyncio.to_thread(find_machine, self._state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
-        async with tunnels(self._invite) as ways:
+        async with tunnels(self._invite, self._state) as ways:
             return await self._serve(machine, ways)
 
     async def _serve(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> int:

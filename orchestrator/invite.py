@@ -28,7 +28,7 @@ from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
 from composer_prime.wire.iroh_link import iroh_address, iroh_name, is_iroh, load_iroh
-from composer_prime.wire.tunnel import signed_text
+from composer_prime.wire.tunnel import sign_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
@@ -108,7 +108,7 @@ def create_invite(
         protocol=PROTOCOL,
         expires=expires,
         relays=[iroh_name(relay, keys.signer()) if is_iroh(relay) else relay for relay in relays],
-        relay_pass=keys.signer().sign(signed_text()) if relays else b"",
+        relay_pass=sign_pass(keys.signer(), expires) if relays else b"",
     )
 
 

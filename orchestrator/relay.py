@@ -31,7 +31,15 @@ from composer_prime.address import Address, has_share, network, tcp_address
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, PortInUseError, WireError
 from composer_prime.wire import tunnel
-from composer_prime.wire.tunnel import TcpStream, end, join_streams, read_words, signed_text, write_words
+from composer_prime.wire.tunnel import (
+    TcpStream,
+    check_pass,
+    end,
+    join_streams,
+    read_words,
+    signed_text,
+    write_words,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +129,8 @@ class Relay:
         match await read_words(reader, _GREETING_S):
             case [tunnel.PROTOCOL, "take", stream]:
                 return "take", stream
-            case [tunnel.PROTOCOL, "dial", run, proof]:
-                self._verify(run, proof, signed_text())
+            case [tunnel.PROTOCOL, "dial", run, shown]:
+                self._verify(run, shown)
                 return "dial", run
             case [tunnel.PROTOCOL, "host", run]:
                 self._key(run)
@@ -143,9 +151,16 @@ class Relay:
             raise _RefusedError(f"it does not serve run {run if known else '?'}: start it with --run and that key")
         return self._runs[run]
 
-    def _verify(self, run: str, proof: str, text: bytes) -> None:
+    def _verify(self, run: str, shown: str, text: bytes | None = None) -> None:
+        """Check the signature of `text`; without one, a pass."""
+        key = self._key(run)
         try:
-            self._key(run).verify(bytes.fromhex(proof), text)
+            if text is None:
+                check_pass(key, bytes.fromhex(shown))
+            else:
+                key.verify(bytes.fromhex(shown), text)
+        except WireError as error:
+            raise _RefusedError(str(error)) from None
         except (InvalidSignature, ValueError):
             raise _RefusedError(f"what was shown is not signed by run {run}: join with an invite of that run") from None
 

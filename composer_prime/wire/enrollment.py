@@ -95,6 +95,8 @@ class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     """The run's [inference] table as JSON, without what concerns the host of the run only."""
     sources: list[str] = []
     """As in NodeWelcome: copies of the weight store besides this link."""
+    relay_pass: bytes = b""
+    """What the node shows at relays from now on, also after its invite has expired; empty where the run has none."""
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):
@@ -156,7 +158,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     relays: list[str] = []
     """Other ways to the run, tried in turn where no address is reached: iroh:ID (iroh_link.py), HOST:PORT of relays."""
     relay_pass: bytes = b""
-    """What a node shows there (tunnel.py), 64 bytes."""
+    """What a node shows there until the invite expires (tunnel.py)."""
 
     @property
     def keys(self) -> ClientKeys:

@@ -18,7 +18,7 @@ import hashlib
 import ipaddress
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -26,8 +26,17 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from composer_prime.address import Address, tcp_address
-from composer_prime.errors import ConfigError, DeadlineError
-from composer_prime.wire.tunnel import MAX_STREAMS, Leg, cancel_all, connect_tcp, join_streams, signed_text, spawn
+from composer_prime.errors import ConfigError, DeadlineError, WireError
+from composer_prime.wire.tunnel import (
+    MAX_STREAMS,
+    PASS_BYTES,
+    Leg,
+    cancel_all,
+    check_pass,
+    connect_tcp,
+    join_streams,
+    spawn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +46,6 @@ _CONNECT_S, _GREETING_S, _FLUSH_S = 8.0, 10.0, 5.0
 _MAX_GREETING = 64
 _WINDOW_BYTES = 1 << 20
 """That a connection may send before it is read."""
-_PASS_BYTES = 64
 
 
 def is_iroh(relay: str) -> bool:
@@ -151,11 +159,11 @@ class _IrohStream:
 class IrohDialer:
     """A node's endpoint, made at the first `dial`."""
 
-    def __init__(self, name: str, proof: bytes) -> None:
-        """`name`: as in the invite. Raises ConfigError."""
+    def __init__(self, name: str, relay_pass: Callable[[], bytes]) -> None:
+        """`name`: as in the invite. `relay_pass`: what to show, at each dial. Raises ConfigError."""
         self._name = name
         self._id, self._address = check_iroh_name(name)
-        self._proof = proof
+        self._relay_pass = relay_pass
         self._endpoint: Any = None
         self._binding = asyncio.Lock()
 
@@ -172,7 +180,7 @@ class IrohDialer:
                     target = iroh.EndpointAddr(iroh.EndpointId.from_string(self._id), None, addresses)
                     connection = await self._endpoint.connect(target, _PROTOCOL)
                     stream = _IrohStream(connection, await connection.open_bi())
-                    await stream.send(self._proof)
+                    await stream.send(self._relay_pass())
                     return stream, stream
         except BaseException as error:
             if connection is not None:
@@ -223,13 +231,12 @@ class IrohLeg(Leg):
                     connection.set_max_concurrent_bi_streams(1)
                     connection.set_receive_window(_WINDOW_BYTES)
                     stream = await connection.accept_bi()
-                    proof = await stream.recv().read_exact(_PASS_BYTES)
-                    self._signer.public_key().verify(proof, signed_text())
+                    check_pass(self._signer.public_key(), await stream.recv().read_exact(PASS_BYTES))
                     near = await connect_tcp(self._target, f"the node port {self._target}")
         except BaseException as error:
             if connection is not None:
                 connection.close(1, b"refused")
-            if not isinstance(error, InvalidSignature | OSError):
+            if not isinstance(error, InvalidSignature | WireError | OSError):
                 raise
             logger.warning("a node's stream through iroh was not joined: %s", error or type(error).__name__)
             return

@@ -20,15 +20,18 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from composer_prime.address import Address, reachable, tcp_address
 from composer_prime.errors import DeadlineError, WireError
+from composer_prime.run.node_registry import utc_text
 from composer_prime.run.retry import backoff_s
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "composer-relay-1"
+PROTOCOL = "composer-relay-2"
+"""Raised with every change that an older release would misread. 2: passes expire."""
+PASS_BYTES = 8 + 64
 HELD_BYTES = 64 << 10
 """Read ahead of a stream in each direction."""
 PING_S = 15.0
@@ -65,12 +68,28 @@ Stream = tuple[Reader, Writer]
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def signed_text(relay: str = "", nonce: str = "") -> bytes:
-    """Return what a host signs for the `nonce` of the relay that it dialed as HOST:PORT; without both, what a pass is.
+def signed_text(relay: str, nonce: str) -> bytes:
+    """Return what a host signs for the `nonce` of the relay that it dialed as HOST:PORT."""
+    return f"composer-prime relay: the host at {relay} {nonce}".encode()
 
-    An invite holds the pass. It serves any number of nodes and relays, and does not expire.
-    """
-    return f"composer-prime relay: {f'the host at {relay} {nonce}' if nonce else 'a node'}".encode()
+
+def sign_pass(key: Ed25519PrivateKey, expires: int) -> bytes:
+    """Return what nodes show at any relay of the run until `expires`, Unix seconds, which come first in it."""
+    return expires.to_bytes(8) + key.sign(_pass_text(expires))
+
+
+def check_pass(key: Ed25519PublicKey, shown: bytes) -> None:
+    """Raises InvalidSignature, of cryptography, or WireError for a pass that has expired."""
+    expires = int.from_bytes(shown[:8])
+    key.verify(shown[8:], _pass_text(expires))
+    if (now := time.time()) > expires:
+        raise WireError(
+            f"the pass expired at {utc_text(expires)}, here it is {utc_text(now)}: join with a fresh invite"
+        )
+
+
+def _pass_text(expires: int) -> bytes:
+    return f"composer-prime relay: a node until {expires}".encode()
 
 
 async def read_words(reader: asyncio.StreamReader, limit_s: float) -> list[str]:

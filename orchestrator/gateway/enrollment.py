@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, ModelFile, ModelFiles, other_release, release
 from composer_prime.wire.node import Rejected
+from composer_prime.wire.tunnel import sign_pass
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ _SETTINGS = {
     "drain_timeout_s", "canary_tolerance", "max_restarts",
 }  # fmt: skip
 """Of [inference]; the others describe machines of the run's own."""
+_PASS_S = 365 * 86400
+"""How long a node finds the run through relays without enrolling again; it does at each start."""
 
 
 class Enrollment:
@@ -139,6 +143,7 @@ class Enrollment:
         """
         try:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)
+            relay_pass = await asyncio.to_thread(self._sign_pass) if self.relays else b""
             async with self._hashing:  # Who waits for the first one's files keeps no thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:
@@ -154,6 +159,7 @@ class Enrollment:
             manifest=manifest,
             max_context=self._config.model.max_context,
             inference=inference.encode(),
+            relay_pass=relay_pass,
         )
 
     def _enroll(self, key: bytes, message: Enroll, taken_names: Collection[str]) -> RegisteredNode:
@@ -182,6 +188,9 @@ class Enrollment:
         with path.open("rb") as file:
             file.seek(start + offset)
             return file.read(max(0, min(size, length - offset)))
+
+    def _sign_pass(self) -> bytes:
+        return sign_pass(self._keys.signer(), int(time.time()) + _PASS_S)
 
     def _sign_model(self) -> bytes:
         paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]

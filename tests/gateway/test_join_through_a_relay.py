@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -20,7 +21,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.wire import tunnel
 from composer_prime.wire.enrollment import Invite
 from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name
-from composer_prime.wire.tunnel import RelayLeg, RelayLegs, Tunnel, dial, signed_text
+from composer_prime.wire.tunnel import RelayLeg, RelayLegs, Tunnel, dial, sign_pass, signed_text
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
 from tests.engines.reference import Reference
@@ -32,6 +33,10 @@ NOBODY = "127.0.0.1:1"
 
 def public(keys: RunKeys) -> bytes:
     return keys.verifier().public_bytes_raw()
+
+
+def pass_of(keys: RunKeys, valid_s: float = 1000.0) -> bytes:
+    return sign_pass(keys.signer(), int(time.time() + valid_s))
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +81,7 @@ async def registered(relay: Relay, keys: RunKeys, endpoint: str) -> AsyncIterato
 def through(keys: RunKeys, relay: Address | str, address: str = NOBODY):
     """An invite whose only address is one where nobody listens."""
     invite = invite_for(keys, address)
-    return msgspec.structs.replace(invite, relays=[str(relay)], relay_pass=keys.signer().sign(signed_text()))
+    return msgspec.structs.replace(invite, relays=[str(relay)], relay_pass=pass_of(keys))
 
 
 @pytest.mark.process
@@ -128,7 +133,7 @@ async def test_a_relay_that_vanished_is_dialed_again(keys):
 
 
 async def echo_of(address: Address, keys: RunKeys, data: bytes) -> bytes:
-    reader, writer = await dial(address, public(keys), keys.signer().sign(signed_text()))
+    reader, writer = await dial(address, public(keys), pass_of(keys))
     try:
         writer.write(data)
         return await asyncio.wait_for(reader.readexactly(len(data)), 100)
@@ -140,7 +145,7 @@ async def test_bytes_pass_unchanged_and_both_ends_close_together(keys):
     """More than is held anywhere on the way, both ways at once."""
     data = bytes(range(256)) * (1 << 13)
     async with relaying(public(keys)) as relay, served(relay, keys):
-        reader, writer = await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
+        reader, writer = await dial(relay.address, public(keys), pass_of(keys))
         writer.write(data)
         assert await asyncio.wait_for(reader.readexactly(len(data)), 100) == data
         writer.close()
@@ -170,11 +175,31 @@ async def test_only_the_run_itself_takes_its_place_and_only_its_nodes_dial(keys,
         with pytest.raises(WireError, match="not signed by run"):
             await RelayLeg(str(relay.address), Stolen(), "tcp://127.0.0.1:1")._serve()
         with pytest.raises(WireError, match=r"not signed by run .*: join with an invite of that run"):
-            await dial(relay.address, public(keys), other.signer().sign(signed_text()))
+            await dial(relay.address, public(keys), pass_of(other))
         with pytest.raises(WireError, match=r"the host of run .* is not connected to it: is the run up\?"):
-            await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
+            await dial(relay.address, public(keys), pass_of(keys))
         with pytest.raises(WireError, match="does not serve run"):
-            await dial(relay.address, public(other), other.signer().sign(signed_text()))
+            await dial(relay.address, public(other), pass_of(other))
+
+
+async def test_a_pass_expires_with_its_invite_and_a_node_that_joined_has_its_own(open_gateway, keys, tmp_path):
+    """A pass whose time is over is refused with the time. Who enrolled before comes back through the relay."""
+    async with relaying(public(keys)) as relay:
+        keys.registry.use_relay(str(relay.address))
+        with pytest.raises(WireError, match=r"the pass expired at .*, here it is .*: join with a fresh invite"):
+            await dial(relay.address, public(keys), pass_of(keys, valid_s=-5))
+        with pytest.raises(WireError, match="not signed by run"):
+            await dial(relay.address, public(keys), (1 << 40).to_bytes(8) + pass_of(keys)[8:])
+        async with open_gateway() as gateway:
+            await until(lambda: "registered" in gateway.state()["relays"].values(), "the run at the relay")
+            invite = through(keys, relay.address)
+            state = NodeState(tmp_path, invite)
+            async with tunnels(invite, state) as ways:
+                await enroll(invite, state, 0, "box", MACHINE, 100, ways)
+            expired = msgspec.structs.replace(invite, relay_pass=pass_of(keys, valid_s=-5), expires=1)
+            async with tunnels(expired, state) as ways:
+                assert (await enroll(expired, state, 0, "box", MACHINE, 100, ways)).address in ways
+            assert NodeState(tmp_path / "stranger", expired).relay_pass(expired) == expired.relay_pass
 
 
 async def test_a_proof_is_good_at_the_relay_that_was_dialed_only(keys):
@@ -238,9 +263,9 @@ async def test_a_control_line_that_is_none_ends_the_connection(keys):
 
 async def test_a_full_relay_says_so_and_has_room_when_a_stream_ends(keys):
     async with relaying(public(keys), max_streams=1) as relay, served(relay, keys):
-        _, writer = await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
+        _, writer = await dial(relay.address, public(keys), pass_of(keys))
         with pytest.raises(WireError, match=r"it is full: 127\.0\.0\.1 has 1 of 1 streams, --streams is 1"):
-            await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
+            await dial(relay.address, public(keys), pass_of(keys))
         writer.close()
         await until(lambda: relay._streams.total() == 0, "the stream to end")
         assert await echo_of(relay.address, keys, b"room") == b"room"
@@ -248,7 +273,7 @@ async def test_a_full_relay_says_so_and_has_room_when_a_stream_ends(keys):
 
 async def test_a_silent_stream_is_ended(keys):
     async with relaying(public(keys), idle_s=0.2) as relay, served(relay, keys):
-        reader, _ = await dial(relay.address, public(keys), keys.signer().sign(signed_text()))
+        reader, _ = await dial(relay.address, public(keys), pass_of(keys))
         assert await asyncio.wait_for(reader.read(), 100) == b""
 
 
@@ -256,7 +281,7 @@ async def test_lines_that_are_none_are_turned_away(keys):
     """Another protocol, too long a line, bytes that are no text, a stream that was never opened."""
     async with relaying(public(keys)) as relay:
         for line, answer in (
-            (b"GET / HTTP/1.1\n", b"no it speaks composer-relay-1: install one release on relay, run and nodes\n"),
+            (b"GET / HTTP/1.1\n", b"no it speaks composer-relay-2: install one release on relay, run and nodes\n"),
             (b"x" * 600 + b"\n", b""),
             (b"\xff\xfe\n", b""),
             (b"x" * 300_000, b""),
@@ -275,14 +300,14 @@ async def test_what_cannot_be_reached_is_named_with_the_relay(keys, tmp_path):
     """A relay where nobody listens, and one that refuses: with its reason, beside the dead address."""
     state = lambda invite: NodeState(tmp_path, invite)
     invite = through(keys, Address("127.0.0.1", 1))
-    async with tunnels(invite) as ways:
+    async with tunnels(invite, state(invite)) as ways:
         with pytest.raises(
             DeadlineError, match=r"tried for 2 s .*127\.0\.0\.1:1 took no .*relay 127\.0\.0\.1:1 took no"
         ):
             await enroll(invite, state(invite), 0, "box", MACHINE, 2.0, ways)
     async with relaying(public(keys)) as relay:
         invite = through(keys, relay.address)
-        async with tunnels(invite) as ways:
+        async with tunnels(invite, state(invite)) as ways:
             with pytest.raises(DeadlineError, match=f"relay {relay.address} refused: the host of run"):
                 await enroll(invite, state(invite), 0, "box", MACHINE, 2.0, ways)
 
@@ -291,8 +316,9 @@ async def test_an_address_that_connects_is_preferred(open_gateway, keys, tmp_pat
     """The relay is there, and is not used."""
     async with open_gateway() as gateway, relaying(public(keys)) as relay:
         invite = through(keys, relay.address, gateway.node_endpoint)
-        async with registered(relay, keys, gateway.node_endpoint), tunnels(invite) as ways:
-            first = await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 100, ways)
+        state = NodeState(tmp_path, invite)
+        async with registered(relay, keys, gateway.node_endpoint), tunnels(invite, state) as ways:
+            first = await enroll(invite, state, 0, "box", MACHINE, 100, ways)
             assert first.address == invite.addresses[0] and first.address not in ways
 
 
@@ -313,8 +339,9 @@ async def test_a_node_enrolls_over_iroh_and_before_any_relay(open_gateway, keys,
         relays = [iroh_name(where, keys.signer()), *invite.relays]
         invite = msgspec.structs.replace(invite, addresses=[], relays=relays)
         try:
-            async with tunnels(Invite.read(invite.text())) as ways:
-                node = await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 100, ways)
+            state = NodeState(tmp_path, invite)
+            async with tunnels(Invite.read(invite.text()), state) as ways:
+                node = await enroll(invite, state, 0, "box", MACHINE, 100, ways)
                 assert ways[node.address].name == invite.relays[0]
         finally:
             await legs.close()
@@ -335,15 +362,15 @@ async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tm
 
     Whoever comes while all places for a greeting are taken is refused.
     """
-    where, other = f"iroh@127.0.0.1:{free_udp_port()}", RunKeys.create(tmp_path / "other").signer()
+    where, other = f"iroh@127.0.0.1:{free_udp_port()}", RunKeys.create(tmp_path / "other")
     data = bytes(range(256)) * (1 << 11)
     async with relaying(public(keys)) as relay, served(relay, keys) as legs:
         target = next(leg for leg, _ in legs._legs.values())._target
         serving = asyncio.create_task((leg := IrohLeg(where, keys.signer(), f"tcp://{target}")).run())
         await until(lambda: leg.state == "registered", "the endpoint")
-        right = IrohDialer(iroh_name(where, keys.signer()), keys.signer().sign(signed_text()))
-        wrong = IrohDialer(iroh_name(where, keys.signer()), other.sign(signed_text()))
-        stranger = IrohDialer(iroh_name(where, other), other.sign(signed_text()))
+        right = IrohDialer(iroh_name(where, keys.signer()), lambda: pass_of(keys))
+        wrong = IrohDialer(iroh_name(where, keys.signer()), lambda: pass_of(other))
+        stranger = IrohDialer(iroh_name(where, other.signer()), lambda: pass_of(other))
         try:
             reader, sender = await right.dial()
             await sender.send(data)

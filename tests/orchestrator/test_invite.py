@@ -82,7 +82,8 @@ def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys)
     assert main([str(run_dir.root), "--relay", "192.0.2.9:5600"]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
     invite = Invite.read(string)
-    assert (invite.addresses, invite.relays) == ([], ["192.0.2.9:5600"]) and len(invite.relay_pass) == 64
+    assert (invite.addresses, invite.relays) == ([], ["192.0.2.9:5600"]) and len(invite.relay_pass) == 72
+    assert int.from_bytes(invite.relay_pass[:8]) == invite.expires
     key = keys.verifier().public_bytes_raw().hex()
     assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --name 192.0.2.9:5600 --run {key}"
     assert keys.registry.relays() == ["192.0.2.9:5600"]
