@@ -122,7 +122,8 @@ async def measure(pieces: int, rounds: int) -> None:
             await dialer.close()
             for process in (box, run):
                 process.kill()
-                await process.wait()  # Its pipes close with this event loop, not after it.
+            for process in (box, run):  # Its pipes close with this event loop, not after it.
+                await process.wait()
     rates = {link: statistics.median(rate for rate, _ in figures) for link, figures in seen.items()}
     for link, figures in seen.items():
         print(f"{link:<8} {rates[link]:8.1f} MB/s {statistics.median(trip for _, trip in figures):8.2f} ms a trip")
