@@ -135,6 +135,24 @@ def test_recomputed_caches_forget_the_old_weights(folder):
     run(scenario())
 
 
+def test_a_prompt_that_a_swap_interrupts_is_computed_again(folder):
+    # 16 prompt tokens a step: the swaps fall between pieces of the prompts. An answer that claims one version is that
+    # version's, prompt included, as the auditor computes it.
+    async def scenario():
+        subject = await start(folder, prefill_tokens=16, max_batch=4)
+        for version in range(1, 5):
+            wanted = [(subject.prompt(60 + k, 230), sampling(2, seed=k)) for k in range(4)]
+            tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+            while subject.engine.stats().kv_used == 0.0:
+                await asyncio.sleep(0)
+            await subject.load(version)
+            for (prompt, options), completion in zip(wanted, await asyncio.gather(*tasks), strict=True):
+                subject.verify(prompt, options, completion)
+        await subject.engine.close()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     "make",
     [

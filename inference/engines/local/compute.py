@@ -8,7 +8,8 @@
                  sample, append, finish
 
 Only this thread touches the model, the cache and the slot table. So a swap is exact: it happens between two forward
-passes, and every token after it comes from the new version. Running requests keep their cached keys and values.
+passes, and every token after it comes from the new version. Running requests keep their cached keys and values, but a
+prompt without a token yet is computed again: an answer of one version has no other version's keys.
 """
 
 from __future__ import annotations
@@ -173,7 +174,9 @@ class Computer:
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         swap_weights(self._model, self._targets, tensors)
         self.version = version
-        self._table.weights_changed(recompute=self._config.local.kv_at_swap == "recompute")
+        recompute = self._config.local.kv_at_swap == "recompute"
+        again = [slot for slot, request in self._running.items() if recompute or not request.logprobs]
+        self._table.weights_changed(again)
         self._resolve(future, None)
 
     def read_back(self, names: list[str]) -> list[ReadBack]:

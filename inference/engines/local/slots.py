@@ -11,6 +11,7 @@ merged by their log-sum-exp (as in Flash-Decoding and cascade attention, arXiv 2
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,14 +130,14 @@ class SlotTable:
         self.known[slot] = self.computed[slot] = 0
         self.fresh[slot] = False
 
-    def weights_changed(self, *, recompute: bool) -> None:
-        """Drop idle slots. Running ones keep their old entries, or compute them again (`recompute`)."""
+    def weights_changed(self, again: Collection[int]) -> None:
+        """Drop idle slots. Running ones keep their old entries; those of `again` are computed again."""
         self._swaps += 1
         self._changes += 1
         for slot in range(self.high):
             if not self.running[slot]:
                 self._forget(slot)
-            elif recompute:
+            elif slot in again:
                 self.computed[slot], self.fresh[slot], self.origin[slot] = 0, True, self._swaps
             elif self.fresh[slot]:
                 self.fresh[slot], self._pure[slot] = False, self.computed[slot]
