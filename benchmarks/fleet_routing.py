@@ -2,8 +2,9 @@
 
     groups of rollouts (closed loop) -> the product's Router, one policy after the other -> simulated engines
 
-    python benchmarks/fleet_routing.py
-    python benchmarks/fleet_routing.py --concurrent 128 --out routing.json
+    python -m benchmarks.fleet_routing --seeds 0 1 2
+    python -m benchmarks.fleet_routing --concurrent 128 --out routing.json
+    python -m benchmarks.fleet_routing --traces outputs/a1 outputs/code-a1 --groups 1600 --quantum-s 0.02
 
 The policies: `ours` is the Router as it is; `session` keeps a conversation on its node and gives others the node with
 the fewest requests for its places; `least` always takes that node; `hash` takes the node that the conversation hashes
@@ -12,7 +13,8 @@ to, the next one on the ring when that is full. All run the same router, traces 
 Traces come from a seed. A group has 8 rollouts of one task; its prompt has 400 to 3,000 tokens (log-uniform). A rollout
 has 1 + Poisson(5) turns. An answer has a lognormal number of tokens (median 120, sigma 0.9, at most 2,000), a tool's
 reply likewise (median 200, sigma 0.8), and a tool takes a lognormal time (median 0.5 s, sigma 1). A group begins when
-another ends, so that `--concurrent` rollouts are under way.
+another ends, so that `--concurrent` rollouts are under way. With --traces, turns have the lengths and tool times that
+runs recorded, as they are; --groups of them are taken, each as often as the others, in an order from the seed.
 
 An engine decodes n sequences at a + b n seconds a token, spends at most half of its time on prompts while others
 decode, and keeps the prefixes of conversations that fit its cache, least recently used ones leave. Fast: a = 10 ms,
@@ -20,10 +22,11 @@ b = 0.5 ms, 8,000 prompt tokens a second; slow: a sixth of that. Both hold 64 re
 
 After each fifth of the groups a fast node is killed. It is noticed after 10 s and comes back, cold, after 60 s. Lost at
 a kill are tokens that the node had sampled and not streamed; `whole` is `ours` with engines that stream nothing. Wasted
-are all tokens that were sampled and are in no answer, those of second nodes included.
+are all tokens that were sampled and are in no answer, those of second nodes included. With several seeds, ratios have
+the mean and Student's interval over seeds.
 
-Exit status 1 when ours has fewer groups a second or a longer p90 than another policy, or loses more at a kill than
-`whole`.
+Exit status 1 when ours has, with any seed, fewer groups a second or a longer p90 than another policy, or loses more at
+a kill than `whole`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fleet_routing_sides.traces import SIBLINGS, Group, Turn, describe, drawn, make_groups, recorded_groups
+from composer_prime.errors import ConfigError
+from composer_prime.stats.ladder import seeds_text
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status, ToNode
 from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
@@ -49,46 +55,12 @@ from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.stragglers import start_twins
 
-SIBLINGS = 8
 PLACES = 64
 SLOWNESS = 6.0
-QUANTUM_S = 0.1
 NOTICED_S, AWAY_S = 10.0, 60.0
 STREAM_S = 2.0
+BEAT_S, TWINS_S = 2.0, 1.0
 _MAX_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    new_prompt: int
-    answer: int
-    tool_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    rollouts: list[list[Turn]]
-
-
-def make_groups(count: int, seed: int) -> list[Group]:
-    """Return traces; see the module."""
-    draw = np.random.default_rng(seed)
-
-    def lengths(median: float, sigma: float, most: int) -> int:
-        return int(np.clip(draw.lognormal(np.log(median), sigma), 1, most))
-
-    groups = []
-    for _ in range(count):
-        prompt = int(np.exp(draw.uniform(np.log(400), np.log(3000))))
-        rollouts = []
-        for _ in range(SIBLINGS):
-            turns = []
-            for number in range(1 + int(draw.poisson(5))):
-                new = prompt if number == 0 else lengths(200, 0.8, 4000)
-                turns.append(Turn(new, lengths(120, 0.9, 2000), float(draw.lognormal(np.log(0.5), 1.0))))
-            rollouts.append(turns)
-        groups.append(Group(rollouts))
-    return groups
 
 
 # -- simulated time and engines ------------------------------------------------------------------------------------
@@ -209,8 +181,8 @@ def _tokens(count: int) -> tuple[bytes, bytes, list[VersionSpan]]:
 class SimulatedFleet:
     """A router with the fleet's engines behind it."""
 
-    def __init__(self, loop: SimulatedLoop, policy: Placing, *, streams: bool, twins: bool) -> None:
-        self.loop, self.streams, self.twins = loop, streams, twins
+    def __init__(self, loop: SimulatedLoop, policy: Placing, *, streams: bool, twins: bool, quantum_s: float) -> None:
+        self.loop, self.streams, self.twins, self.quantum_s = loop, streams, twins, quantum_s
         self.targets: dict[str, int] = {}
         self.router = Router(self._send, vocab_size=100, suspend_s=10.0, no_node_timeout_s=1e6, request_timeout_s=1e6,
                              join_hint=lambda: "", placing=policy)  # fmt: skip
@@ -231,18 +203,19 @@ class SimulatedFleet:
         return True
 
     async def run(self) -> None:
-        ticks = 0
+        beat_at = twins_at = 0.0
         while True:
-            await asyncio.sleep(QUANTUM_S)
-            ticks += 1
+            await asyncio.sleep(self.quantum_s)
             for engine in self.engines.values():
                 if engine.alive:
-                    engine.advance(QUANTUM_S)
+                    engine.advance(self.quantum_s)
                     engine.report()
-            if ticks % 20 == 0:
+            if self.loop.now >= beat_at:
                 self._beat()
-            if self.twins and ticks % 10 == 0:
+                beat_at = self.loop.now + BEAT_S
+            if self.twins and self.loop.now >= twins_at:
                 start_twins(self.router)
+                twins_at = self.loop.now + TWINS_S
 
     def _beat(self) -> None:
         for engine in self.engines.values():
@@ -388,7 +361,7 @@ POLICIES: dict[str, tuple[type[Placing], bool, bool]] = {
 """Placing, whether nodes stream, and whether the last siblings get a second node."""
 
 
-def simulate(name: str, groups: list[Group], concurrent: int) -> Outcome:
+def simulate(name: str, groups: list[Group], concurrent: int, quantum_s: float) -> Outcome:
     """Run one policy in a loop of its own, with its clock as the process's monotonic clock."""
     policy, streams, twins = POLICIES[name]
     loop, clock = SimulatedLoop(), time.monotonic
@@ -396,7 +369,8 @@ def simulate(name: str, groups: list[Group], concurrent: int) -> Outcome:
     try:
 
         async def scenario() -> Outcome:
-            return await play(SimulatedFleet(loop, policy(), streams=streams, twins=twins), groups, concurrent)
+            fleet = SimulatedFleet(loop, policy(), streams=streams, twins=twins, quantum_s=quantum_s)
+            return await play(fleet, groups, concurrent)
 
         return loop.run_until_complete(scenario())
     finally:
@@ -404,26 +378,24 @@ def simulate(name: str, groups: list[Group], concurrent: int) -> Outcome:
         loop.close()
 
 
-def compare(groups: list[Group], concurrent: int) -> dict[str, Outcome]:
+def compare(groups: list[Group], concurrent: int, quantum_s: float) -> dict[str, Outcome]:
     outcomes = {}
     print("policy    groups/s   p50 s   p90 s   warm  lost at kills  wasted  twins  CPU s")
     for name in POLICIES:
         cpu = time.process_time()
-        one = outcomes[name] = simulate(name, groups, concurrent)
+        one = outcomes[name] = simulate(name, groups, concurrent, quantum_s)
         print(f"{name:8s} {one.groups_per_s:9.3f} {one.group_p50_s:7.1f} {one.group_p90_s:7.1f} {one.warm_share:6.1%} "
               f"{one.lost_at_kills:14d} {one.wasted:7.2%} {one.twins:6d} {time.process_time() - cpu:6.1f}",
               flush=True)  # fmt: skip
     return outcomes
 
 
-def verdict(outcomes: dict[str, Outcome]) -> list[str]:
+def losses_of(outcomes: dict[str, Outcome]) -> list[str]:
     """Return what ours loses, in words."""
     ours, losses = outcomes["ours"], []
     for name, other in outcomes.items():
         if name in ("ours", "whole"):
             continue
-        print(f"ours against {name}: {ours.groups_per_s / other.groups_per_s:.2f} x groups/s (aim 1.6), "
-              f"p90 {ours.group_p90_s / other.group_p90_s:.2f} x")  # fmt: skip
         if ours.groups_per_s <= other.groups_per_s:
             losses.append(f"{name} has more groups a second")
         if ours.group_p90_s >= other.group_p90_s:
@@ -433,21 +405,48 @@ def verdict(outcomes: dict[str, Outcome]) -> list[str]:
     return losses
 
 
+def print_ratios(by_seed: dict[int, dict[str, Outcome]]) -> None:
+    for name in POLICIES:
+        if name in ("ours", "whole"):
+            continue
+        rates = {seed: each["ours"].groups_per_s / each[name].groups_per_s for seed, each in by_seed.items()}
+        tails = {seed: each["ours"].group_p90_s / each[name].group_p90_s for seed, each in by_seed.items()}
+        print(f"ours / {name}: {seeds_text(rates)} groups/s (aim 1.6), p90 {seeds_text(tails)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=160)
     parser.add_argument("--concurrent", type=int, default=256, help="rollouts under way, a multiple of 8")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
+    parser.add_argument("--traces", nargs="+", metavar="RUN", help="run directories whose rollouts are the traces")
+    parser.add_argument("--quantum-s", type=float, default=0.1, help="simulated seconds that engines compute at a time")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON, by seed")
     arguments = parser.parse_args()
     if arguments.concurrent % SIBLINGS or arguments.concurrent < SIBLINGS:
         parser.error(f"--concurrent is {arguments.concurrent}: give a multiple of {SIBLINGS}, the rollouts of a group")
     if arguments.groups < 5:
         parser.error(f"--groups is {arguments.groups}: at least 5, because a node is killed after each fifth of them")
-    outcomes = compare(make_groups(arguments.groups, arguments.seed), arguments.concurrent)
-    losses = verdict(outcomes)
+    if not 0 < arguments.quantum_s <= 1:
+        parser.error(f"--quantum-s is {arguments.quantum_s}: give more than 0 and at most 1")
+    recorded: list[Group] = []
+    if arguments.traces:
+        try:
+            recorded, left_out = recorded_groups(arguments.traces)
+        except ConfigError as error:
+            parser.error(f"--traces: {error}")
+        print(f"{len(recorded)} recorded groups ({left_out} left out); {describe(recorded)}; {arguments.groups} taken")
+    by_seed, losses = {}, []
+    for seed in arguments.seeds:
+        print(f"seed {seed}")
+        groups = drawn(recorded, arguments.groups, seed) if recorded else make_groups(arguments.groups, seed)
+        by_seed[seed] = compare(groups, arguments.concurrent, arguments.quantum_s)
+        losses += [f"seed {seed}: {loss}" for loss in losses_of(by_seed[seed])]
+    print_ratios(by_seed)
     if arguments.out:
-        figures: dict[str, Any] = {name: asdict(one) for name, one in outcomes.items()}
+        figures: dict[str, Any] = {
+            str(seed): {name: asdict(one) for name, one in outcomes.items()} for seed, outcomes in by_seed.items()
+        }
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
     for loss in losses:
         print(f"LOST: {loss}")
