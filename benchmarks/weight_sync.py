@@ -2,11 +2,13 @@
 
     uv run python -m benchmarks.weight_sync                    # a tiny model
     uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
-    uv run python -m benchmarks.weight_sync --model 8b         # --layers of an 8B model's shapes, made-up steps
+    uv run python -m benchmarks.weight_sync --model qwen3-8b   # its shapes (--layers of 36), made-up steps
 
 Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
-brought to a node's disk by inference/versions.py, which must give back the same bits. For each learning rate, of the
-last step:
+brought to a node's disk by inference/versions.py, which must give back the same bits. The steps of qwen3-8b are made
+up: normal weights of deviation 0.02, and each step moves every value by up to two learning rates, as AdamW does. They
+are made block by block in a file, so that neither this process nor the node's holds the model. For each learning rate,
+of the last step:
 
     full        the file in bfloat16
     zstd        the file, level 3
@@ -33,6 +35,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from itertools import count
+from math import prod
 from pathlib import Path
 
 import msgspec
@@ -43,9 +47,11 @@ from composer_prime.errors import DeadlineError
 from composer_prime.run.weights import Canary, Manifest, WeightStore
 from inference.snapshot import Snapshot
 from inference.versions import ChunkSource, FolderSource, VersionFolder
-from trainer.weights.version_file import VersionWriter, safetensors_parts
+from trainer.weights.version_file import VersionWriter
 
 Tensors = dict[str, torch.Tensor]
+_BLOCK = 1 << 24
+"""Elements that are made or compared at a time."""
 
 
 def trained(lm: torch.nn.Module, ids: torch.Tensor, lr: float) -> Iterator[Tensors]:
@@ -87,19 +93,33 @@ def smollm2() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
         yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids
 
 
-def made_up(layers: int, lr: float) -> Iterator[Tensors]:
-    """Shapes of an 8B model; each step moves every value by up to two learning rates."""
-    random = torch.Generator().manual_seed(0)
-    shapes = {"embed": (128256, 4096), "head": (128256, 4096)}
+def qwen3_8b_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"embed": (151936, 4096), "norm": (4096,), "head": (151936, 4096)}
     for layer in range(layers):
         shapes |= {f"{layer}.{name}": (4096, 4096) for name in ("q", "o")}
         shapes |= {f"{layer}.{name}": (1024, 4096) for name in ("k", "v")}
-        shapes |= {f"{layer}.{name}": (14336, 4096) for name in ("gate", "up", "down")}
-    tensors = {name: 0.02 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    while True:
+        shapes |= {f"{layer}.{name}": (12288, 4096) for name in ("gate", "up")}
+        shapes |= {f"{layer}.down": (4096, 12288)}
+        shapes |= {f"{layer}.{name}": (128,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"{layer}.{name}": (4096,) for name in ("norm_1", "norm_2")}
+    return shapes
+
+
+def made_up(layers: int, lr: float, file: Path) -> Iterator[Tensors]:
+    """Yield the start weights and those after each step, in bfloat16, as views of `file`; see the module."""
+    shapes = qwen3_8b_shapes(layers)
+    total = sum(map(prod, shapes.values()))
+    flat = torch.from_file(str(file), shared=True, size=total, dtype=torch.bfloat16)
+    pieces = flat.split([prod(shape) for shape in shapes.values()])
+    tensors = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    for steps in count():
+        for number, block in enumerate(flat.split(_BLOCK)):
+            master = 0.02 * torch.randn(len(block), generator=torch.Generator().manual_seed(number << 32))
+            for step in range(1, steps + 1):
+                moved = torch.rand(len(block), generator=torch.Generator().manual_seed((number << 32) + step))
+                master.add_(moved.sub_(0.5), alpha=4 * lr)
+            block.copy_(master)
         yield tensors
-        for tensor in tensors.values():
-            tensor.add_(torch.rand(tensor.shape, generator=random).sub_(0.5), alpha=4 * lr)
 
 
 class Breaking(ChunkSource):
@@ -133,7 +153,7 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
     source = Breaking(store, cut)
     node = VersionFolder(source, folder)
     figures: dict[str, float] = {}
-    old = b""
+    last: Snapshot | None = None
     for step in range(steps + 1):
         masters = next(versions)
         start = time.perf_counter()
@@ -148,47 +168,62 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
         store.put_manifest(step, msgspec.msgpack.encode(manifest))
         if step == 0:
             figures |= {"stall": stall_s, "publish": stall_s + encode_s}
-        if step >= steps - 1:
-            before = b"".join(bytes(part) for part in safetensors_parts(tensors))
-            if step < steps:
-                old = before
         start, pulled = time.perf_counter(), node.bytes_pulled
         snapshot = brought(node, manifest)
         apply_s = time.perf_counter() - start
+        if step == steps and last is not None:
+            figures |= _sizes(last, tensors)
         node.settle(manifest)
+        last = snapshot
         wrong = [n for n, t in tensors.items() if not torch.equal(snapshot[n].view(torch.int16), t.view(torch.int16))]
         if wrong:
             raise SystemExit(f"version {step} came out different in {wrong[:5]}")
-    in_use = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    figures |= {"pause": _copy_s(snapshot, in_use), "copy": _copy_s(tensors, in_use), "broken": source.broken}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    figures |= {"pause": _copy_s(snapshot, shapes), "copy": _copy_s(tensors, shapes), "broken": source.broken}
     node.close()
-    zstd = zstandard.ZstdCompressor(level=3)
-    xored = torch.frombuffer(bytearray(old), dtype=torch.uint8) ^ torch.frombuffer(bytearray(before), dtype=torch.uint8)
     return figures | {
-        "changed": 100 * xored.view(torch.int16).count_nonzero().item() / (len(before) / 2),
-        "full": len(before),
-        "zstd": len(zstd.compress(before)),
-        "xor + zstd": len(zstd.compress(xored.numpy().tobytes())),
         "delta": node.bytes_pulled - pulled,
         "overlay": sum(ref.size for ref in manifest.overlay),
         "encode": encode_s,
         "apply": apply_s,
-        "memory": _node_memory(folder, steps) / len(before),
+        "memory": _node_memory(folder, steps),
     }
 
 
-def _copy_s(source: Mapping[str, torch.Tensor], target: Tensors) -> float:
-    """Return the seconds that it takes to read `source` tensor by tensor into `target`."""
+def _sizes(old: Snapshot, new: Tensors) -> dict[str, float]:
+    """Return the sizes of `new`, whole and compressed, and of what differs from `old`, without holding either."""
+    whole, xored = (zstandard.ZstdCompressor(level=3).compressobj() for _ in range(2))
+    full = zstd = xor_zstd = changed = 0
+    for name, tensor in new.items():
+        flat = tensor.reshape(-1).view(torch.int16)
+        for offset, before in old.blocks(name, _BLOCK):
+            words = flat[offset : offset + before.numel()]
+            difference = words ^ before.reshape(-1).view(torch.int16)
+            changed += int(difference.count_nonzero())
+            full += words.nbytes
+            zstd += len(whole.compress(words.numpy()))
+            xor_zstd += len(xored.compress(difference.numpy()))
+    return {
+        "changed": 100 * changed / (full / 2),
+        "full": full,
+        "zstd": zstd + len(whole.flush()),
+        "xor + zstd": xor_zstd + len(xored.flush()),
+    }
+
+
+def _copy_s(source: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> float:
+    """Return the seconds that it takes to read `source` tensor by tensor into memory in use."""
+    in_use = torch.zeros(max(map(prod, shapes.values())), dtype=torch.bfloat16)
     start = time.perf_counter()
-    for name, tensor in target.items():
-        tensor.copy_(source[name])
+    for name, shape in shapes.items():
+        in_use[: prod(shape)].view(shape).copy_(source[name])
     return time.perf_counter() - start
 
 
 def _node_memory(folder: Path, last: int) -> int:
     """Return the bytes that a node's process grows by at its peak while it takes the last version."""
     command = [sys.executable, "-m", "benchmarks.weight_sync", "--node", str(folder), "--steps", str(last)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=3600)
     return json.loads(done.stdout)
 
 
@@ -215,10 +250,10 @@ def take_last_version(folder: Path, last: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=["tiny", "smollm2", "8b"], default="tiny")
+    parser.add_argument("--model", choices=["tiny", "smollm2", "qwen3-8b"], default="tiny")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cut", type=int, default=0, metavar="N", help="break off every Nth read of the node; 0: none")
-    parser.add_argument("--layers", type=int, default=2, help="of the 8B shapes")
+    parser.add_argument("--layers", type=int, default=36, help="of qwen3-8b")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -226,14 +261,17 @@ def main() -> int:
     if options.node is not None:
         take_last_version(options.node, options.steps)
         return 0
-    if options.steps < 2:
-        parser.error(f"--steps {options.steps}: the last step is compared with one before, give 2 or more")
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: the last version is compared with the one before it, give 1 or more")
     if options.cut == 1:
         parser.error("--cut 1: every read would break off, give 2 or more")
     models = smollm2() if options.model == "smollm2" else small_model()
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as name:
-            versions = made_up(options.layers, lr) if options.model == "8b" else trained(*next(models), lr)
+            if options.model == "qwen3-8b":
+                versions = made_up(options.layers, lr, Path(name) / "made-up")
+            else:
+                versions = trained(*next(models), lr)
             of = measure(versions, options.steps, Path(name), options.cut)
         print(f"{options.model}, lr {lr:g}, step {options.steps}: {of['changed']:.2f} % of the values changed, "
               f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
@@ -243,7 +281,7 @@ def main() -> int:
                 f"  {way:11} {of[way] / 1e6:9.3f} MB" + (f"   1 : {ratio:.0f}" if ratio else "   none: written whole")
             )
         print(f"  {options.steps + 1} versions bit for bit, {of['broken']:.0f} reads broken off; node memory "
-              f"{of['memory']:.2f} snapshots")  # fmt: skip
+              f"{of['memory'] / 1e6:.1f} MB, {of['memory'] / of['full']:.2f} snapshots")  # fmt: skip
         print(f"  pause {of['pause']:.2f} s, a copy in memory {of['copy']:.2f} s")
         print(f"  encode {of['encode']:.2f} s, pull and apply {of['apply']:.2f} s; stall {of['stall']:.2f} s of "
               f"{of['publish']:.2f} s to publish whole", flush=True)  # fmt: skip
