@@ -42,7 +42,7 @@ from composer_prime.run.ledger import check_ledger, effective
 KINDS = ("kill", "leave", "freeze", "hang")
 RETURN_S, FREEZE_S = 5.0, 20.0
 MOST_LOST = 0.05
-START_S = 180.0
+START_S = 600.0
 COUNTER_BYTES = 8
 SETTINGS = "[inference]\nengine = 'local'\nthreads = 1\nmax_concurrent = 32\n[inference.local]\nmax_batch = 32\n"
 
@@ -101,7 +101,7 @@ class Side:
         self.run_dir, self.random = folder / "run", random.Random(options.seed)
         self.nodes = [Node(f"node-{index}", folder / f"node-{index}.tokens") for index in range(options.nodes)]
         self.failures: Counter[str] = Counter()
-        self.chaos = chaos
+        self.chaos, self.load = chaos, 0.0
         self._run: subprocess.Popen | None = None
         self._step = 0
 
@@ -131,6 +131,7 @@ class Side:
             "orchestrator.node_address": f"tcp://{host}:0", "orchestrator.filter_zero_advantage": "false",
             "orchestrator.eval.every_steps": self.options.steps, "orchestrator.eval.tasks": self.options.tasks,
             "orchestrator.groups_per_step": self.options.groups, "trainer.checkpoint.every_steps": 0,
+            "orchestrator.worker_start_timeout_s": START_S,
         }  # fmt: skip
         return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
@@ -171,6 +172,7 @@ class Side:
                 self._go_on(node, address)
             time.sleep(0.2)
         self._check(self._run)
+        self.load = os.getloadavg()[1]
 
     def _strike(self) -> None:
         """Let a node fail after every --every steps; at least half of the nodes stay untouched."""
@@ -263,7 +265,7 @@ class Side:
 
 
 def report(sides: dict[str, Side]) -> int:
-    print("side    steps    s  failures                                   reward          drawn    lost  counters")
+    print("side    steps    s  load  failures                                  reward          drawn    lost  counters")
     faults: list[str] = []
     lost_of: dict[str, float] = {}
     for name, side in sides.items():
@@ -272,7 +274,7 @@ def report(sides: dict[str, Side]) -> int:
         lost_of[name] = 1 - accepted / drawn
         failed = ", ".join(f"{count} {kind}" for kind, count in side.failures.items()) or "none"
         held_out = f"{mean:.3f} +- {1.96 * error:.3f}"
-        print(f"{name:<6} {side.options.steps:6d} {side.seconds():4.0f}  {failed:<41}  {held_out}  "
+        print(f"{name:<6} {side.options.steps:6d} {side.seconds():4.0f}  {side.load:4.0f}  {failed:<40}  {held_out}  "
               f"{drawn:7d}  {lost_of[name]:6.2%}  {side.counters()}")  # fmt: skip
     if {"calm", "chaos"} <= sides.keys():
         (calm, calm_error), (chaos, chaos_error) = sides["calm"].reward(), sides["chaos"].reward()
