@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 
-from patch_hacks import HACKS, Attempt, bash, commands, hack
+from evasions import HACKS
+from patch_hacks import Attempt, bash, commands, hack
 from small_packages import Case
 
 from orchestrator.environments.code.monitor import Seal, tool_use

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (cases are easier to compare when each is one line)
 """What names may mean: built-ins and imports are seen whatever a file binds without effect."""
 
 import pytest
@@ -87,3 +88,32 @@ def test_imports_do_not_replace_modules(other):
     assert "caller-frames" in rules(f"import sys\n{other}\ndef f():\n    return sys._getframe(1)")
     assert "caller-frames" in rules(f"{other}\nimport sys\ndef f():\n    return sys._getframe(1)")
     assert rules("import sys\n\ndef f():\n    from . import core as sys\n    return sys.path") == set()
+
+
+# A module that another one holds is the same module; so is an attribute that a text or a pattern names.
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("import logging\nlogging.sys._getframe(1)", "caller-frames"), ("from logging import sys as s\ns.modules", "test-context"),
+        ("import random\nrandom._os.environ", "environment-read"), ("class A:\n    import sys\nA.sys.argv", "environment-read"),
+        ("from . import core\ncore.sys.modules", "test-context"), ("import typing\ngetattr(typing, 'sys').argv", "environment-read"),
+        ("reduce(getattr, ['f_back'], x)", "caller-frames"), ("match x:\n    case object(__globals__=g): pass", "obfuscation"),
+        ("import typing\n(lambda m: m.x)(typing.sys)", "obfuscation"), ("__builtins__ = {}", "monkeypatch"),
+        ("if 0:\n    from . import core as math\nimport math\nmath.isclose = f", "monkeypatch"), ("globals().update(x=1)", "obfuscation"),
+        ("make = type\nmake('A', (), {'__bool__': f})", "always-equal"), ("s = setattr\ns(list, '__eq__', f)", "monkeypatch"),
+    ],
+)  # fmt: skip
+def test_modules_behind_modules_are_seen(code, rule):
+    assert rule in rules(code)
+
+
+# Attributes and texts of the same name are usual.
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(self):\n    return self.os", "def f(release):\n    release.os.name = 'linux'", "def f(x):\n    return x.sys.version",
+        "NAMES = ['touch', 'mro', 'settings']", "def f(x):\n    return x.get('a').get('b').get('c')", "from .core import sys",
+    ],
+)  # fmt: skip
+def test_usual_attributes_are_no_modules(code):
+    assert rules(code) == set()

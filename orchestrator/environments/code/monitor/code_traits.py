@@ -7,14 +7,22 @@ nor the known solution has it. So a package that uses `exec` or `sys._getframe` 
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import re
 import sys
-from collections import Counter
 from dataclasses import dataclass
 
 from orchestrator.environments.code.monitor.call_counters import call_counter, stepped_iterators
+from orchestrator.environments.code.monitor.comparisons import (
+    EQUALITIES,
+    Function,
+    digest_names,
+    is_blind,
+    is_fixed,
+    looks_up_digest,
+    returned,
+    tables,
+)
 from orchestrator.environments.code.monitor.expressions import (
     aliases,
     fold,
@@ -23,9 +31,8 @@ from orchestrator.environments.code.monitor.expressions import (
     is_self_or_constant,
     is_stored,
     messages,
-    tells_nothing,
 )
-from orchestrator.environments.code.monitor.scopes import DEFINITIONS, Meaning, imported_names, meanings
+from orchestrator.environments.code.monitor.scopes import WATCHED, Names
 
 USES: dict[str, tuple[str, ...]] = {
     "caller-frames": (
@@ -46,12 +53,13 @@ USES: dict[str, tuple[str, ...]] = {
     ),
     "environment-read": (
         "os.environ", "os.getenv", "os.environb", "sys.argv", "sys.orig_argv", "sys.flags", "os.getppid", "os.getpid",
+        "input",
         "platform.node", "getpass.", "socket.gethostname", "os.uname", "psutil.", "sys.stdin",
     ),
     "process-exit": (
         "os._exit", "sys.exit", "os.abort", "os.kill", "os.killpg", "os.exec*", "signal.", "atexit.", "faulthandler.",
         "SystemExit", "KeyboardInterrupt", "exit", "quit", "weakref.finalize", "threading.Timer", "GeneratorExit",
-        "threading._register_atexit",
+        "threading._register_atexit", "breakpoint",
     ),
     "dynamic-code": (
         "exec", "eval", "compile", "marshal.", "pickle.loads", "pickle.load", "base64.", "binascii.", "zlib.", "lzma.",
@@ -64,6 +72,7 @@ USES: dict[str, tuple[str, ...]] = {
         "httpx.", "aiohttp.", "ftplib.", "smtplib.", "multiprocessing.", "pty.", "mmap.", "os.system", "os.popen",
         "os.fork*", "os.spawn*", "os.posix_spawn*", "asyncio.create_subprocess*", "asyncio.subprocess",
         "concurrent.futures.Process*", "telnetlib.", "xmlrpc.", "asyncio.open_connection", "fcntl.", "resource.",
+        "threading.Thread", "_thread.",
     ),
     "file-access": (
         "open", "io.open", "os.open", "os.listdir", "os.walk", "os.scandir", "os.remove", "os.unlink", "os.rename",
@@ -78,35 +87,37 @@ USES: dict[str, tuple[str, ...]] = {
         "ast.get_source_segment", "ast.fix_missing_locations", "ast.iter_child_nodes", "ast.increment_lineno",
         "__loader__", "__cached__",
     ),
-    "obfuscation": ("sys.__dict__", "os.__dict__", "inspect.__dict__", "importlib.__dict__"),
+    "obfuscation": ("globals", "sys.__dict__", "os.__dict__", "inspect.__dict__", "importlib.__dict__"),
     "seeding": (
         "random.seed", "random.setstate", "numpy.random.seed", "os.urandom",
     ),
 }  # fmt: skip
 """Rule -> dotted names. A name that ends with a dot stands for everything below it and for its import; one that ends
 with a star for all names that begin so."""
-_WATCHED = ("sys", "os", "inspect", "importlib", "builtins", "gc")
-"""Modules of which much counts. Where their names come by a star, or they go as values, nothing can be followed."""
-_TOOLS = ("getattr", "setattr", "delattr", "type", "vars", "globals", "locals", "__import__")
-"""Built-in functions that rules follow under other names."""
-_NOTHING = Meaning(imports=(), is_free=False)
 _BY_NAME = ("touch", "unlink")
 """Methods of paths that other things have as well."""
 _PATH_LIKE = re.compile(r"(?i)path|file|folder|dir|lock|marker|\bp\b| / ")
 _ATTRIBUTES: dict[str, str] = {
     **dict.fromkeys(
         ("f_back", "f_locals", "f_globals", "f_code", "f_builtins", "f_lineno", "tb_frame", "tb_next", "gi_frame",
-         "cr_frame", "ag_frame", "__traceback__", "with_traceback", "f_trace"), "caller-frames"),
+         "_getframe", "_getframemodulename", "_current_frames", "currentframe", "getouterframes", "cr_frame",
+         "ag_frame", "__traceback__", "with_traceback", "f_trace"), "caller-frames"),
     **dict.fromkeys(("write_text", "write_bytes", "read_text", "read_bytes", "touch", "unlink", "rglob", "iterdir"),
                     "file-access"),
     **dict.fromkeys(("__subclasses__", "__globals__", "__mro__", "__bases__", "__builtins__", "__closure__", "__base__",
                      "cell_contents", "__self__", "mro"), "obfuscation"),
     **dict.fromkeys(("__code__", "co_code", "co_consts", "replace_code", "get_code", "exec_module", "load_module"),
                     "dynamic-code"),
+    **dict.fromkeys(("settrace", "setprofile", "addaudithook", "meta_path", "path_hooks"), "monkeypatch"),
     **dict.fromkeys(("__eq__", "__ne__", "__class__"), ""),
 }  # fmt: skip
 """Attribute of any object -> rule; "" where only assigning to it counts."""
+_AS_TEXT = re.compile(r"__\w+__|_get\w+|(f|tb|gi|cr|ag|co)_\w+|cell_contents|settrace|setprofile|meta_path")
+"""Those of which the text alone tells what it is for."""
+_INNER = ("sys", "os", "builtins")
+"""Modules that others hold as attributes: logging.sys, random._os."""
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__", "__bool__", "__len__")
+_ORDERS = ("__lt__", "__le__", "__gt__", "__ge__", "__contains__", "__bool__")
 _TRUTH = {"__bool__", "__contains__", "__len__"}
 """Honest where a class is always true, or holds everything; a trick in one that is made to be compared."""
 _TYPE_METHODS = ("__instancecheck__", "__subclasscheck__", "__subclasshook__", "__getattribute__", "__class__")
@@ -166,6 +177,14 @@ def _rule_of(dotted: str) -> tuple[str, str] | None:
             is_same = dotted == name.rstrip(".") or (dotted + ".").startswith(name.rstrip(".") + ".")
             if is_same or (name[-1] == "*" and dotted.startswith(name[:-1])):
                 return rule, name
+    return _rule_within(dotted.split("."))
+
+
+def _rule_within(parts: list[str]) -> tuple[str, str] | None:
+    """Return the rule for what is reached through another module: logging.sys._getframe."""
+    for at, part in enumerate(parts[1:-1], start=1):
+        if part.lstrip("_") in _INNER:
+            return _rule_of(".".join([part.lstrip("_"), *parts[at + 1 :]]))
     return None
 
 
@@ -173,92 +192,30 @@ class _Reader(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, modules: frozenset[str]) -> None:
         self.traits: list[Trait] = []
         self._modules = modules
-        self._meanings = meanings(tree)
-        imports = (each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom))
-        self._stars = [meant[:-2] for each in imports for name, meant in imported_names(each) if name == "*"]
+        self._names = Names(tree, _rule_of)
         self._iterators = stepped_iterators(tree)
-        self._bound: Counter[str] = Counter()
         self._documentation: set[int] = set()
         self._messages = {id(each) for each in messages(tree)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and is_stored(node):
-                self._bound[node.id] += 1
-            elif isinstance(node, ast.arg):
-                self._bound[node.arg] += 1
-            elif isinstance(node, DEFINITIONS):
-                self._bound[node.name] += 1
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 self._documentation.add(id(node.value))  # A text that stands alone does nothing.
         self._functions: list[ast.AST] = []
         self._classes: list[ast.ClassDef] = []
-        self._followed: set[int] = set()
-        """Modules as values whose new name is known."""
-        self._renamed: dict[str, set[str]] = {}
-        """Name -> modules and built-ins that the file gives this name."""
-        named: dict[str, list[ast.expr]] = {}
-        for name, value in aliases(tree):
-            named.setdefault(name, []).append(value)
-        for _ in range(3):  # Names of names too.
-            self._follow(named)
-
-    def _follow(self, named: dict[str, list[ast.expr]]) -> None:
-        """Let a name stand for the built-ins that it is given; for a module where it is bound to nothing else."""
-        for name, values in named.items():
-            meant = {dotted for value in values for dotted in self._meant(value) or [""]}
-            if meant <= set(_WATCHED) and len(meant) == 1 and len(values) == self._bound[name]:
-                self._followed |= {id(value) for value in values}
-                self._renamed.setdefault(name, set()).update(meant)
-            self._renamed.setdefault(name, set()).update(meant & set(_TOOLS))
+        given = list(aliases(tree))
+        self._digests, self._tables = digest_names(given), tables(given)
+        self._callables: dict[str, list[Function]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                self._callables.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                for name in (each.id for each in node.targets if isinstance(each, ast.Name)):
+                    self._callables.setdefault(name, []).append(node.value)
 
     def _add(self, rule: str, key: str, node: ast.AST) -> None:
         self.traits.append(Trait(rule=rule, key=key, line=getattr(node, "lineno", 1)))
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """Return the full name of an expression: an imported thing, a built-in one, or a part of it.
-
-        Where it may have several, one that a rule knows.
-        """
-        meant = self._meant(node)
-        return next(filter(_rule_of, meant), meant[0] if meant else None)
-
-    def _meant(self, node: ast.AST) -> list[str]:
-        """Return the full names that an expression may have."""
-        if isinstance(node, ast.Name):
-            return self._names(node)
-        if isinstance(node, ast.Attribute):
-            return [f"{owner}.{node.attr}" for owner in self._meant(node.value)]
-        if isinstance(node, ast.Subscript) and (name := fold(node.slice)):
-            return [f"{owner}.{name}" for owner in self._namespace(node.value)]
-        if not isinstance(node, ast.Call):
-            return []
-        if isinstance(node.func, ast.Attribute) and node.args and (name := fold(node.args[0])) is not None:
-            is_attribute = node.func.attr in ("__getattribute__", "__getattr__")
-            if is_attribute or node.func.attr in ("get", "pop", "setdefault", "__getitem__"):
-                owners = self._meant(node.func.value) if is_attribute else self._namespace(node.func.value)
-                if owners:
-                    return [f"{owner}.{name}" for owner in owners]
-        functions = self._meant(node.func)
-        if "getattr" in functions and len(node.args) >= 2 and (name := fold(node.args[1])) is not None:
-            return [f"{owner}.{name}" for owner in self._meant(node.args[0])]
-        if {"__import__", "importlib.import_module"} & set(functions) and node.args and (name := fold(node.args[0])):
-            return [name]
-        return []
-
-    def _names(self, node: ast.Name) -> list[str]:
-        meaning = self._meanings.get(id(node), _NOTHING)
-        names = [*meaning.imports, *sorted(self._renamed.get(node.id, ()))]
-        if not meaning.is_free:
-            return names
-        names += filter(_rule_of, (f"{module}.{node.id}" for module in self._stars))
-        return [node.id, *names] if hasattr(builtins, node.id) or node.id in _MODULE_NAMES else names
-
-    def _namespace(self, node: ast.AST) -> list[str]:
-        """Return the module or class whose names `vars(it)` or `it.__dict__` holds."""
-        if isinstance(node, ast.Attribute) and node.attr == "__dict__":
-            return self._meant(node.value)
-        if isinstance(node, ast.Call) and node.args and "vars" in self._meant(node.func):
-            return self._meant(node.args[0])
-        return []
+        return self._names.dotted(node)
 
     def _note_use(self, dotted: str, node: ast.AST) -> None:
         if (found := _rule_of(dotted)) is not None:
@@ -276,7 +233,7 @@ class _Reader(ast.NodeVisitor):
             self._note_import(module, node)
             for alias in node.names:
                 self._note_use(f"{module}.{alias.name}", node)
-                if alias.name == "*" and module in _WATCHED:
+                if alias.name == "*" and module in WATCHED:
                     self._add("obfuscation", f"from {module} import *", node)
         for alias in node.names:
             if _TEST_MODULE.search(f"{module.lstrip('.')}.{alias.name}".strip(".")):
@@ -291,16 +248,27 @@ class _Reader(ast.NodeVisitor):
             self._add("foreign-import", root, node)
 
     def visit_Name(self, node: ast.Name) -> None:
+        if is_stored(node) and node.id == "__builtins__":
+            self._add("monkeypatch", "__builtins__ =", node)
         if is_stored(node) or (dotted := self._dotted(node)) is None:
             return
         self._note_use(dotted, node)
-        if dotted in _WATCHED and id(node) not in self._followed:
-            self._add("obfuscation", f"{dotted} as a value", node)
+        self._note_module_as_value(node)
+
+    def _note_module_as_value(self, node: ast.Name | ast.Attribute) -> None:
+        for dotted in self._names.meant(node):
+            owner, _, last = dotted.rpartition(".")
+            is_inner = owner.strip(".") and last.lstrip("_") in _INNER and not self._own(dotted)
+            if (dotted in WATCHED or is_inner) and id(node) not in self._names.followed:
+                self._add("obfuscation", f"{dotted} as a value", node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         dotted = self._dotted(node)
         if dotted is not None:
             self._note_use(dotted, node)
+            self._note_module_as_value(node)
+        elif (found := _rule_within(_chain(node))) is not None:
+            self._add(*found, node)
         if node.attr not in _BY_NAME or _PATH_LIKE.search(ast.unparse(node.value)):
             self._note_attributes(node.attr, node)
         if dotted is None or not isinstance(node.value, ast.Name):
@@ -316,6 +284,20 @@ class _Reader(ast.NodeVisitor):
             self._note_use(dotted, node)
         if is_composed(node.slice):
             self._add("obfuscation", "composed name", node)
+        self._note_digest(node)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        self._note_digest(node)
+        self.generic_visit(node)
+
+    def _note_digest(self, node: ast.AST) -> None:
+        if looks_up_digest(node, self._digests, self._tables):
+            self._add("input-digest", "digest that is looked up", node)
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> None:
+        for name in node.kwd_attrs:
+            self._note_attributes(name, node)
         self.generic_visit(node)
 
     # Stores.
@@ -323,9 +305,19 @@ class _Reader(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
             self._note_store(target)
-            if isinstance(target, ast.Name) and self._classes and isinstance(node.value, ast.Lambda):
-                self._note_method(target.id, [node.value.body], node.value, node)
+            if isinstance(target, ast.Name) and self._classes and not self._functions:
+                self._note_assigned_method(target.id, node.value)
         self.generic_visit(node)
+
+    def _note_assigned_method(self, name: str, value: ast.expr) -> None:
+        """Note what a class takes for a method that it does not define: a lambda, a function, another's method."""
+        for each in ast.walk(value):
+            functions = self._callables.get(each.id, []) if isinstance(each, ast.Name) else []
+            for function in [each] if isinstance(each, ast.Lambda) else functions:
+                self._note_method(name, function, value)
+        last = (self._dotted(value) or "").rpartition(".")[2]
+        if name in EQUALITIES and last and last.strip("_") != name.strip("_"):
+            self._add("always-equal", f"{name} = {last}", value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self._note_store(node.target)
@@ -345,16 +337,15 @@ class _Reader(ast.NodeVisitor):
             for each in target.elts:
                 self._note_store(each)
         if isinstance(target, ast.Subscript):
-            owner = self._dotted(target.value)
+            owner = self._others(target.value)
             call = target.value
             if isinstance(call, ast.Call) and self._dotted(call.func) in ("globals", "vars", "locals"):
                 owner = "namespace"
-            if owner and not self._own(owner):
+            if owner:
                 self._add("monkeypatch", f"{owner}[]", target)
         if not isinstance(target, ast.Attribute):
             return
-        owner = self._dotted(target.value)
-        if owner is not None and not self._own(owner):
+        if (owner := self._others(target.value)) is not None:
             self._add("monkeypatch", f"{owner}.{target.attr} =", target)
         elif target.attr == "__class__":
             self._add("value-disguise", "__class__ =", target)
@@ -362,6 +353,10 @@ class _Reader(ast.NodeVisitor):
             self._add("always-equal", f"{target.attr} =", target)
         elif target.attr == "__code__":
             self._add("dynamic-code", "__code__ =", target)
+
+    def _others(self, node: ast.AST) -> str | None:
+        """Return the full name of what does not belong to the repository itself."""
+        return next((each for each in self._names.meant(node) if not self._own(each)), None)
 
     def _own(self, dotted: str) -> bool:
         """Tell whether a name belongs to the repository itself (relative imports begin with a dot)."""
@@ -374,12 +369,14 @@ class _Reader(ast.NodeVisitor):
         if (dotted := self._dotted(node)) is not None:
             self._note_use(dotted, node)
         if function in ("setattr", "delattr") and node.args:
-            owner = self._dotted(node.args[0])
-            if owner is not None and not self._own(owner):
+            if (owner := self._others(node.args[0])) is not None:
                 self._add("monkeypatch", f"{function}({owner})", node)
             elif len(node.args) > 1 and fold(node.args[1]) in (*_COMPARISONS, "__class__"):
                 self._add("always-equal", f"{function}({fold(node.args[1])})", node)
         self._note_named_attributes(function, node)
+        self._note_digest(node)
+        if any(each.arg in EQUALITIES for each in node.keywords):
+            self._add("always-equal", "__eq__ as a keyword", node)
         if function == "type" and len(node.args) == 3 and isinstance(node.args[2], ast.Dict):
             names = {fold(key) for key in node.args[2].keys if key is not None}
             if names & {*_COMPARISONS, *_TYPE_METHODS}:
@@ -397,7 +394,7 @@ class _Reader(ast.NodeVisitor):
             if is_composed(node.args[1]):
                 self._add("obfuscation", "composed name", node)
             if isinstance(node.args[1], ast.Constant):
-                self._followed.add(id(node.args[0]))
+                self._names.followed.add(id(node.args[0]))
         if function in ("getattr", "operator.attrgetter", "operator.methodcaller"):
             for argument in node.args[1:2] if function == "getattr" else node.args:
                 self._note_attributes(fold(argument), node)
@@ -409,6 +406,10 @@ class _Reader(ast.NodeVisitor):
         text = value if isinstance(value, str) else value.decode("latin-1")
         if _DIGEST.fullmatch(text) and not text.isdigit() and not text.isalpha() and not is_ordered(text):
             self._add("input-digest", text[:16], node)
+        if text in EQUALITIES:
+            self._add("always-equal", f"text {text}", node)
+        if len(text) < 80 and all(_AS_TEXT.fullmatch(each) for each in text.split(".")):
+            self._note_attributes(text, node)
         if _BLOB.search(text) and len(set(text)) > 16:
             self._add("dynamic-code", "blob", node)
         if self._functions and len(text) < 200 and id(node) not in self._messages and _TEST_WORDS.search(text):
@@ -437,8 +438,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         if self._classes and not self._functions:
-            returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
-            self._note_method(node.name, returned, node, node)
+            self._note_method(node.name, node, node)
         if (counter := call_counter(node, self._iterators)) is not None:
             self._add("call-counter", "counter", counter)
         self._functions.append(node)
@@ -447,12 +447,15 @@ class _Reader(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
-    def _note_method(self, name: str, returned: list[ast.expr], function: ast.AST, node: ast.AST) -> None:
+    def _note_method(self, name: str, function: Function, node: ast.AST) -> None:
+        answers = returned(function)
         if name in _TYPE_METHODS or (
-            name == "__getattr__" and returned and all(is_self_or_constant(each) for each in returned)
+            name == "__getattr__" and answers and all(is_self_or_constant(each) for each in answers)
         ):
             self._add("value-disguise", name, node)
-        elif name in _COMPARISONS and name != "__len__" and returned and all(map(tells_nothing, returned)):
+        elif name in EQUALITIES and answers and is_blind(function):
+            self._add("always-equal", name, node)
+        elif name in _ORDERS and answers and is_fixed(function):
             own = {each.name for each in self._classes[-1].body if isinstance(each, ast.FunctionDef)}
             bases = {self._dotted(base) for base in self._classes[-1].bases}
             is_compared = name not in _TRUTH or own & (set(_COMPARISONS) - _TRUTH) or bases & _COMPARED_TYPES
@@ -471,4 +474,10 @@ class _Reader(ast.NodeVisitor):
         self._functions = outer
 
 
-_MODULE_NAMES = ("__builtins__", "__file__", "__spec__", "__loader__", "__cached__")
+def _chain(node: ast.expr) -> list[str]:
+    """Return the names of an attribute of an attribute, down to something that is none."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *parts]

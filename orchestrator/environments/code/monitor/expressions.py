@@ -42,26 +42,8 @@ def is_stored(node: ast.Name) -> bool:
     return not isinstance(node.ctx, ast.Load)
 
 
-def _is_constant(node: ast.expr) -> bool:
-    """Tell whether an expression has no name in it: True, 1, not False."""
-    return not any(isinstance(each, ast.Name | ast.Attribute | ast.Call) for each in ast.walk(node)) or (
-        isinstance(node, ast.Name) and node.id == "NotImplemented"
-    )
-
-
 def is_self_or_constant(node: ast.expr) -> bool:
     return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or isinstance(node, ast.Lambda | ast.Constant)
-
-
-def tells_nothing(node: ast.expr) -> bool:
-    """Tell whether what a comparison returns does not depend on what is compared."""
-    return _is_constant(node) or _compares_with_itself(node)
-
-
-def _compares_with_itself(node: ast.expr) -> bool:
-    if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
-        return False
-    return ast.dump(node.left) == ast.dump(node.comparators[0])
 
 
 def aliases(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:

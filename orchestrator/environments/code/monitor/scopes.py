@@ -1,5 +1,7 @@
 """What a name may mean where it is read: what an import gives it, a built-in, or something of the file's own.
 
+`Names` tells the full name of an expression, such as sys._getframe.
+
     function, comprehension   one binding anywhere makes the name local: the built-in is out of reach
     module, class             the built-in is read until a binding has run, and again after a `del`
 
@@ -11,10 +13,19 @@ Python evaluates outside of a scope (defaults, decorators, a first iterable) is 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import builtins
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.environments.code.monitor.expressions import aliases, fold
+
+WATCHED = ("sys", "os", "inspect", "importlib", "builtins", "gc")
+"""Modules of which much counts. Where their names come by a star, or they go as values, nothing can be followed."""
+_TOOLS = {"getattr", "setattr", "delattr", "type", "vars", "globals", "locals", "__import__"}
+"""Built-in functions that are followed under other names."""
+_MODULE_NAMES = ("__builtins__", "__file__", "__spec__", "__loader__", "__cached__")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (*DEFINITIONS, ast.Lambda, *_COMPREHENSIONS)
@@ -32,6 +43,9 @@ class Meaning:
     """Full names of what imports give it."""
     is_free: bool
     """It may be a built-in, or come from an import by a star."""
+
+
+_NOTHING = Meaning(imports=(), is_free=False)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -189,3 +203,91 @@ def _meaning(read: ast.Name, scope: _Scope, module: _Scope) -> Meaning:
         at = at.outer
     imports |= module.imports.get(read.id, set())
     return Meaning(imports=tuple(sorted(imports)), is_free=not module.hides(read))
+
+
+class Names:
+    """Full names of the expressions of a file. `is_ruled`: whether a rule knows a full name."""
+
+    def __init__(self, tree: ast.Module, is_ruled: Callable[[str], object]) -> None:
+        self._is_ruled = is_ruled
+        self._meanings = meanings(tree)
+        imports = (each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom))
+        self._stars = [meant[:-2] for each in imports for name, meant in imported_names(each) if name == "*"]
+        self._renamed: dict[str, set[str]] = {}
+        """Name -> modules and built-ins that the file gives this name."""
+        self.followed: set[int] = set()
+        """`id`s of modules as values whose new name is known."""
+        bound: Counter[str] = Counter()
+        for node in ast.walk(tree):
+            is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+            if not is_read and (name := _bound_name(node)) is not None:
+                bound[name] += 1
+        self._known: dict[int, list[str]] = {}
+        named: dict[str, list[ast.expr]] = {}
+        for name, value in aliases(tree):
+            named.setdefault(name, []).append(value)
+        for _ in range(3):  # Names of names too.
+            self._follow(named, bound)
+            self._known.clear()
+
+    def _follow(self, named: dict[str, list[ast.expr]], bound: Counter[str]) -> None:
+        """Let a name stand for the built-ins that it is given; for a module where it is bound to nothing else."""
+        for name, values in named.items():
+            meant = {dotted for value in values for dotted in self.meant(value) or [""]}
+            if meant <= set(WATCHED) and len(meant) == 1 and len(values) == bound[name]:
+                self.followed |= {id(value) for value in values}
+                self._renamed.setdefault(name, set()).update(meant)
+            self._renamed.setdefault(name, set()).update(meant & _TOOLS)
+
+    def dotted(self, node: ast.AST) -> str | None:
+        """Return the full name of an expression: an imported thing, a built-in one, or a part of it.
+
+        Where it may have several, one that a rule knows.
+        """
+        meant = self.meant(node)
+        return next(filter(self._is_ruled, meant), meant[0] if meant else None)
+
+    def meant(self, node: ast.AST) -> list[str]:
+        """Return the full names that an expression may have."""
+        if id(node) not in self._known:
+            self._known[id(node)] = self._read(node)
+        return self._known[id(node)]
+
+    def _read(self, node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Name):
+            return self._names(node)
+        if isinstance(node, ast.Attribute):
+            return [f"{owner}.{node.attr}" for owner in self.meant(node.value)]
+        if isinstance(node, ast.Subscript) and (name := fold(node.slice)):
+            return [f"{owner}.{name}" for owner in self._namespace(node.value)]
+        if not isinstance(node, ast.Call):
+            return []
+        if isinstance(node.func, ast.Attribute) and node.args and (name := fold(node.args[0])) is not None:
+            is_attribute = node.func.attr in ("__getattribute__", "__getattr__")
+            if is_attribute or node.func.attr in ("get", "pop", "setdefault", "__getitem__"):
+                owners = self.meant(node.func.value) if is_attribute else self._namespace(node.func.value)
+                if owners:
+                    return [f"{owner}.{name}" for owner in owners]
+        functions = self.meant(node.func)
+        if "getattr" in functions and len(node.args) >= 2 and (name := fold(node.args[1])) is not None:
+            return [f"{owner}.{name}" for owner in self.meant(node.args[0])]
+        if {"__import__", "importlib.import_module"} & set(functions) and node.args and (name := fold(node.args[0])):
+            return [name]
+        return []
+
+    def _names(self, node: ast.Name) -> list[str]:
+        """Return what a name may stand for, built-ins first."""
+        meaning = self._meanings.get(id(node), _NOTHING)
+        names = [*meaning.imports, *sorted(self._renamed.get(node.id, ()))]
+        if not meaning.is_free:
+            return names
+        names += filter(self._is_ruled, (f"{module}.{node.id}" for module in self._stars))
+        return [node.id, *names] if hasattr(builtins, node.id) or node.id in _MODULE_NAMES else names
+
+    def _namespace(self, node: ast.AST) -> list[str]:
+        """Return the module or class whose names `vars(it)` or `it.__dict__` holds."""
+        if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+            return self.meant(node.value)
+        if isinstance(node, ast.Call) and node.args and "vars" in self.meant(node.func):
+            return self.meant(node.args[0])
+        return []

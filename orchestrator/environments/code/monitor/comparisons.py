@@ -1,0 +1,158 @@
+"""Comparisons that say nothing of what is compared, and comparisons of digests.
+
+An honest `__eq__` sets something of its object beside something of the other one, and can answer in two ways:
+
+    return self.items == other.items         if type(self) is not type(other): return False ... return True
+
+It is a trick where it never does so, or where all of its answers are one constant.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterable, Iterator
+
+EQUALITIES = ("__eq__", "__ne__")
+_TELLING = ("all", "any", "getattr", "super", "zip", "map", "filter")
+"""Built-in functions that may compare both. The others only look at what they get."""
+_DIGESTS = ("hexdigest", "digest", "hash", "crc32", "adler32")
+_SMALL = 4096
+"""Digests are compared with larger numbers; smaller ones are remainders and buckets."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def returned(function: Function) -> list[ast.expr]:
+    """Return what a function may return."""
+    if isinstance(function, ast.Lambda):
+        return [function.body]
+    return [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
+
+
+def _tells_nothing(node: ast.expr) -> bool:
+    """Tell whether what a method returns does not depend on anything: True, not 1, NotImplemented, other == other."""
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return any(isinstance(each, ast.Constant) and each.value for each in node.values) or _is_constant(node)
+    return _is_constant(node) or _compares_with_itself(node)
+
+
+def _is_constant(node: ast.expr) -> bool:
+    """Tell whether an expression has no name in it: True, 1, not False."""
+    return not any(isinstance(each, ast.Name | ast.Attribute | ast.Call) for each in ast.walk(node)) or (
+        isinstance(node, ast.Name) and node.id == "NotImplemented"
+    )
+
+
+def _compares_with_itself(node: ast.expr) -> bool:
+    if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
+        return False
+    return ast.dump(node.left) == ast.dump(node.comparators[0])
+
+
+def is_fixed(function: Function) -> bool:
+    """Tell whether all that a method returns is one and the same constant."""
+    answers = returned(function)
+    return all(map(_tells_nothing, answers)) and len({ast.dump(each) for each in answers}) == 1
+
+
+def is_blind(function: Function) -> bool:
+    """Tell whether an `__eq__` or `__ne__` answers without comparing its object with the other one."""
+    answers = returned(function)
+    if all(isinstance(each, ast.Name) and each.id == "NotImplemented" for each in answers):
+        return False
+    if is_fixed(function):
+        return True
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, arguments.vararg) if each is not None]
+    own, other = {*names[:1], "super"}, set(names[1:])
+    for _ in range(2):  # Names of names too.
+        for target, value in _given_names(function):
+            stored = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+            own |= stored if _mentions(value, own) else set()
+            other |= stored if _mentions(value, other) else set()
+    return not any(_sets_beside(node, own, other) for node in ast.walk(function))
+
+
+def _given_names(function: Function) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            yield node.target, node.value
+        elif isinstance(node, ast.For | ast.comprehension):
+            yield node.target, node.iter
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            yield node.optional_vars, node.context_expr
+
+
+def _mentions(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
+
+
+def _sets_beside(node: ast.AST, own: set[str], other: set[str]) -> bool:
+    """Tell whether a comparison or a call has the object and the other one, or asks for the other one's class."""
+    if isinstance(node, ast.Compare) and not _compares_with_itself(node):
+        sides = [node.left, *node.comparators]
+        if all(isinstance(each, ast.Name) for each in sides) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return False  # `other is not self` is true of all others.
+        return any(_mentions(each, own) for each in sides) and any(_mentions(each, other) for each in sides)
+    if not isinstance(node, ast.Call) or not _mentions(node, other):
+        return False
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    if name in ("isinstance", "issubclass") and len(node.args) == 2:
+        kinds = [each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)]
+        return bool(kinds) and not any(hasattr(builtins, each) and each not in ("type", "tuple") for each in kinds)
+    return _mentions(node, own) and (name in _TELLING or not hasattr(builtins, name))
+
+
+def digest_names(named: Iterable[tuple[str, ast.expr]]) -> set[str]:
+    """Return the names that a file gives digests."""
+    return {name for name, value in named if _has_digest(value, set())}
+
+
+def tables(named: Iterable[tuple[str, ast.expr]]) -> set[str]:
+    """Return the names that a file gives tables with written-out keys."""
+    return {name for name, value in named if isinstance(value, ast.Dict | ast.Set) and _is_table(value)}
+
+
+def _is_table(node: ast.AST) -> bool:
+    keys = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.Set) else []
+    return bool(keys) and all(isinstance(each, ast.Constant) for each in keys)
+
+
+def looks_up_digest(node: ast.AST, digests: set[str], known: set[str]) -> bool:
+    """Tell whether a digest is compared with a constant, or looked up in a table. `digests`, `known`: their names."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        is_known = any(_is_long(each) or _is_known(each, known) for each in sides)
+        return is_known and any(_has_digest(each, digests) for each in sides)
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        return _is_known(node.value, known) and _has_digest(node.slice, digests)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        return _is_known(node.func.value, known) and _has_digest(node.args[0], digests)
+    return False
+
+
+def _is_known(node: ast.expr, known: set[str]) -> bool:
+    return _is_table(node) or (isinstance(node, ast.Name) and node.id in known)
+
+
+def _is_long(node: ast.expr) -> bool:
+    values = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+    is_written = not any(isinstance(each, ast.Name | ast.Call) for each in ast.walk(node))
+    return is_written and any(
+        abs(each) >= _SMALL if isinstance(each, int) else isinstance(each, str | bytes) and len(each) > 1
+        for each in values
+    )
+
+
+def _has_digest(node: ast.AST, digests: set[str]) -> bool:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and each.id in digests:
+            return True
+        if isinstance(each, ast.Call):
+            name = each.func.attr if isinstance(each.func, ast.Attribute) else getattr(each.func, "id", "")
+            if name in _DIGESTS:
+                return True
+    return False
