@@ -6,6 +6,7 @@ Read `build_plan` first. The rows come from here, the problems and most notes fr
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -61,7 +62,7 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
     """
     machine = machine or this_machine()
     findings = check_start(config, gpus=len(machine.gpus), starter=None if machine.imagined else starter)
-    rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *_eval(config)]
+    rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *eval_rows(config)]
     rows += _extras(config, machine)
     rows += _teachers(config, findings)
     findings.notes += setting_notes(config)
@@ -196,7 +197,8 @@ def _step(config: Config) -> Rows:
     ]
 
 
-def _eval(config: Config) -> Rows:
+def eval_rows(config: Config, num_tasks: Mapping[str, int] | None = None) -> Rows:
+    """Return what is evaluated. `num_tasks`: of each source whose held-out tasks were counted."""
     evaluation = config.orchestrator.eval
     names = [source.name for source in config.orchestrator.source if source.eval_taskset]
     held_out = ", ".join(map(str, config.orchestrator.demonstrations.eval_files))
@@ -207,10 +209,13 @@ def _eval(config: Config) -> Rows:
         return [("eval", "none (orchestrator.eval.every_steps is 0 or no source has an eval_taskset)")]
     when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
     passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
-    return [
-        ("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}"),
-        *scored,
-    ]
+    counts = {name: (num_tasks or {}).get(name, evaluation.tasks) for name in names}
+    listed = "; ".join(
+        f"{', '.join(name for name in names if counts[name] == count)}: {count} tasks"
+        + (f" (all that it has; orchestrator.eval.tasks is {evaluation.tasks})" if count < evaluation.tasks else "")
+        for count in dict.fromkeys(counts.values())
+    )
+    return [("eval", f"{listed} x {evaluation.samples} samples, {passes}; {when}"), *scored]
 
 
 def _extras(config: Config, machine: Machine) -> Rows:

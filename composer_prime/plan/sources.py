@@ -10,21 +10,55 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 
 from composer_prime.config import Config
 from composer_prime.errors import EnvironmentNotInstalledError
-from composer_prime.plan.plan import Plan
+from composer_prime.plan.plan import Plan, eval_rows
 from composer_prime.plan.preflight import find_plugin
 
 DEADLINE_S = 300.0
 """How long the other process may take: about ten seconds, and longer on a busy machine."""
 
 
+Tasks = dict[str, dict[str, int | None]]
+"""Numbers of tasks by source and task set, `train` or `eval`; None for an endless one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedSources:
+    """What loading the task sets told."""
+
+    problems: list[str] = field(default_factory=list)
+    """What the workers would refuse."""
+    warnings: list[str] = field(default_factory=list)
+    tasks: Tasks = field(default_factory=dict)
+
+
 def check_sources(config: Config, plan: Plan, *, deadline_s: float = DEADLINE_S) -> None:
-    """Add to `plan` what the workers would refuse, and the numbers of tasks. Does nothing for a remote orchestrator."""
+    """Add to `plan` what the workers would refuse, warnings and the numbers of tasks."""
+    loaded = load_sources(config, deadline_s=deadline_s)
+    plan.problems.extend(problem for problem in loaded.problems if problem not in plan.problems)
+    plan.notes.extend(loaded.warnings)
+    rows = [("", f"{name}: {_counts(tasks)}") for name, tasks in loaded.tasks.items()]
+    place = next(index for index, (label, _) in enumerate(plan.rows) if label == "sources")
+    plan.rows[place + 1 : place + 1] = rows
+    place = next(index for index, (label, _) in enumerate(plan.rows) if label == "eval")
+    plan.rows[place] = eval_rows(config, held_out_tasks(config, loaded.tasks))[0]
+
+
+def held_out_tasks(config: Config, tasks: Tasks) -> dict[str, int]:
+    """Return how many held-out tasks an evaluation plays, by source, as the orchestrator does: no more than it has."""
+    wanted = config.orchestrator.eval.tasks
+    available = {name: counts.get("eval") for name, counts in tasks.items()}
+    return {name: wanted if count is None else min(wanted, count) for name, count in available.items()}
+
+
+def load_sources(config: Config, *, deadline_s: float = DEADLINE_S) -> LoadedSources:
+    """Load the task sets in another process. Loads none for a remote orchestrator."""
     installed = [source for source in config.orchestrator.source if _installed(source.taskset, source.harness)]
     if config.orchestrator.address is not None or not installed:
-        return
+        return LoadedSources()
     orchestrator = config.orchestrator.model_copy(update={"source": installed})
     words = [sys.executable, "-m", "orchestrator.workers.check_sources"]
     text = config.model_copy(update={"orchestrator": orchestrator}).model_dump_json()
@@ -36,20 +70,15 @@ def check_sources(config: Config, plan: Plan, *, deadline_s: float = DEADLINE_S)
             words, input=text, capture_output=True, text=True, timeout=deadline_s, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        plan.notes.append(
+        note = (
             f"task sets and chat template are not checked: loading them took longer than {deadline_s:g} s; the run "
             f"itself waits orchestrator.worker_start_timeout_s = {config.orchestrator.worker_start_timeout_s:g} s"
         )
-        return
+        return LoadedSources(warnings=[note])
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        plan.problems.append(f"the task sets cannot be loaded (status {done.returncode}): {last}")
-        return
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    plan.problems.extend(problem for problem in answer["problems"] if problem not in plan.problems)
-    rows = [("", f"{name}: {_counts(tasks)}") for name, tasks in answer["tasks"].items()]
-    place = next(index for index, (label, _) in enumerate(plan.rows) if label == "sources")
-    plan.rows[place + 1 : place + 1] = rows
+        return LoadedSources(problems=[f"the task sets cannot be loaded (status {done.returncode}): {last}"])
+    return LoadedSources(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def _counts(tasks: dict[str, int | None]) -> str:

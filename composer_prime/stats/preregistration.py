@@ -68,7 +68,7 @@ class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
     held_out: str
     """Source whose held-out reward after the last step is the primary outcome."""
     tasks: int
-    """Held-out tasks, which the intervals are tuned to."""
+    """Held-out tasks that an evaluation plays, which the intervals are tuned to."""
     reward_range: tuple[float, float]
     """Bounds of a held-out reward."""
     minimal_effect: float

@@ -2,7 +2,7 @@
 
 `trainer --dry-run`, `orchestrator --dry-run` and `composer plan` start it (composer_prime/plan/sources.py), because
 only the plugins know their settings, and importing verifiers takes seconds. Its last line on stdout is a JSON object:
-`problems`, a list of sentences, and `tasks`, the number of tasks by source and task set (null for one without an end).
+`problems` and `warnings`, sentences, and `tasks`, the number of tasks by source and task set (null without an end).
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _TOOL: ToolSpec = {
 }
 
 
-def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]]]:
-    """Return what is wrong, and the number of tasks by source and task set. `scratch`: an empty folder."""
+def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]], list[str]]:
+    """Return what is wrong, the number of tasks by source and task set, and warnings. `scratch`: an empty folder."""
     from orchestrator.workers.verifiers_adapter import Environment
-    from orchestrator.workers.worker import runtime_types
+    from orchestrator.workers.worker import overlap, runtime_types
 
     problems: list[str] = []
+    warnings: list[str] = []
     renderer = None
     try:
         renderer = _check_chat(config, scratch)
@@ -53,23 +54,25 @@ def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, di
     tasks: dict[str, dict[str, int | None]] = {}
     for source in config.orchestrator.source:
         spec = source_spec(source, model_path="", renderer=None, max_context=config.model.max_context)
-        runtimes: set[str] = set()
+        environments: dict[str, Environment] = {}
         for name in spec.tasksets:
             try:
-                environment = Environment(spec, name, renderer)
+                environments[name] = Environment(spec, name, renderer)
             except Exception as error:
                 kind = "" if isinstance(error, ComposerError) else f"{type(error).__name__}: "
                 text = f"{kind}{error}"
                 problems.append(text if source.name in text else f"source {source.name!r}, {name}: {text}")
                 break  # The other task set is this one with other settings, and would fail alike.
-            tasks.setdefault(source.name, {})[name] = environment.num_tasks
-            runtimes |= runtime_types(environment)
+            tasks.setdefault(source.name, {})[name] = environments[name].num_tasks
+        if (sentence := overlap(environments)) is not None:
+            warnings.append(f"source {source.name!r}: {sentence}")
+        runtimes = {kind for environment in environments.values() for kind in runtime_types(environment)}
         if source.workers and config.orchestrator.address is None:
             try:  # The type that the source names was checked before (composer_prime/plan/preflight.py).
                 check_runtimes(source.name, runtimes - {source.runtime.type})
             except ConfigError as error:
                 problems.append(str(error))
-    return problems, tasks
+    return problems, tasks, warnings
 
 
 def _check_chat(config: Config, scratch: Path) -> RendererConfig | None:
@@ -103,8 +106,8 @@ def main() -> int:
     config = Config.model_validate_json(sys.stdin.read())
     make_importable(config)
     with tempfile.TemporaryDirectory(prefix="composer-check-") as scratch:
-        problems, tasks = open_sources(config, Path(scratch))
-    print(json.dumps({"problems": problems, "tasks": tasks}))
+        problems, tasks, warnings = open_sources(config, Path(scratch))
+    print(json.dumps({"problems": problems, "tasks": tasks, "warnings": warnings}))
     return 0
 
 

@@ -93,7 +93,9 @@ def test_a_new_key_refuses_no_ladder_that_began(tmp_path: Path) -> None:
         register(tmp_path, planned("--orchestrator.source.0.taskset", taskset))
 
 
-# Ctrl-C and Ctrl-D at the question end the command with their status, and nothing is written.
+# Ctrl-C and Ctrl-D at the question end the command with their status, and nothing is written. The plan counts the
+# held-out tasks that the source has.
+@pytest.mark.process
 @pytest.mark.parametrize("answer", ["", "interrupt"])
 def test_no_answer_to_the_question(
     tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -108,8 +110,11 @@ def test_no_answer_to_the_question(
             return ""
 
     monkeypatch.setattr(sys, "stdin", Terminal())
-    assert main([A1, "-o", str(tmp_path / "ladder"), "--seeds", "1", "--steps", "1", *SMALL]) == INTERRUPTED
-    assert "interrupted: the same command goes on" in capsys.readouterr().err
+    words = [A1, "-o", str(tmp_path / "ladder"), "--seeds", "1", "--steps", "1", "--orchestrator.eval.tasks", "1000"]
+    assert main([*words, "--orchestrator.source.0.eval_taskset.num_tasks", "20"]) == INTERRUPTED
+    told = capsys.readouterr()
+    assert "interrupted: the same command goes on" in told.err
+    assert "outcome   held-out toolsmith after step 1: 20 tasks" in told.out
     assert not (tmp_path / "ladder").exists()
 
 

@@ -56,10 +56,24 @@ def test_a_sandbox_that_does_not_open_here_is_named(tmp_path, monkeypatch):
     for workers, count in (("1", 1), ("0", 0)):
         probe.cache_clear()
         words = ["--orchestrator.worker_address", "tcp://127.0.0.1:0", "--orchestrator.source.0.workers", workers]
-        problems, tasks = worker_side.open_sources(config_of("code/a1.toml", tmp_path / workers, *words), tmp_path)
+        problems, tasks, _ = worker_side.open_sources(config_of("code/a1.toml", tmp_path / workers, *words), tmp_path)
         assert len(problems) == count and tasks["micro_code"]["train"] == 4096
         assert all("'bubblewrap', which does not work here: the program bwrap is not" in each for each in problems)
     probe.cache_clear()
+
+
+@pytest.mark.process
+def test_a_plan_counts_the_held_out_tasks_that_there_are(tmp_path):
+    # As an evaluation does: no more than the task set holds, with both numbers. Held-out tasks that are training tasks
+    # are named, by the sentence of `composer try`.
+    words = ["--orchestrator.eval.tasks", "100000", "--orchestrator.source.0.eval_taskset.split", "train"]
+    config = config_of("a1.toml", tmp_path, *words)
+    plan = build_plan(config, LAPTOP)
+    check_sources(config, plan)
+    (row,) = [text for label, text in plan.rows if label == "eval"]
+    assert row.startswith("toolsmith: 256 tasks (all that it has; orchestrator.eval.tasks is 100000) x ")
+    (note,) = [note for note in plan.notes if "held-out" in note]
+    assert note.startswith("source 'toolsmith': 256 of 256 held-out tasks have the prompt of a training task")
 
 
 @pytest.mark.process
@@ -78,12 +92,13 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
     # model's files are here. Each source has enough tasks for training, and for evaluation where that is on.
     # A configuration whose tasks a command makes names that command.
     config = config_of(name, tmp_path / "out")
-    problems, tasks = worker_side.open_sources(config, tmp_path)
+    problems, tasks, warnings = worker_side.open_sources(config, tmp_path)
     if name.startswith("qwen3-8b/code-"):
         assert all("tasks.jsonl: no such file; make tasks with `composer tasks make" in each for each in problems)
         assert len(problems) == len(config.orchestrator.source)
         return
     assert [each for each in problems if "does not work here" not in each] == []  # such as bubblewrap
+    assert warnings == []  # no held-out task is a training task
     for source in config.orchestrator.source:
         assert (tasks[source.name]["train"] or 0) >= config.orchestrator.groups_per_step
         evaluates = config.orchestrator.eval.every_steps and source.eval_taskset

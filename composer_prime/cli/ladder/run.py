@@ -22,11 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
-from composer_prime.console import INTERRUPTED, clock, console_script, pluralize, what_is_wrong
+from composer_prime.console import INTERRUPTED, clock, console_script, pluralize, tell_waits, what_is_wrong
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.plan.plan import build_plan
+from composer_prime.plan.sources import held_out_tasks, load_sources
 from composer_prime.run.check_run_dir import earlier_output
 from composer_prime.run.process import child_options, exit_text
 from composer_prime.run.run_dir import RunDir
@@ -55,10 +58,21 @@ def _plan_and_run(words: list[str]) -> int:
     commands = plan_arms(options, common)
     folder: Path = options.output
     planned = preregistration(options, [command.arm for command in commands])
-    if read_preregistration(folder) is not None:
+    problems: list[str] = []
+    if (registered := read_preregistration(folder)) is not None:
+        planned = msgspec.structs.replace(planned, tasks=registered.tasks)
         register(folder, planned)
+    else:
+        with tell_waits("loading the task sets"):
+            base = next(command.config for command in commands if command.arm.name == planned.baseline)
+            loaded = load_sources(base)
+        problems = loaded.problems
+        num_tasks = held_out_tasks(base, loaded.tasks).get(planned.held_out, planned.tasks)
+        planned = msgspec.structs.replace(planned, tasks=num_tasks)
+        for warning in loaded.warnings:
+            print(f"note: {warning}", file=sys.stderr)
     print("\n".join(plan_lines(folder, planned, commands)))
-    problems = [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
+    problems += [problem for command in commands for problem in build_plan(command.config, starter=None).problems]
     if problems:
         raise ConfigError(f"the ladder cannot start: {what_is_wrong(list(dict.fromkeys(problems)))}")
     if not (options.yes or _confirmed()):
