@@ -1,7 +1,8 @@
-"""HumanEval and MBPP records as tasks: one function to write in solution.py, and the tests that judge it.
+"""Tasks that ask for one function: HumanEval and MBPP records, and functions deleted from packages.
 
-Tests import the asked functions by name, and nothing else of a solution. Helper functions of a HumanEval prompt that
-its test calls come from the prompt. Each assertion of MBPP is a test of its own, for partial credit.
+Tests of a record import the asked functions from solution.py by name, and nothing else of a solution. Helper functions
+of a HumanEval prompt that its test calls come from the prompt. Each assertion of MBPP is a test of its own, for partial
+credit. A deleted function is judged by its package's tests, in the package's tree.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import textwrap
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.code.task import CodeTask
+from orchestrator.environments.code.task import CodeTask, read_tasks
 from orchestrator.environments.formats.records import Record
 
 SOLUTION = "solution.py"
@@ -102,6 +108,23 @@ def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
     )
 
 
+def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]:
+    """Yield the tasks of a folder that delete one top-level function, asked for by its signature and docstring.
+
+    `max_lines`: of the whole function; None for any. Raises as `read_tasks`.
+    """
+    for task in read_tasks(folder):
+        if task.kind != "delete" or len(task.symbols) != 1 or len(task.start) != 1:
+            continue
+        ((path, text),) = task.start.items()
+        name = _name(task)
+        left, whole = _function(text, name), _function(task.solution.get(path, ""), name)
+        if left is None or whole is None or (max_lines is not None and _lines(whole) > max_lines):
+            continue
+        stub = _stub(text, left)
+        yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
+
+
 def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     """Return the files that a reply in words makes: its last Python block, or all of it where it has none.
 
@@ -109,14 +132,51 @@ def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     """
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL | re.IGNORECASE)
     code = blocks[-1] if blocks else reply
+    if task.tree:
+        return _in_place(task, code)
     given = task.start.get(SOLUTION, "")
-    missing = [
-        name for name in task.symbols if not re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE)
-    ]
+    missing = [name for name in task.symbols if not _defines(code, name)]
     if given and missing:
         # Chat templates strip replies, and with them the first line's indentation.
         code = next((given + text for text in (code, _INDENT + code) if _is_python(given + text)), given + code)
     return {SOLUTION: code.encode("utf-8", "replace")}
+
+
+def _in_place(task: CodeTask, code: str) -> dict[str, bytes]:
+    """Return the file of a deleted function with `code` in place of what was left of it."""
+    ((path, text),) = task.start.items()
+    name = _name(task)
+    left = _function(text, name)
+    assert left is not None  # deleted_functions takes no other task.
+    lines = text.splitlines()
+    if not _defines(code, name):
+        code = f"{_stub(text, left)}\n{textwrap.indent(textwrap.dedent(code), _INDENT)}"
+    lines[left.lineno - 1 : left.end_lineno] = code.splitlines()
+    return {path: ("\n".join(lines) + "\n").encode("utf-8", "replace")}
+
+
+def _name(task: CodeTask) -> str:
+    return task.symbols[0].rpartition(".")[2]
+
+
+def _defines(code: str, name: str) -> bool:
+    return re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE) is not None
+
+
+def _function(text: str, name: str) -> ast.FunctionDef | None:
+    """Return the only top-level function of a module that has this name and a body on lines of its own."""
+    body = ast.parse(text).body if _is_python(text) else []
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return found[0] if len(found) == 1 and found[0].body[-1].lineno > found[0].lineno else None
+
+
+def _stub(text: str, left: ast.FunctionDef) -> str:
+    """Return signature and docstring of a function whose body is gone: all but its last statement."""
+    return "\n".join(text.splitlines()[left.lineno - 1 : left.body[-1].lineno - 1])
+
+
+def _lines(node: ast.FunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def _task(

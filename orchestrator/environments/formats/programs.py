@@ -1,9 +1,11 @@
-"""HumanEval and MBPP played in one turn: the reply's code is graded by the record's tests in a sandbox.
+"""One function in one turn: the reply's code is graded by tests in a sandbox. HumanEval, MBPP and deleted functions.
 
     taskset = { id = "orchestrator.environments.formats.programs", file = "HumanEval.jsonl.gz" }
+    taskset = { id = "orchestrator.environments.formats.programs", file = "tasks/", max_lines = 12, eval_share = 0.3 }
 
-The records say which of the two forms they have. To let an agent work on them with tools instead, make a task folder of
-the file (`composer tasks import`) and play it with orchestrator.environments.code.
+The records say which of the two forms they have. A folder is one that `composer tasks make` made. To let an agent work
+with tools instead, make a task folder of the file (`composer tasks import`) and play it with
+orchestrator.environments.code.
 """
 
 from __future__ import annotations
@@ -22,33 +24,34 @@ from orchestrator.environments.answers import Split, split_of
 from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.harness import sandbox_failures
 from orchestrator.environments.code.monitor import MonitorConfig, Verdict, inspect, seal
-from orchestrator.environments.code.task import CodeTask
+from orchestrator.environments.code.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.environments.formats.conversion import read_functions
-from orchestrator.environments.formats.functions import with_reply
+from orchestrator.environments.formats.functions import deleted_functions, with_reply
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Programs"]
 
 INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
-_NO_TREES = Path()
-"""These tasks have no tree, so that grading looks for none."""
 
 
 class ProgramsConfig(vf.TasksetConfig):
     """Which file, and how its tasks are scored."""
 
     file: Path
-    """A .jsonl, .jsonl.gz, .json or .parquet file in HumanEval's or MBPP's form."""
+    """A .jsonl, .jsonl.gz, .json or .parquet file in HumanEval's or MBPP's form, or a folder of coding tasks: of that,
+    the tasks that delete one top-level function."""
+    max_lines: int | None = Field(None, ge=2)
+    """A folder: only functions of at most this many lines, signature and docstring included."""
     shown_tests: int = Field(1, ge=0)
     """MBPP: assertions that the prompt shows. They name the function."""
     split: Split = "train"
     """Training or held-out records, where `eval_share` is above 0."""
     eval_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the records that is held out; 0 plays all of the file in both."""
+    """Share of the records, or of a folder's repositories, that is held out; 0 plays all in both."""
     num_tasks: int | None = Field(None, ge=1)
     """Play only this many tasks, the first ones; None plays all."""
     partial_credit: bool = False
-    """Reward the share of tests that pass (MBPP has several). Otherwise only a full solution earns."""
+    """Reward the share of failing tests that pass (MBPP has several). Otherwise only a full solution earns."""
     instruction: str = INSTRUCTION
     """System prompt; an empty one is left out."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
@@ -56,6 +59,11 @@ class ProgramsConfig(vf.TasksetConfig):
     monitor: MonitorConfig = Field(default_factory=lambda: MonitorConfig(policy="none", lures=False))
     """What counts as a hack, and what follows from one. It only records unless a policy says more: who writes a whole
     file may import and read what no known solution does."""
+
+    @property
+    def trees(self) -> Path:
+        """The pristine trees of a folder. Tasks of a file have none."""
+        return self.file / TREES_FOLDER
 
 
 class ProgramState(vf.State):
@@ -73,7 +81,7 @@ class ProgramData(TaskRow):
     """The wire row of a task."""
 
     place: str
-    """File and line of the record. Its tests and its solution are no part of a trace."""
+    """Where the record or the source stands. Its tests and its solution are no part of a trace."""
 
 
 class ProgramTask(vf.Task[ProgramData, ProgramState]):
@@ -96,7 +104,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
         """Grade the reply, and ask the monitor."""
         patch = with_reply(self._task, trace.last_reply)
         with sandbox_failures():
-            result = await grade(self._task, _NO_TREES, patch, self._settings.runtime)
+            result = await grade(self._task, self._settings.trees, patch, self._settings.runtime)
         verdict = await asyncio.to_thread(self._inspect, patch)
         earned = result.fraction if self._settings.partial_credit else float(result.solved)
         reward, state = verdict.reward(earned), trace.state
@@ -116,7 +124,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
         return trace.state.figures
 
     def _inspect(self, patch: dict[str, bytes]) -> Verdict:
-        sealed = seal(self._task, None, self._settings.monitor)
+        sealed = seal(self._task, tree_of(self._task, self._settings.trees), self._settings.monitor)
         return inspect(self._task, sealed, None, {**sealed.start, **patch}, (), self._settings.monitor)
 
 
@@ -126,9 +134,13 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
     def load(self) -> Iterator[ProgramTask]:
         """Raises ConfigError for a file or record that cannot be read, EmptyTaskSetError for an empty split."""
         config = self.config
+        if config.file.is_dir():
+            named = ((task.repository, task) for task in deleted_functions(config.file, config.max_lines))
+        else:
+            named = ((task.id, task) for task in read_functions(config.file, shown_tests=config.shown_tests))
         count = 0
-        for task in read_functions(config.file, shown_tests=config.shown_tests):
-            if config.eval_share and split_of(task.id, config.eval_share) != config.split:
+        for name, task in named:
+            if config.eval_share and split_of(name, config.eval_share) != config.split:
                 continue
             data = ProgramData(
                 name=task.id, prompt=task.prompt, system_prompt=config.instruction or None, place=task.source
@@ -139,6 +151,6 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
                 return
         if not count:
             raise EmptyTaskSetError(
-                f"{config.file}: no record of it is in split {config.split!r} with eval_share = "
-                f"{config.eval_share:g}; change eval_share, or give the split a file of its own"
+                f"{config.file}: nothing of it is in split {config.split!r} with eval_share = {config.eval_share:g} "
+                f"and max_lines = {config.max_lines}; change these, or give the split a file of its own"
             )
