@@ -12,12 +12,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from composer_prime.errors import ConfigError
+from orchestrator.workers.protocol import RolloutFailure
 
 _FRAME = re.compile(r'^[ |]*File "([^"<]+)", line (\d+), in (\S+)', re.MULTILINE)
 _CHAINED = re.compile(
     r"\n(?:The above exception was the direct cause|During handling of the above exception, another exception).*\n"
 )
+_RECORDED = re.compile(r"in record_(reward|metric)s?$")
+"""Where verifiers turns a result into a float."""
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _DETAIL_CHARS = 2000
 
@@ -57,6 +62,34 @@ def refuse_plain_rewards(task: Any) -> None:
                 code = inspect.unwrap(function).__code__
                 place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 raise ConfigError(f"{kind} `{function.__name__}` ({place}) must be `async def` and return a number")
+
+
+def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
+    """Name the reward or metric of a verifiers Task whose result is no number, with its file and line.
+
+    verifiers' traceback ends where the result is recorded, after the function has returned.
+    """
+    match = _RECORDED.search(failure.where or "") if failure is not None else None
+    if failure is None or match is None or trace is None:
+        return failure
+    kind, functions = match[1], []
+    values = trace.rewards if kind == "reward" else trace.metrics
+    for function in task.hooks(kind):
+        if values.get(function.__name__) is None:  # It has no result, or returned several under other names.
+            functions.append(function)
+        if function.__name__ in values and values[function.__name__] is None:
+            break
+    code = getattr(inspect.unwrap(functions[0]), "__code__", None) if functions else None
+    if code is None:
+        return failure
+    names = " or ".join(f"`{function.__name__}`" for function in functions)
+    remedy = "await what it calls" if "coroutine" in failure.message else "return a number on every way through it"
+    return msgspec.structs.replace(
+        failure,
+        message=f"{kind} {names} returned no number ({failure.message}): {remedy}",
+        where=_frame_text(code.co_filename, str(code.co_firstlineno), functions[0].__name__),
+        retryable=False,
+    )
 
 
 def _distance(file: str) -> int:

@@ -52,7 +52,7 @@ from orchestrator.workers.protocol import (
     ToolCall,
     failed_reply,
 )
-from orchestrator.workers.tracebacks import describe_exception, read_traceback, refuse_plain_rewards
+from orchestrator.workers.tracebacks import describe_exception, read_traceback, refuse_plain_rewards, with_function
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +356,7 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
 def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace]) -> RolloutReply:
     """Build the reply of an episode. `traces`: in the order of their session ids."""
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
-    error = _failure(episode, traces, main)
+    error = with_function(_failure(episode, traces, main), task, main)
     return RolloutReply(
         rollout_id=request.rollout_id,
         task_id=task_id_of(task, request.task_index),
