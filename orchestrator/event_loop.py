@@ -2,6 +2,7 @@
 
     watched    a task whose failure is reported at once
     Notifier   wakes every waiter when something changed
+    freeze_startup   shorter garbage collections, which stop the loop
     LoopLag    call_later(interval) -> runs `lag` late -> sample -> call_later(interval) ...
 
 Every rollout, heartbeat and HTTP request waits for the loop's lag on top of its own work, so lag is a metric of the
@@ -12,6 +13,7 @@ own work explains: its CPU time since the last sample, at most the lag. Only tha
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -31,6 +33,12 @@ def watched(work: Coroutine[Any, Any, None], on_error: Callable[[BaseException],
 
     task.add_done_callback(ended)
     return task
+
+
+def freeze_startup() -> None:
+    """Exempt everything that exists now from garbage collections: they would look at all modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 class Notifier:

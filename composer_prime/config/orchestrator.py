@@ -336,6 +336,9 @@ class OrchestratorConfig(BaseConfig):
     """Recorded conversations that are mixed into the steps, for SFT."""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     """Loopback HTTP port of the gateway; 0 takes a free one."""
+    gateway_processes: int = Field(default=1, ge=1, le=64)
+    """Processes that serve the gateway's HTTP port. Above 1, each parses, renders and encodes in front of the one that
+    routes. Linux only."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     weights: WeightServiceConfig = WeightServiceConfig()
@@ -385,6 +388,15 @@ class OrchestratorConfig(BaseConfig):
                 f"orchestrator.source {growing} have making, but orchestrator.worker_address is "
                 f"{self.worker_address!r}: hosts that join lack the tasks that this run makes; leave out making, or "
                 "worker_address"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gateway_processes_are_used(self) -> OrchestratorConfig:
+        if self.gateway_processes > max(1, self.max_concurrent):
+            raise ValueError(
+                f"orchestrator.gateway_processes is {self.gateway_processes}, but orchestrator.max_concurrent is "
+                f"{self.max_concurrent}: no more rollouts ask at a time; set gateway_processes <= {self.max_concurrent}"
             )
         return self
 

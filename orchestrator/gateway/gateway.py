@@ -38,8 +38,9 @@ from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.enrollment import Enrollment
+from orchestrator.gateway.fronts import Fronts, FrontSettings
 from orchestrator.gateway.generation import POLICY, GenerationRecord, Generator, RolloutRecords
-from orchestrator.gateway.http import HttpServer
+from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
@@ -97,6 +98,7 @@ class Gateway:
         """None unless answers are audited."""
         self._config = config
         self._run_id = run_id
+        self._model_dir = model_dir
         self._verifier = keys.verifier()
         self._chunks = ChunkServer(weight_store, self._enrollment.chunk)
         if orchestrator.audit.enabled:
@@ -109,14 +111,13 @@ class Gateway:
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
-        self._http = HttpServer(
-            self._generator,
-            self._chat,
-            token=os.environ.get(TOKEN_VARIABLE),
-            health=self._health,
-            metrics=self.state,
-            control=self._control.routes(run_id),
-        )
+        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._http = self._build_http()
+        self.fronts: Fronts | None = None
+        """Serve HTTP in processes of their own; None where this process does."""
+        if orchestrator.gateway_processes > 1:
+            serve_alone = partial(self._http.listen, shares_port=True)
+            self.fronts = Fronts(orchestrator.gateway_processes, self._generator.answer, serve_alone)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
@@ -150,14 +151,37 @@ class Gateway:
         )
 
     def _build_generator(self, vocab_size: int) -> Generator:
-        model = self._config.model
         return Generator(
             self.router,
             self.records,
-            model_names=(POLICY, model.path),
             vocab_size=vocab_size,
-            max_context=model.max_context,
+            max_context=self._config.model.max_context,
             run_id=self._run_id,
+        )
+
+    def _build_http(self) -> HttpServer:
+        control = self._control.routes(self._run_id)
+        return HttpServer(
+            self._generator.answer,
+            self._chat,
+            model_names=(POLICY, self._config.model.path),
+            max_context=self._config.model.max_context,
+            token=self._token,
+            others=state_routes(token=self._token, health=self._health, metrics=self.state, control=control),
+        )
+
+    def _front_settings(self) -> FrontSettings:
+        model = self._config.model
+        return FrontSettings(
+            host=_LOOPBACK,
+            port=self._config.orchestrator.gateway_port,
+            router_url=self._http.url,
+            token=self._token,
+            model_names=(POLICY, model.path),
+            model_dir=str(self._model_dir),
+            renderer=model.renderer,
+            max_context=model.max_context,
+            answer_timeout_s=self._request_timeout_s,
         )
 
     async def start(self) -> None:
@@ -168,7 +192,11 @@ class Gateway:
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
-            await self._http.start(_LOOPBACK, orchestrator.gateway_port)
+            if self.fronts is None:
+                await self._http.start(_LOOPBACK, orchestrator.gateway_port)
+            else:
+                await self._http.start(_LOOPBACK, 0)
+                await self.fronts.start(self._front_settings())
         except BaseException:
             await self.close()
             raise
@@ -183,6 +211,8 @@ class Gateway:
         self.lag.stop()
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
+        if self.fronts is not None:
+            await self.fronts.close()
         await self._http.close()
         for task in self._tasks:
             task.cancel()
@@ -211,7 +241,7 @@ class Gateway:
     @property
     def http_url(self) -> str:
         """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
-        return self._http.url
+        return self._http.url if self.fronts is None else self.fronts.url
 
     @property
     def node_endpoint(self) -> str:
@@ -268,6 +298,8 @@ class Gateway:
                 logger.warning("the event loop stood still; lost nodes are looked for in the next round")
                 continue
             router = self.router
+            if self.fronts is not None:
+                self.fronts.end_silent()
             self._link.end_revoked()
             self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
             router.nodes.lose_silent(inference.lost_after_s)
@@ -313,6 +345,7 @@ class Gateway:
             },
             "relays": self._relay_legs.states(),
             "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
+            "fronts": {} if (fronts := self.fronts) is None else fronts.figures(),
             "loop_lag": self.lag.metrics(reset=False),
         }
 
@@ -346,6 +379,7 @@ class Gateway:
             "gateway/prompt_bytes_sent": counters.prompt_bytes_sent,
             "gateway/prefixes_missing_at_nodes": counters.prefixes_missing,
             **oldest,
+            **({} if (fronts := self.fronts) is None else fronts.figures("gateway/fronts_")),
             **(self.audits.metrics() if self.audits is not None else {}),
             **self.lag.metrics(),
         }

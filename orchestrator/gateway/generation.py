@@ -26,8 +26,8 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, Prefix
-from composer_prime.wire.types import INT, VersionSpan, ints
+from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, PackedAnswer, Prefix
+from composer_prime.wire.types import INT, VersionSpan, ints, pack_floats, pack_ints
 from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.routing import Router
 
@@ -38,7 +38,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _MAX_STOPS = 64
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request; None where it names none."""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
@@ -60,6 +60,23 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for, by whichever HTTP route. The prompt is `prefix`, held here, and then `new_ids`."""
+
+    session: str | None
+    """The X-Session-ID it came with."""
+    new_ids: bytes
+    """int32 [T_new]."""
+    sampling: SamplingFields
+    prefix: Prefix | None = None
+
+
+class TurnAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    packed: PackedAnswer
+    prompt_cached: int
+    """Prompt tokens that the node had cached."""
+
+
 _NEUTRAL: dict[str, Any] = {
     "n": 1,
     "min_p": 0,
@@ -72,9 +89,7 @@ _NEUTRAL: dict[str, Any] = {
 """Parameters that our engines do not have, with the value that switches each off."""
 
 
-def to_sampling(
-    fields: SamplingFields, *, num_prompt: int, max_context: int, max_tokens: int | None = None
-) -> Sampling:
+def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) -> Sampling:
     """Return the sampling parameters for a node. The reply is cut where the context ends.
 
     Raises RequestError for a parameter that is not supported and for a prompt that leaves no room.
@@ -98,9 +113,8 @@ def to_sampling(
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stop) > _MAX_STOPS or "" in stop:
         raise RequestError(f"stop has {len(stop)} strings; send at most {_MAX_STOPS}, none of them empty", param="stop")
-    limit = max_tokens or fields.max_tokens or room
     return Sampling(
-        max_tokens=min(limit, room),
+        max_tokens=min(fields.max_tokens or room, room),
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=max(0, fields.top_k or 0),
@@ -119,15 +133,13 @@ class Generator:
         router: Router,
         records: RolloutRecords,
         *,
-        model_names: tuple[str, ...],
         vocab_size: int,
         max_context: int,
         run_id: str = "",
     ) -> None:
-        """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens."""
+        """`max_context`: prompt and reply together, in tokens."""
         self._seed_text = f"{run_id}/{secrets.token_hex(8)}"  # Random: a restart counts requests from 0 again.
-        self.model_names = model_names
-        self.max_context = max_context
+        self._max_context = max_context
         self._vocab_size = vocab_size
         self._router = router
         self._records = records
@@ -139,15 +151,21 @@ class Generator:
         self._under_way: Counter[str] = Counter()
         """Requests without an answer yet, by session."""
 
-    def check_model(self, name: str) -> None:
-        """Raise RequestError (404) for a model that is not served here."""
-        if name not in self.model_names:
-            raise RequestError(
-                f"model {name!r} is not served here: ask for {' or '.join(map(repr, self.model_names))}",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+    async def answer(self, turn: Turn) -> TurnAnswer:
+        """Return the answer to `turn`, recorded when its session belongs to an open rollout.
+
+        Raises RequestError, and what Router.generate raises.
+        """
+        prompt = self.whole_prompt(turn.session, turn.prefix, turn.new_ids)
+        request_id, answer = await self.generate(turn.session, prompt, turn.sampling, prefix=turn.prefix)
+        packed = PackedAnswer(
+            request_id=request_id,
+            token_ids=pack_ints(answer.token_ids),
+            logprobs=pack_floats(answer.logprobs),
+            finish_reason=answer.finish_reason,
+            version_spans=list(answer.version_spans),
+        )
+        return TurnAnswer(packed=packed, prompt_cached=answer.prompt_cached)
 
     def whole_prompt(self, session: str | None, prefix: Prefix | None, new_ids: bytes) -> bytes:
         """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`.
@@ -188,7 +206,6 @@ class Generator:
         prompt: bytes,
         fields: SamplingFields,
         *,
-        max_tokens: int | None = None,
         prefix: Prefix | None = None,
     ) -> tuple[str, NodeAnswer]:
         """Return the request's id and its answer, recorded when `session` belongs to an open rollout.
@@ -200,7 +217,7 @@ class Generator:
         request_id = f"g{order}"
         token_ids = ints(prompt)
         self._check_ids(token_ids, 0 if prefix is None else prefix.num_tokens)
-        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self.max_context, max_tokens=max_tokens)
+        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
         if sampling.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
         if session is None:

@@ -21,15 +21,15 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from composer_prime.errors import DeadlineError, EngineError, PortInUseError, RequestError
-from composer_prime.wire.turns import PACKED, PackedAnswer, Prefix
-from composer_prime.wire.types import pack_floats, pack_ints
-from orchestrator.gateway.answers import NodeAnswer
+from composer_prime.errors import ComposerError, DeadlineError, EngineError, PortInUseError, RequestError
+from composer_prime.wire.turns import PACKED, Prefix
+from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
+from orchestrator.gateway.generation import SamplingFields, TokenId, Turn, TurnAnswer
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
+_BACKLOG = 4096
 _SHUTDOWN_S = 2.0
 """Time for replies on their way. Requests without an answer have been ended by then."""
 BodyT = TypeVar("BodyT")
@@ -77,43 +77,41 @@ _CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 
 
 class HttpServer:
-    """Checks requests, passes them to the generator and encodes the answers."""
+    """Checks requests, has their turns answered and encodes the answers."""
 
     def __init__(
         self,
-        generator: Generator,
+        answer: Callable[[Turn], Awaitable[TurnAnswer]],
         chat: ChatFormat,
         *,
+        model_names: Sequence[str],
+        max_context: int,
         token: str | None,
-        health: Callable[[], tuple[int, dict[str, Any]]],
-        metrics: Callable[[], dict[str, Any]],
-        control: Sequence[web.RouteDef] = (),
+        others: Sequence[web.RouteDef],
     ) -> None:
-        """`token`: bearer token that every request must carry, None for no check. `health` returns status and body.
+        """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens.
 
-        `control`: routes with a check of their own.
+        `token`: bearer token that every request must carry, None for no check. `others`: routes that take no turns.
         """
         self.url = ""
-        self._generator = generator
+        self._answer = answer
         self._chat = chat
+        self._model_names = model_names
+        self._max_context = max_context
         self._token = token
-        self._health = health
-        self._metrics = metrics
-        self._control = control
+        self._others = others
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> None:
         """Serve on `host`. Raises PortInUseError when another process holds the port."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        answering = lambda handle: _answering(self._token, handle)
         app.add_routes(
             [
-                web.post("/inference/v1/generate", self._answering(self._generate)),
-                web.post("/v1/chat/completions", self._answering(self._chat_complete)),
-                web.get("/v1/models", self._answering(self._get_models)),
-                web.get("/health", self._get_health),
-                web.get("/metrics", self._answering(self._get_metrics)),
-                *self._control,
-                web.route("*", "/{path:.*}", self._answering(self._refuse_path)),
+                web.post("/inference/v1/generate", answering(self._generate)),
+                web.post("/v1/chat/completions", answering(self._chat_complete)),
+                web.get("/v1/models", answering(self._get_models)),
+                *self._others,
             ]
         )
         runner = self._runner = web.AppRunner(
@@ -124,16 +122,23 @@ class HttpServer:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port, backlog=4096).start()
-        except OSError as error:
+            port = await self.listen(host, port, shares_port=shares_port)
+        except BaseException:
             await self.close()
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(
-                    f"http://{host}:{port} is held by another process: stop it, or set orchestrator.gateway_port to "
-                    "another port (0 takes a free one)"
-                ) from None
             raise
-        self.url = f"http://{host}:{runner.addresses[0][1]}"
+        self.url = f"http://{host}:{port}"
+
+    async def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
+        """Serve at one more port, and return it. Raises PortInUseError.
+
+        With `shares_port`, other processes of this user may serve there, too.
+        """
+        assert self._runner is not None, "start() comes first"
+        try:
+            await web.TCPSite(self._runner, host, port, backlog=_BACKLOG, reuse_port=shares_port).start()
+        except OSError as error:
+            raise port_error(host, port, error) from None
+        return self._runner.addresses[-1][1]
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -146,49 +151,70 @@ class HttpServer:
         session, is_packed = _session(request), request.content_type == PACKED
         if is_packed:
             packed = await _decoded(request, _PACKED_DECODER)
-            model, sampling = packed.model, packed.sampling_params
-            prompt = self._generator.whole_prompt(session, packed.prefix, packed.new_ids)
-            prefix = packed.prefix
+            self._check_model(packed.model)
+            turn = Turn(session=session, new_ids=packed.new_ids, sampling=packed.sampling_params, prefix=packed.prefix)
         else:
             body = await _decoded(request, _GENERATE_DECODER)
             if body.content_parts or body.features:
                 raise RequestError("content_parts and features are for images: this model reads text only")
             _check_no_stream(request, body.stream)
-            model, sampling = body.model, body.sampling_params
-            prompt, prefix = self._generator.whole_prompt(session, None, pack_ints(body.token_ids)), None
-        self._generator.check_model(model)
-        answer = _packed_answer(*await self._generator.generate(session, prompt, sampling, prefix=prefix))
+            self._check_model(body.model)
+            turn = Turn(session=session, new_ids=pack_ints(body.token_ids), sampling=body.sampling_params)
+        answer = await self._answer(turn)
         if is_packed or PACKED in request.headers.get("Accept", ""):
-            return web.Response(body=msgspec.msgpack.encode(answer), content_type=PACKED)
-        return _reply(answer.to_json())
+            return web.Response(body=msgspec.msgpack.encode(answer.packed), content_type=PACKED)
+        return _reply(answer.packed.to_json())
 
     async def _chat_complete(self, request: web.Request) -> web.Response:
         body = await _decoded(request, _CHAT_DECODER)
-        self._generator.check_model(body.model)
+        self._check_model(body.model)
         _check_chat(body)
         _check_no_stream(request, body.stream)
         tools = None if body.tool_choice == "none" else body.tools or None
         prompt, stop_ids = await self._chat.render(body.messages, tools)
-        body.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
-        request_id, answer = await self._generator.generate(
-            _session(request), pack_ints(prompt), body, max_tokens=body.max_completion_tokens
-        )
-        message, finish_reason = await self._chat.parse(answer.token_ids.tolist(), prompt, tools, answer.finish_reason)
-        return _reply(_chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason))
+        sampling = SamplingFields(**{name: getattr(body, name) for name in SamplingFields.__struct_fields__})
+        sampling.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
+        sampling.max_tokens = body.max_completion_tokens or body.max_tokens
+        answer = await self._answer(Turn(session=_session(request), new_ids=pack_ints(prompt), sampling=sampling))
+        token_ids = ints(answer.packed.token_ids).tolist()
+        message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.packed.finish_reason)
+        return _reply(_chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
 
     async def _get_models(self, _: web.Request) -> web.Response:
-        max_context = self._generator.max_context
-        card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": max_context}
-        return _reply({"object": "list", "data": [{"id": name, **card} for name in self._generator.model_names]})
+        card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": self._max_context}
+        return _reply({"object": "list", "data": [{"id": name, **card} for name in self._model_names]})
 
-    async def _get_health(self, _: web.Request) -> web.Response:
-        status, body = self._health()
+    def _check_model(self, name: str) -> None:
+        """Raise RequestError (404) for a model that is not served here."""
+        if name not in self._model_names:
+            raise RequestError(
+                f"model {name!r} is not served here: ask for {' or '.join(map(repr, self._model_names))}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+
+def state_routes(
+    *,
+    token: str | None,
+    health: Callable[[], tuple[int, dict[str, Any]]],
+    metrics: Callable[[], dict[str, Any]],
+    control: Sequence[web.RouteDef] = (),
+) -> list[web.RouteDef]:
+    """Return the routes that take no turns, and the 404 for any other. `health` returns status and body.
+
+    `control`: routes with a check of their own.
+    """
+
+    async def get_health(_: web.Request) -> web.Response:
+        status, body = health()
         return _reply(body, status)
 
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        return _reply(self._metrics())
+    async def get_metrics(_: web.Request) -> web.Response:
+        return _reply(metrics())
 
-    async def _refuse_path(self, request: web.Request) -> web.Response:
+    async def refuse_path(request: web.Request) -> web.Response:
         raise RequestError(
             f"there is no {request.method} {request.path[:200]}: the routes are POST /inference/v1/generate, "
             "/v1/chat/completions and GET /v1/models, /health, /metrics",
@@ -196,33 +222,63 @@ class HttpServer:
             code="not_found",
         )
 
-    # -- around every route --------------------------------------------------------------------------------------
+    return [
+        web.get("/health", get_health),
+        web.get("/metrics", _answering(token, get_metrics)),
+        *control,
+        web.route("*", "/{path:.*}", _answering(token, refuse_path)),
+    ]
 
-    def _answering(self, handle: Handler) -> Handler:
-        async def answer(request: web.Request) -> web.Response:
-            try:
-                self._authorize(request)
-                return await handle(request)
-            except RequestError as error:
-                return _error(str(error), status=error.status, code=error.code, param=error.param)
-            except DeadlineError as error:
-                return _error(str(error), status=503, code="deadline")
-            except EngineError as error:
-                return _error(str(error), status=502, code="node_failed")
 
-        return answer
+# -- around every route --------------------------------------------------------------------------------------------
 
-    def _authorize(self, request: web.Request) -> None:
-        if self._token is None:
-            return
-        header = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(header.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
-            raise RequestError(
-                "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
-                "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
-                status=401,
-                code="unauthorized",
-            )
+
+def to_request_error(error: ComposerError) -> RequestError | None:
+    """Return what the client learns of a turn that ended with `error`; None for one that is not a turn's."""
+    match error:
+        case RequestError():
+            return error
+        case DeadlineError():
+            return RequestError(str(error), status=503, code="deadline")
+        case EngineError():
+            return RequestError(str(error), status=502, code="node_failed")
+    return None
+
+
+def _answering(token: str | None, handle: Handler) -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            _authorize(request, token)
+            return await handle(request)
+        except ComposerError as error:
+            if (told := to_request_error(error)) is None:
+                raise
+            return _error(told)
+
+    return answer
+
+
+def _authorize(request: web.Request, token: str | None) -> None:
+    if token is None:
+        return
+    header = request.headers.get("Authorization", "")
+    if not hmac.compare_digest(header.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
+        raise RequestError(
+            "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
+            "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
+            status=401,
+            code="unauthorized",
+        )
+
+
+def port_error(host: str, port: int, error: OSError) -> OSError:
+    """Return what to raise when a port cannot be bound: PortInUseError when another process holds it."""
+    if error.errno != errno.EADDRINUSE:
+        return error
+    return PortInUseError(
+        f"http://{host}:{port} is held by another process: stop it, or set orchestrator.gateway_port to "
+        "another port (0 takes a free one)"
+    )
 
 
 async def _decoded(
@@ -280,29 +336,24 @@ def _reply(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(body), headers={"Content-Type": "application/json"})
 
 
-def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return _reply({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
-
-
-def _packed_answer(request_id: str, answer: NodeAnswer) -> PackedAnswer:
-    return PackedAnswer(
-        request_id=request_id,
-        token_ids=pack_ints(answer.token_ids),
-        logprobs=pack_floats(answer.logprobs),
-        finish_reason=answer.finish_reason,
-        version_spans=list(answer.version_spans),
-    )
+def _error(error: RequestError) -> web.Response:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    body = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return _reply({"error": body}, error.status)
 
 
 def _chat_reply(
-    request_id: str, model: str, num_prompt: int, answer: NodeAnswer, message: dict[str, Any], finish_reason: str
+    model: str,
+    num_prompt: int,
+    answer: TurnAnswer,
+    token_ids: list[int],
+    message: dict[str, Any],
+    finish_reason: str,
 ) -> dict[str, Any]:
     """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
-    token_ids = answer.token_ids.tolist()
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
     return {
-        "id": f"chatcmpl-{request_id}",
+        "id": f"chatcmpl-{answer.packed.request_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
@@ -313,5 +364,5 @@ def _chat_reply(
             "total_tokens": num_prompt + len(token_ids),
             "prompt_tokens_details": {"cached_tokens": answer.prompt_cached},
         },
-        "version_spans": answer.version_spans,
+        "version_spans": answer.packed.version_spans,
     }

@@ -1,0 +1,157 @@
+"""A front of the gateway: `python -m orchestrator.gateway.front --link-fd N`. Only fronts.py starts it.
+
+    client --HTTP--> http.py: parse, check, render --FrontTurn--> router's process
+    client <-------- http.py: encode      <--FrontAnswer | FrontError--+
+    a client hangs up: FrontCancel; the link ends: answer what is open with 503, and leave
+
+It ends with its parent. A turn's answer is waited for _GRACE_S longer than the router waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from composer_prime.errors import DeadlineError, RequestError
+from composer_prime.run.process import end_with_parent
+from composer_prime.wire.frames import Frames
+from orchestrator.event_loop import freeze_startup
+from orchestrator.gateway.chat import ChatFormat
+from orchestrator.gateway.fronts import (
+    BUFFER_BYTES,
+    HEARTBEAT_S,
+    FrontAnswer,
+    FrontCancel,
+    FrontError,
+    FrontHeartbeat,
+    FrontReady,
+    FrontSettings,
+    FrontTurn,
+    ToFront,
+)
+from orchestrator.gateway.generation import Turn, TurnAnswer
+from orchestrator.gateway.http import HttpServer
+
+_GRACE_S = 30.0
+_FORWARD_S = 60.0
+_KEPT_HEADERS = ("Authorization", "Content-Type", "Accept")
+
+
+class RouterLink:
+    """Has turns answered by the router's process."""
+
+    def __init__(self, frames: Frames[ToFront], answer_timeout_s: float) -> None:
+        self._frames = frames
+        self._timeout_s = answer_timeout_s + _GRACE_S
+        self._calls = itertools.count()
+        self._waiting: dict[int, asyncio.Future[TurnAnswer]] = {}
+
+    async def answer(self, turn: Turn) -> TurnAnswer:
+        """Return the router's answer. Raises RequestError as the router's process does, and DeadlineError."""
+        call = next(self._calls)
+        waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
+        self._frames.send(FrontTurn(call=call, turn=turn))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await waiting
+        except TimeoutError:
+            self._frames.send(FrontCancel(call=call))
+            raise DeadlineError(f"the router did not answer within {self._timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._frames.send(FrontCancel(call=call))
+            raise
+        finally:
+            del self._waiting[call]
+
+    async def receive(self) -> None:
+        """Hand out answers until the router's process has closed the link. What then waits gets a 503."""
+        while (message := await self._frames.receive()) is not None:
+            match message:
+                case FrontAnswer():
+                    self._end(message.call, message.answer)
+                case FrontError(call=call, message=text, status=status, code=code, param=param):
+                    self._end(call, RequestError(text, status=status, code=code, param=param))
+        for call in self._waiting:
+            self._end(call, RequestError("the orchestrator is stopping", status=503, code="closing"))
+
+    def _end(self, call: int, outcome: TurnAnswer | RequestError) -> None:
+        waiting = self._waiting.get(call)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(outcome, RequestError):
+            waiting.set_exception(outcome)
+        else:
+            waiting.set_result(outcome)
+
+    async def beat(self) -> None:
+        while True:
+            self._frames.send(FrontHeartbeat())
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+def forward_route(session: aiohttp.ClientSession, router_url: str) -> web.RouteDef:
+    """Return the route that passes any other request on to the router's own HTTP server."""
+
+    async def forward(request: web.Request) -> web.Response:
+        headers = {name: request.headers[name] for name in _KEPT_HEADERS if name in request.headers}
+        body, url = await request.read(), f"{router_url}{request.rel_url}"
+        try:
+            async with session.request(request.method, url, data=body, headers=headers) as reply:
+                return web.Response(body=await reply.read(), status=reply.status, content_type=reply.content_type)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise web.HTTPServiceUnavailable(text=f"the router does not answer: {type(error).__name__}") from error
+
+    return web.route("*", "/{path:.*}", forward)
+
+
+async def serve(link: socket.socket) -> None:
+    """Serve as the first message says, until the router's process closes the link."""
+    reader, writer = await asyncio.open_unix_connection(sock=link, limit=BUFFER_BYTES)
+    frames: Frames[ToFront] = Frames(reader, writer, ToFront, "router")
+    settings = await frames.receive()
+    if not isinstance(settings, FrontSettings):
+        return
+    router = RouterLink(frames, settings.answer_timeout_s)
+    chat = ChatFormat(Path(settings.model_dir), settings.renderer)
+    timeout = aiohttp.ClientTimeout(total=_FORWARD_S)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=False, auto_decompress=False) as session:
+        server = HttpServer(
+            router.answer,
+            chat,
+            model_names=settings.model_names,
+            max_context=settings.max_context,
+            token=settings.token,
+            others=[forward_route(session, settings.router_url)],
+        )
+        await server.start(settings.host, settings.port, shares_port=True)
+        freeze_startup()
+        frames.send(FrontReady())
+        beating = asyncio.create_task(router.beat())
+        try:
+            await router.receive()
+        finally:
+            beating.cancel()
+            await server.close()
+            chat.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="An HTTP process of the gateway; the orchestrator starts it.")
+    parser.add_argument("--link-fd", type=int, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
+    end_with_parent(signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(serve(socket.socket(fileno=args.link_fd)))
+
+
+if __name__ == "__main__":
+    main()

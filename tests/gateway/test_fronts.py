@@ -1,0 +1,248 @@
+"""Several HTTP processes in front of one router: the same answers, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Mapping
+
+import aiohttp
+import pytest
+from gateway_config import MODEL, config_with
+from http_calls import generate_body, get, post
+from node_peer import PeerNode, tokens_for
+from pydantic import ValidationError
+
+from composer_prime.errors import PortInUseError
+from composer_prime.wire.turns import PackedAnswer, TurnClient
+from composer_prime.wire.types import ints
+from orchestrator.gateway import Gateway
+from orchestrator.gateway.fronts import Fronts, FrontSettings, hold_port
+from orchestrator.gateway.gateway import TOKEN_VARIABLE
+from orchestrator.gateway.generation import Turn, TurnAnswer
+
+PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 60.0}
+ONE = {"inference": PATIENT}
+TWO = {"inference": PATIENT, "orchestrator": {"gateway_processes": 2}}
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "What is 2 + 2?"}], "seed": 5, "max_tokens": 6}
+REFUSED = [
+    ({"model": "other", "token_ids": [5], "sampling_params": {}}, 404),
+    ({"model": "policy", "token_ids": [], "sampling_params": {}}, 400),
+    ({"model": "policy", "token_ids": [10**6], "sampling_params": {}}, 400),
+    ({"model": "policy", "token_ids": [5] * 600, "sampling_params": {}}, 400),
+    ({"model": "policy", "token_ids": [5], "sampling_params": {"min_p": 0.5}}, 400),
+    ({"model": "policy", "token_ids": "5", "sampling_params": {}}, 400),
+]
+
+
+async def ask(client: TurnClient, url: str, session: str | None, body: dict) -> tuple[int, list[int]]:
+    """Ask as environment workers do, packed where that is known, by a connection of its own."""
+
+    async def send(data: bytes, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
+        sent = {**headers, **({} if session is None else {"X-Session-ID": session})}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{url}/inference/v1/generate", data=data, headers=sent) as reply,
+        ):
+            return reply.status, reply.content_type, await reply.read()
+
+    status, answer = await client.ask(session, body, send)
+    assert isinstance(answer, PackedAnswer), answer
+    return status, ints(answer.token_ids).tolist()
+
+
+async def play(gateway: Gateway, session: str, client: TurnClient | None) -> list[list[int]]:
+    """Play three turns of a rollout, in JSON without a `client`. Return what each sampled."""
+    gateway.records.open(session)
+    answers, prompt = [], [5, 6, 7]
+    for _ in range(3):
+        body = generate_body(*prompt, seed=11)
+        if client is None:
+            status, reply = await post(gateway.http_url, body, X_Session_ID=session)
+            ids = reply["choices"][0]["token_ids"]
+        else:
+            status, ids = await ask(client, gateway.http_url, session, body)
+        assert status == 200
+        answers.append(ids)
+        prompt = [*prompt, *ids, 9]
+    return answers
+
+
+async def everything(gateway: Gateway, node: PeerNode) -> list:
+    """Ask in every form. Return what came back, and what the node was asked."""
+    results: list = [await play(gateway, "r0", None), await play(gateway, "r1", TurnClient())]
+    chat = await post(gateway.http_url, CHAT, "/v1/chat/completions")
+    results.append((chat[0], chat[1]["choices"], chat[1]["usage"]))
+    results += [await post(gateway.http_url, body) for body, _ in REFUSED]
+    results += [await get(f"{gateway.http_url}{path}") for path in ("/v1/models", "/health", "/nothing")]
+    for session in ("r0", "r1"):
+        records = gateway.records.take(session)
+        results.append([(r.prompt_ids.tolist(), r.completion_ids.tolist(), r.sampling.seed) for r in records])
+    results.append([g.sampling for g in node.generates if g.sampling.seed is not None][:6])
+    return results
+
+
+@pytest.mark.process
+async def test_two_processes_answer_as_one_does(open_gateway, node_keys):
+    """Tokens, records, seeds, errors and every other route are the same, whichever process parsed the request."""
+    both = []
+    for settings in (ONE, TWO):
+        async with (
+            open_gateway(**settings) as gateway,
+            PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as node,
+        ):
+            both.append(await everything(gateway, node))
+    assert both[0] == both[1]
+    assert [status for status, _ in both[1][3:9]] == [status for _, status in REFUSED]
+
+
+@pytest.mark.process
+async def test_a_killed_process_loses_no_turn(open_gateway, node_keys, caplog):
+    """The environment workers' client asks again and is answered; the router drops the turns of the dead process, which
+    is started again."""
+    pytest.importorskip("verifiers.v1")
+    from orchestrator.workers.verifiers_compat import GatewayHttp
+
+    async with (
+        open_gateway(**TWO) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "n0", max_concurrent=256, answer=lambda request: None) as node,
+    ):
+        client = GatewayHttp(gateway.http_url, "")
+
+        async def rollout(number: int) -> list[int]:
+            gateway.records.open(f"r{number}")
+            body, headers = generate_body(5, number), {"X-Session-ID": f"r{number}"}
+            path = f"{gateway.http_url}/inference/v1/generate"
+            reply = await client.post(path, cast_to=None, body=body, options={"headers": headers})
+            return json.loads(reply.content)["choices"][0]["token_ids"]
+
+        calls = [asyncio.create_task(rollout(number)) for number in range(40)]
+        await node.until(lambda: len(node.running) == 40)
+        killed, cancelled = gateway.fronts.pids[0], lambda: gateway.router.counters.cancelled
+        os.kill(killed, signal.SIGKILL)
+        await node.until(lambda: cancelled() > 0 and len(node.generates) == 40 + cancelled())
+        await node.until(lambda: len(node.running) == 40)
+        assert cancelled() < 40  # The kernel had spread them over both.
+        for request in node.generates:
+            if request.request_id in node.running:
+                node.send(node.usual_answer(request))
+        assert await asyncio.gather(*calls) == [tokens_for([5, n], 6)[0].tolist() for n in range(40)]
+        assert [len(gateway.records.take(f"r{number}")) for number in range(40)] == [1] * 40
+        await client.close()
+        await node.until(lambda: gateway.fronts.num_ready == 2)
+        assert killed not in gateway.fronts.pids
+        assert "gateway process 0 was ended by SIGKILL" in caplog.text
+        assert (await get(f"{gateway.http_url}/metrics"))[1]["fronts"] == {"serving": 2, "restarts": 1}
+
+
+@pytest.mark.process
+async def test_a_client_that_hangs_up_reaches_the_router(open_gateway, node_keys):
+    """Its request is taken back from the node, and leaves no record."""
+    async with (
+        open_gateway(**TWO) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "n0", delay_s=100) as node,
+    ):
+        gateway.records.open("r1")
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
+        await node.until(lambda: bool(node.running))
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await node.until(lambda: not node.running)
+        assert gateway.router.in_flight == 0 and gateway.router.counters.cancelled == 1
+        assert gateway.records.take("r1") == []
+
+
+@pytest.mark.process
+async def test_open_turns_hear_that_the_gateway_stops(open_gateway, node_keys):
+    """They get a 503, as they do from one process, and no front outlives the gateway."""
+    async with (
+        open_gateway(**TWO) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "n0", delay_s=100) as node,
+    ):
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+        await node.until(lambda: bool(node.running))
+        pids = gateway.fronts.pids
+        await gateway.close()
+        status, reply = await call
+        assert (status, reply["error"]["code"]) == (503, "closing")
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+@pytest.mark.process
+async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
+    """A stopped process counts as dead. When none may be started again, the router's process is to serve the port."""
+    alone: list[tuple[str, int]] = []
+
+    async def answer(turn: Turn) -> TurnAnswer:
+        packed = PackedAnswer(
+            request_id="g0", token_ids=turn.new_ids, logprobs=b"", finish_reason="stop", version_spans=[]
+        )
+        return TurnAnswer(packed=packed, prompt_cached=0)
+
+    async def serve_alone(host: str, port: int) -> None:
+        alone.append((host, port))
+
+    fronts = Fronts(2, answer, serve_alone, hang_s=10.0, max_restarts=0)
+    try:
+        await fronts.start(
+            FrontSettings(
+                host="127.0.0.1",
+                port=0,
+                router_url="http://127.0.0.1:9",
+                token=None,
+                model_names=("policy",),
+                model_dir=str(MODEL),
+                renderer=None,
+                max_context=512,
+                answer_timeout_s=30.0,
+            )
+        )
+        client = TurnClient()
+        assert (await ask(client, fronts.url, None, generate_body(5, 6)))[1] == [5, 6]
+        for pid in fronts.pids:
+            os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(200):
+            while not alone:
+                fronts.end_silent()
+                await asyncio.sleep(0.02)
+        assert fronts.url == "http://{}:{}".format(*alone[0]) and fronts.figures() == {"serving": 0, "restarts": 0}
+    finally:
+        await fronts.close()
+
+
+@pytest.mark.process
+async def test_the_token_is_asked_for_by_every_process(open_gateway, node_keys, monkeypatch):
+    """Without it no turn is taken, and no state is shown."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    async with open_gateway(**TWO) as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
+        for _ in range(6):  # By connections of their own, so both processes are met.
+            assert (await post(gateway.http_url, generate_body(5)))[0] == 401
+        assert (await get(f"{gateway.http_url}/metrics"))[0] == 401
+        assert (await post(gateway.http_url, generate_body(5), Authorization="Bearer secret"))[0] == 200
+        assert gateway.router.counters.requests == 1
+
+
+def test_a_held_port_admits_this_gateways_processes_only():
+    """A second run with the same port is refused, whether or not the first one's processes listen yet."""
+    held = hold_port("127.0.0.1", 0)
+    host, port = held.getsockname()
+    with socket.socket() as front:
+        front.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        front.bind((host, port))
+        front.listen()
+        with pytest.raises(PortInUseError, match=rf"{port} is held by another process.*orchestrator.gateway_port"):
+            hold_port(host, port)
+    held.close()
+
+
+def test_more_processes_than_rollouts_are_refused():
+    """The message names both values."""
+    with pytest.raises(ValidationError, match=r"gateway_processes is 5, but orchestrator.max_concurrent is 4"):
+        config_with(orchestrator={"gateway_processes": 5, "max_concurrent": 4})
+    with pytest.raises(ValidationError, match=r"greater than or equal to 1.*input_value=0"):
+        config_with(orchestrator={"gateway_processes": 0})
