@@ -60,7 +60,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[str, float] | None = None
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for, by whichever HTTP route. The prompt is `prefix`, held here, and then `new_ids`."""
 
     session: str | None
@@ -151,7 +151,7 @@ class Generator:
         self._under_way: Counter[str] = Counter()
         """Requests without an answer yet, by session."""
 
-    async def answer(self, turn: Turn) -> TurnAnswer:
+    async def answer(self, turn: TurnRequest) -> TurnAnswer:
         """Return the answer to `turn`, recorded when its session belongs to an open rollout.
 
         Raises RequestError, and what Router.generate raises.

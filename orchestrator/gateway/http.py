@@ -25,7 +25,7 @@ from composer_prime.errors import ComposerError, DeadlineError, EngineError, Por
 from composer_prime.wire.turns import PACKED, Prefix
 from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import SamplingFields, TokenId, Turn, TurnAnswer
+from orchestrator.gateway.generation import SamplingFields, TokenId, TurnAnswer, TurnRequest
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
@@ -81,7 +81,7 @@ class HttpServer:
 
     def __init__(
         self,
-        answer: Callable[[Turn], Awaitable[TurnAnswer]],
+        answer: Callable[[TurnRequest], Awaitable[TurnAnswer]],
         chat: ChatFormat,
         *,
         model_names: Sequence[str],
@@ -152,14 +152,16 @@ class HttpServer:
         if is_packed:
             packed = await _decoded(request, _PACKED_DECODER)
             self._check_model(packed.model)
-            turn = Turn(session=session, new_ids=packed.new_ids, sampling=packed.sampling_params, prefix=packed.prefix)
+            turn = TurnRequest(
+                session=session, new_ids=packed.new_ids, sampling=packed.sampling_params, prefix=packed.prefix
+            )
         else:
             body = await _decoded(request, _GENERATE_DECODER)
             if body.content_parts or body.features:
                 raise RequestError("content_parts and features are for images: this model reads text only")
             _check_no_stream(request, body.stream)
             self._check_model(body.model)
-            turn = Turn(session=session, new_ids=pack_ints(body.token_ids), sampling=body.sampling_params)
+            turn = TurnRequest(session=session, new_ids=pack_ints(body.token_ids), sampling=body.sampling_params)
         answer = await self._answer(turn)
         if is_packed or PACKED in request.headers.get("Accept", ""):
             return web.Response(body=msgspec.msgpack.encode(answer.packed), content_type=PACKED)
@@ -175,7 +177,9 @@ class HttpServer:
         sampling = SamplingFields(**{name: getattr(body, name) for name in SamplingFields.__struct_fields__})
         sampling.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
         sampling.max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = await self._answer(Turn(session=_session(request), new_ids=pack_ints(prompt), sampling=sampling))
+        answer = await self._answer(
+            TurnRequest(session=_session(request), new_ids=pack_ints(prompt), sampling=sampling)
+        )
         token_ids = ints(answer.packed.token_ids).tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.packed.finish_reason)
         return _reply(_chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))

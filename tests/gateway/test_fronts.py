@@ -20,9 +20,10 @@ from composer_prime.errors import PortInUseError
 from composer_prime.wire.turns import PackedAnswer, TurnClient
 from composer_prime.wire.types import ints
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.fronts import Fronts, FrontSettings, hold_port
+from orchestrator.gateway.fronts import Fronts, FrontSettings
+from orchestrator.gateway.fronts.router_end import hold_port
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
-from orchestrator.gateway.generation import Turn, TurnAnswer
+from orchestrator.gateway.generation import TurnAnswer, TurnRequest
 
 PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 60.0}
 ONE = {"inference": PATIENT}
@@ -178,7 +179,7 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
     """A stopped process counts as dead. When none may be started again, the router's process is to serve the port."""
     alone: list[tuple[str, int]] = []
 
-    async def answer(turn: Turn) -> TurnAnswer:
+    async def answer(turn: TurnRequest) -> TurnAnswer:
         packed = PackedAnswer(
             request_id="g0", token_ids=turn.new_ids, logprobs=b"", finish_reason="stop", version_spans=[]
         )

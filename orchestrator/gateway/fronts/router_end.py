@@ -33,7 +33,7 @@ from composer_prime.run.process import child_options, exit_text, signal_session,
 from composer_prime.run.retry import Restarts
 from composer_prime.wire.frames import Frames
 from orchestrator.event_loop import Notifier
-from orchestrator.gateway.generation import Turn, TurnAnswer
+from orchestrator.gateway.generation import TurnAnswer, TurnRequest
 from orchestrator.gateway.http import port_error, to_request_error
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class FrontReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 class FrontTurn(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):
     call: int
     """Number among the turns of this front."""
-    turn: Turn
+    turn: TurnRequest
 
 
 class FrontCancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -123,7 +123,7 @@ class Fronts:
     def __init__(
         self,
         count: int,
-        answer: Callable[[Turn], Awaitable[TurnAnswer]],
+        answer: Callable[[TurnRequest], Awaitable[TurnAnswer]],
         on_none_left: Callable[[str, int], Awaitable[Any]],
         *,
         hang_s: float = 60.0,
@@ -278,7 +278,7 @@ async def _spawn(number: int) -> Front:
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "orchestrator.gateway.front", "--link-fd", str(theirs.fileno())),
+                *(sys.executable, "-m", "orchestrator.gateway.fronts.front", "--link-fd", str(theirs.fileno())),
                 **child_options(_ENVIRONMENT, pass_fds=[theirs.fileno()]),
             )
         except BaseException:

@@ -1,4 +1,4 @@
-"""A front of the gateway: `python -m orchestrator.gateway.front --link-fd N`. Only fronts.py starts it.
+"""A front of the gateway: `python -m orchestrator.gateway.fronts.front --link-fd N`. Only router_end.py starts it.
 
     client --HTTP--> http.py: parse, check, render --FrontTurn--> router's process
     client <-------- http.py: encode      <--FrontAnswer | FrontError--+
@@ -25,7 +25,7 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.wire.frames import Frames
 from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.fronts import (
+from orchestrator.gateway.fronts.router_end import (
     BUFFER_BYTES,
     HEARTBEAT_S,
     FrontAnswer,
@@ -37,7 +37,7 @@ from orchestrator.gateway.fronts import (
     FrontTurn,
     ToFront,
 )
-from orchestrator.gateway.generation import Turn, TurnAnswer
+from orchestrator.gateway.generation import TurnAnswer, TurnRequest
 from orchestrator.gateway.http import HttpServer
 
 _GRACE_S = 30.0
@@ -54,7 +54,7 @@ class RouterLink:
         self._calls = itertools.count()
         self._waiting: dict[int, asyncio.Future[TurnAnswer]] = {}
 
-    async def answer(self, turn: Turn) -> TurnAnswer:
+    async def answer(self, turn: TurnRequest) -> TurnAnswer:
         """Return the router's answer. Raises RequestError as the router's process does, and DeadlineError."""
         call = next(self._calls)
         waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
