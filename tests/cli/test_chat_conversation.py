@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from composer_prime.cli.chat.chat_command import LiveAnswer, _obey
 from composer_prime.cli.chat.chat_page import ChangeCount, PageConversation, chat_server
 from composer_prime.cli.chat.conversation import ChatSettings, Conversation
-from composer_prime.errors import RolloutError
+from composer_prime.errors import DeadlineError, RolloutError
 from composer_prime.model_source import resolve_model
 from tests.chat_server import chat_server as model_server
 
@@ -89,6 +89,9 @@ async def test_an_environment_that_fails(capsys):
         with pytest.raises(RolloutError, match="task 1 failed: OSError: no such box"):
             await talk.use_task(1)
         assert talk.tools is None and len(talk.entries) == 1 and talk.task == 0
+        for index in ("²", "one", "-1", "9" * 5000):
+            assert await _obey(talk, LiveAnswer(), 0, f"/task {index}")
+            assert f"there is no task '{index[:80]}'; give a number" in capsys.readouterr().err
 
 
 # The request goes straight to the gateway. What a stopped answer samples late is not in the next one.
@@ -144,6 +147,33 @@ async def test_settings_of_the_page():
         assert talk.entries is entries and talk.settings.temperature == 0
         await page.change(b'{"temperature": 0, "max_tokens": 9, "system": ""}')
         assert talk.entries == [] and talk.settings.system is None
+
+
+# An answer that does not stop keeps its settings: the page shows no system message that the model never gets.
+@pytest.mark.process
+async def test_settings_while_an_answer_does_not_stop():
+    waits, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def look() -> str:
+        waits.set()
+        while not goes_on.is_set():
+            with suppress(asyncio.CancelledError):
+                await goes_on.wait()
+        raise OSError("no such box")
+
+    async with talking(calls_a_tool, environment=Tasks(look)) as talk:
+        page = PageConversation(talk, ChangeCount(), {}, stop_s=0.01)
+        await page.act("task", b'{"index": 0, "ask": true}')
+        await waits.wait()
+        before, new = talk.settings, b'{"temperature": 0, "max_tokens": 9, "system": "new"}'
+        with pytest.raises(DeadlineError, match=r"waited 0\.01 s for the tool look to stop"):
+            await page.act("settings", new)
+        assert (await page.state(-1))["settings"] == before
+        goes_on.set()
+        while (await page.state(-1))["for_s"] is not None:
+            await asyncio.sleep(0.01)
+        await page.act("settings", new)
+        assert talk.settings.system == talk.entries[0].message["content"] == "new"
 
 
 # The page's end stops the answer before its task's tools are closed.

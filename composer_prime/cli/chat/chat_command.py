@@ -18,7 +18,7 @@ import msgspec
 from composer_prime.cli.chat.conversation import TOOL_ROUNDS, ChatSettings, Conversation, Entry, open_conversation
 from composer_prime.config import Config
 from composer_prime.console import printable
-from composer_prime.errors import ComposerError
+from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import resolve_model
 
 _COMMANDS = """\
@@ -26,6 +26,7 @@ _COMMANDS = """\
 /system TEXT   set the system message, and begin anew
 /task [I]      ask task I of the environment (with --env)
 /quit          leave; so does Ctrl-D"""
+_TASK_DIGITS = 18
 
 
 def main(words: list[str]) -> int:
@@ -125,7 +126,7 @@ async def _obey(talk: Conversation, live: LiveAnswer, first_task: int, text: str
             talk.settings = msgspec.structs.replace(talk.settings, system=rest)
             await talk.restart()
         elif command == "/task" and talk.environment is not None:
-            await talk.use_task(int(rest) if rest.isdigit() else first_task)
+            await talk.use_task(_task_index(rest.strip()) if rest.strip() else first_task)
             print(f"> {talk.question}")
             await _say(talk, live, talk.question)
         elif command.startswith("/"):
@@ -136,6 +137,12 @@ async def _obey(talk: Conversation, live: LiveAnswer, first_task: int, text: str
         live.end()
         print(f"  {error}; /new begins anew", file=sys.stderr)
     return True
+
+
+def _task_index(text: str) -> int:
+    if not text.isdecimal() or len(text) > _TASK_DIGITS:
+        raise ConfigError(f"there is no task {text[:80]!r}; give a number, counted from 0")
+    return int(text)
 
 
 async def _say(talk: Conversation, live: LiveAnswer, text: str) -> None:

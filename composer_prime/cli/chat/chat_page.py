@@ -77,11 +77,14 @@ class TaskBody(msgspec.Struct, forbid_unknown_fields=True):
 class PageConversation:
     """The conversation as the page sees it. Every method runs on the event loop."""
 
-    def __init__(self, talk: Conversation, changes: ChangeCount, facts: dict[str, Any]) -> None:
-        """`facts`: what never changes, for the page."""
+    def __init__(
+        self, talk: Conversation, changes: ChangeCount, facts: dict[str, Any], stop_s: float = _STOP_S
+    ) -> None:
+        """`facts`: what never changes, for the page. `stop_s`: longest wait for an answer to stop."""
         self._talk = talk
         self._changes = changes
         self._facts = facts
+        self._stop_s = stop_s
         self._acting = asyncio.Lock()
         self._answering: asyncio.Task[None] | None = None
         self._began = 0.0
@@ -162,9 +165,9 @@ class PageConversation:
         """End the answer that is under way, and keep what there is of it. Raises DeadlineError."""
         if (answering := self._answering) is not None:
             answering.cancel()
-            ended, _ = await asyncio.wait([answering], timeout=_STOP_S)
+            ended, _ = await asyncio.wait([answering], timeout=self._stop_s)
             if not ended:
-                raise DeadlineError(f"waited {_STOP_S:g} s for {self._talk.doing} to stop")
+                raise DeadlineError(f"waited {self._stop_s:g} s for {self._talk.doing} to stop")
             self._answering = None
 
     async def new(self, body: bytes = b"") -> None:
@@ -184,6 +187,8 @@ class PageConversation:
         """Take new settings. Another system message begins a new conversation."""
         settings = msgspec.json.decode(body, type=ChatSettings)
         is_new = settings.system != self._talk.settings.system
+        if is_new:
+            await self.stop()
         self._talk.settings = settings
         if is_new:
             await self.new()
