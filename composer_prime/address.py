@@ -7,6 +7,7 @@ import re
 import socket
 from collections import Counter
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from composer_prime.errors import ConfigError
 
@@ -39,6 +40,20 @@ def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp:/
         free = " (0 takes a free one)" if bind else ""
         raise ConfigError(f"{key} is {text!r}, with port {port!r}; expected {lowest} to {MAX_PORT}{free}")
     return Address(_host(host, text, key, bind), int(port))
+
+
+def endpoint_url(text: str, key: str) -> str:
+    """Return `text` where it is the URL of an OpenAI-compatible endpoint. Raises ConfigError, which names `key`."""
+    try:
+        parts = urlsplit(text)
+        is_prefix = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # Of brackets without an IPv6 address, and of the port.
+        is_prefix = False
+    if not is_prefix or re.search(r"\s|/chat/completions", text):
+        raise ConfigError(
+            f"{key} is {text!r}; expected the part before /chat/completions, as in http://127.0.0.1:8000/v1"
+        )
+    return text
 
 
 def reachable(endpoint: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections import Counter
 
@@ -11,7 +12,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.address import Address, has_share, is_loopback, network, reachable, tcp_address
+from composer_prime.address import Address, endpoint_url, has_share, is_loopback, network, reachable, tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.sockets import bind_router, dealer
@@ -88,6 +89,18 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+# The URL of an endpoint is parsed where it is written: behind it, httpx would raise what nobody catches.
+def test_endpoint_urls():
+    for url in ("http://127.0.0.1:8000/v1", "https://api.example/v1beta/openai", "http://[::1]:8000/v1"):
+        assert endpoint_url(url, "some.key") == url
+    for url in (
+        "127.0.0.1:8000/v1", "http://127.0.0.1:80000/v1", "http://127.0.0.1:x/v1", "http://127.0.0.1:0/v1",
+        "http://[::1/v1", "http:///v1", "http://a b/v1", "http://h:1/v1/chat/completions", "",
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^some.key is {re.escape(repr(url))}; expected the part before"):
+            endpoint_url(url, "some.key")
 
 
 # What is bound to every interface is reached at loopback; any other address as it is.

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.address import endpoint_url
+
 Layer = Literal["template", "raw_error", "llm", "introspection", "sibling"]
 
 
@@ -37,6 +39,11 @@ class EndpointConfig(BaseConfig):
     when no reply reports its cost."""
     rest_s: float = Field(default=30.0, ge=0)
     """Pause without calls after five failures in a row."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_prefix(cls, url: str) -> str:
+        return endpoint_url(url, "base_url of an endpoint")
 
 
 class JudgeConfig(EndpointConfig):

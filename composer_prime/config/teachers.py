@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.address import endpoint_url
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
@@ -55,6 +56,11 @@ class TeacherConfig(BaseConfig):
     @property
     def at_openrouter(self) -> bool:
         return not self.local and self.base_url.rstrip("/") == OPENROUTER
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_prefix(cls, url: str) -> str:
+        return endpoint_url(url, "teachers.teacher.base_url")
 
     @field_validator("family")
     @classmethod
@@ -119,12 +125,7 @@ class FrozenBaseConfig(BaseConfig):
     @field_validator("base_url")
     @classmethod
     def _is_a_prefix(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")) or "/chat/completions" in url:
-            raise ValueError(
-                f"teachers.frozen_base.base_url is {url!r}; expected the part before /chat/completions, as in "
-                "http://127.0.0.1:8000/v1"
-            )
-        return url
+        return endpoint_url(url, "teachers.frozen_base.base_url")
 
     def api_key(self) -> str | None:
         """Return the endpoint's key from the environment. Raises ConfigError when it is named and not set."""
