@@ -199,7 +199,7 @@ def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
     while queue:
         word = queue.pop(0)
         flag, equals, value = word.partition("=")
-        if not flag.startswith("--") or not any(key.isdigit() for key in flag[2:].split(".")[1:]):
+        if not flag.startswith("--") or not any(key.isdecimal() for key in flag[2:].split(".")[1:]):
             rest.append(word)
             continue
         if not equals:
@@ -219,7 +219,7 @@ def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
 
 
 def _set_list_element(values: dict[str, Any], flag: str, value: Any) -> None:
-    keys = [int(key) if key.isdigit() else key for key in flag[2:].replace("-", "_").split(".")]
+    keys = [int(key) if key.isdecimal() else key for key in flag[2:].replace("-", "_").split(".")]
     node: Any = values
     key = keys[0]
     try:
