@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,8 @@ from ingest_traces import MESSAGES, SESSION, lines, taken
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.command import find_files, main
+from composer_prime.traces.ingest.processes import write_states
+from composer_prime.traces.ingest.trace_file import Options
 from composer_prime.traces.replay.command import count_states
 from composer_prime.traces.state import TraceState, check_own, read_states, write_state
 from composer_prime.traces.states_file import StateLines, compressed, state_file_lines
@@ -142,6 +146,24 @@ def test_processes_change_nothing(tmp_path: Path) -> None:
     for number, output in enumerate(outputs, 1):
         assert main([str(folder), "-o", str(output), "--processes", str(number)]) == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes() and count_states(outputs[0]) == 6 + 2
+
+
+# A process that dies while files are still handed out ends the ingestion with the remedy, as one that dies later does.
+@pytest.mark.process
+def test_a_process_that_dies_early(tmp_path: Path) -> None:
+    class Files(list):
+        """Ends the processes before the last file is handed out."""
+
+        def __getitem__(self, number):
+            if number == 2:
+                for process in multiprocessing.active_children():
+                    process.kill()
+                time.sleep(1)  # Until the pool knows.
+            return super().__getitem__(number)
+
+    files = Files(lines(tmp_path / f"{number}.jsonl", {"messages": MESSAGES}) for number in range(3))
+    with pytest.raises(ConfigError, match=r"ended at .*0.jsonl or later .*: repeat with --processes 1"):
+        list(write_states(files, [3, 2, 1], tmp_path / "s.zst", Options(), 2, lambda _: None))
 
 
 # A folder is searched by names: a file that holds no traces may be unreadable (a process's memory from 0 on is).

@@ -15,7 +15,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +89,7 @@ def write_states(
 def _accounts(
     files: list[Path], sizes: list[int], folder: Path, how: Options, processes: int, advance: Callable[[int], None]
 ) -> Iterator[Iterable[tuple[Path, Path, Tally]]]:
-    """Yield the (file, its part, its account) of each file, in order."""
+    """Yield the (file, its part, its account) of each file, in order. Raises ConfigError where a process dies."""
     parts = [folder / str(number) for number in range(len(files))]
     if processes == 1:
         yield ((path, part, _ingested(path, part, how, advance)) for path, part in zip(files, parts, strict=True))
@@ -97,28 +97,27 @@ def _accounts(
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(stop,))
+    place = files[0]
+
+    def accounts() -> Iterator[tuple[Path, Path, Tally]]:
+        nonlocal place
+        for number, place in enumerate(files):
+            tally = futures.pop(number).result()
+            advance(sizes[number])
+            yield place, parts[number], tally
+
     try:
         # The largest begin first, so that no process is left alone with one at the end.
         order = sorted(range(len(files)), key=lambda number: -sizes[number])
         futures = {number: pool.submit(_in_pool, files[number], parts[number], how) for number in order}
-        yield (
-            (path, parts[number], _result(futures.pop(number), path, sizes[number], advance))
-            for number, path in enumerate(files)
-        )
+        yield accounts()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"a process of the ingestion ended at {place} or later (is the memory used up?): repeat with --processes 1"
+        ) from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-
-
-def _result(future: Future[Tally], path: Path, size: int, advance: Callable[[int], None]) -> Tally:
-    try:
-        tally = future.result()
-    except BrokenProcessPool:
-        raise ConfigError(
-            f"a process of the ingestion ended at {path} or later (is the memory used up?): repeat with --processes 1"
-        ) from None
-    advance(size)
-    return tally
 
 
 def _begin(stop: Any) -> None:
