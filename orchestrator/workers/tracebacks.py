@@ -58,8 +58,9 @@ def refuse_plain_rewards(task: Any) -> None:
         for function in task.hooks(kind):
             returned = inspect.signature(function).return_annotation
             is_number = getattr(returned, "__name__", returned) in ("float", "int", "bool")
-            if is_number and not inspect.iscoroutinefunction(function):
-                code = inspect.unwrap(function).__code__
+            plain = inspect.unwrap(function)
+            if is_number and not any(map(inspect.iscoroutinefunction, (function, plain))):
+                code = plain.__code__
                 place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 raise ConfigError(f"{kind} `{function.__name__}` ({place}) must be `async def` and return a number")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import tomllib
@@ -17,6 +18,7 @@ from tokenizers_made import CHATML, write_tokenizer
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
+from orchestrator.workers.tracebacks import refuse_plain_rewards
 from orchestrator.workers.verifiers_adapter import Environment, tool_error
 from orchestrator.workers.verifiers_compat import install_renderer
 
@@ -292,3 +294,32 @@ def test_plain_reward_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"reward `correct` \(plain_larger.py:\d+\) must be `async def`"):
         environment(TINY, {"id": "plain_larger"}, harness=TOOL_LOOP)
+
+
+# A wrapper that hands on the coroutine of an `async def` is a reward, and so is a coroutine around a plain function.
+def test_wrapped_rewards_are_taken() -> None:
+    async def scores(trace) -> float:
+        return 1.0
+
+    def plain(trace) -> float:
+        return 1.0
+
+    @functools.wraps(scores)
+    def hands_on(trace):
+        return scores(trace)
+
+    @functools.wraps(plain)
+    async def awaits(trace):
+        return plain(trace)
+
+    class Task:
+        def __init__(self, reward) -> None:
+            self.reward = reward
+
+        def hooks(self, kind: str) -> list:
+            return [self.reward] if kind == "reward" else []
+
+    for reward in (scores, hands_on, awaits):
+        refuse_plain_rewards(Task(reward))
+    with pytest.raises(ConfigError, match="reward `plain`"):
+        refuse_plain_rewards(Task(plain))
