@@ -136,7 +136,7 @@ def unpack(archive: Path, folder: Path) -> None:
         cut = len(next(iter(roots))) + 1 if len(roots) == 1 and all("/" in path for path, _ in members) else 0
         write_tree(folder, ((path[cut:], content) for path, content in members))
     except _UNPACK_ERRORS as error:
-        raise ConfigError(f"{archive} cannot be unpacked: {error or type(error).__name__}") from error
+        raise ConfigError(f"{archive} cannot be unpacked: {str(error) or type(error).__name__}") from error
 
 
 def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
