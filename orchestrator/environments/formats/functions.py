@@ -109,7 +109,7 @@ def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
 
 
 def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]:
-    """Yield the tasks of a folder that delete one top-level function, asked for by its signature and docstring.
+    """Yield the tasks of a folder that delete one top-level function with a docstring. Signature and docstring ask for it.
 
     `max_lines`: of the whole function; None for any. Raises as `read_tasks`.
     """
@@ -119,7 +119,9 @@ def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]
         ((path, text),) = task.start.items()
         name = _name(task)
         left, whole = _function(text, name), _function(task.solution.get(path, ""), name)
-        if left is None or whole is None or (max_lines is not None and _lines(whole) > max_lines):
+        if left is None or whole is None or ast.get_docstring(left) is None:
+            continue  # A signature alone says too little to one who does not see the rest.
+        if max_lines is not None and _lines(whole) > max_lines:
             continue
         stub = _stub(text, left)
         yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
