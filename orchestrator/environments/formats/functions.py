@@ -109,7 +109,9 @@ def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
 
 
 def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]:
-    """Yield the tasks of a folder that delete one top-level function with a docstring. Signature and docstring ask for it.
+    """Yield the tasks of a folder that delete one top-level function with a docstring.
+
+    Its signature and docstring are the prompt.
 
     `max_lines`: of the whole function; None for any. Raises as `read_tasks`.
     """
