@@ -2,6 +2,7 @@
 
     python benchmarks/replay.py calls
     python benchmarks/replay.py savings STATES.jsonl --states 300
+    python benchmarks/replay.py scores [PAIRS.jsonl] --model tiny
 
 `calls` replays made-up states against an endpoint on loopback that answers after a fixed delay, with 1, 8 and 64 calls
 in flight, beside the rate that the delay alone allows (calls in flight / delay).
@@ -12,6 +13,9 @@ same under each. A policy's recall is the share of the pairs of the vote of all 
 finds too, with the same two answers. `others` are pairs that only the policy has. Beside it stand the mean epsilon of
 its pairs (how sure the votes were) and their mean margin: log p(chosen) - log p(rejected), a token, under the student
 that made the traces. The lower the margin, the more there is to learn from a pair.
+
+`scores` gives the processor seconds in which the density gate's answers are scored, three a pair: each with its context
+again, and behind one context. It prints the largest difference between the two.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import sys
 import tempfile
 import time
@@ -33,15 +38,17 @@ from typing import Any
 
 from aiohttp import web
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.budget import teacher_budget
-from composer_prime.traces.pairs import Pair
+from composer_prime.traces.pairs import TINY_PAIRS, Pair
 from composer_prime.traces.replay.frozen_base import ServedScorer, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
 from composer_prime.traces.replay.teachers import TeacherPool, local_models
 from composer_prime.traces.state import TraceState, read_states
+from inference.model_server import load_served
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
 NEVER = {"mean_usd_per_trace": 1e6, "p95_s_per_step": 1e6, "error_rate": 1.0}
@@ -196,22 +203,59 @@ async def savings(path: Path, count: int) -> None:
                 print(of_policy.row(name, reference), flush=True)
 
 
+async def scores(pairs: list[Pair], model: str) -> None:
+    served = await load_served(model, InferenceConfig(threads=1))
+    rng = random.Random(0)
+    asked: list[tuple[list[int], list[list[int]]]] = []
+    tokens = answered = 0
+    for pair in pairs:
+        messages, tools = pair.state.messages, pair.state.tools
+        context = served.prompt(messages, tools, opening=True)
+        sides = pair.chosen, pair.rejected, rng.choice(pairs).rejected
+        asked.append((context, [served.answer(context, messages, tools, side) for side in sides]))
+        tokens += len(context)
+        answered += sum(len(answer) for answer in asked[-1][1])
+    print(f"{len(pairs)} pairs, {tokens / len(pairs):.0f} tokens a context, {answered / len(pairs) / 3:.0f} an answer")
+    await served.engine.score_answers(*asked[0])  # warms up
+    begun, alone = time.process_time(), []
+    for context, answers in asked:
+        alone.append([(await served.engine.score(context + each))[len(context) - 1 :] for each in answers])
+    between, shared = time.process_time(), [await served.engine.score_answers(*each) for each in asked]
+    ended = time.process_time()
+    difference = max(
+        abs(one - other)
+        for before, after in zip(alone, shared, strict=True)
+        for first, second in zip(before, after, strict=True)
+        for one, other in zip(first, second, strict=True)
+    )
+    print(f"each with its context   {between - begun:8.2f} CPU s")
+    print(f"behind one context      {ended - between:8.2f} CPU s, {(between - begun) / (ended - between):.2f} x")
+    print(f"largest difference      {difference:.1e} nats of a token")
+    await served.engine.close()
+
+
 def _side(message: dict[str, Any]) -> str:
     return json.dumps([message.get("content"), [call["function"] for call in message.get("tool_calls") or []]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["calls", "savings"])
-    parser.add_argument("path", nargs="?", type=Path, help="savings: a states.jsonl of toolsmith rollouts")
+    parser.add_argument("what", choices=["calls", "savings", "scores"])
+    parser.add_argument("path", nargs="?", type=Path, help="states.jsonl (savings) or pairs.jsonl (scores)")
     parser.add_argument("--states", type=int, default=300, help="savings: states to replay")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--delay-s", type=float, default=0.1)
+    parser.add_argument("--model", default="tiny", help="scores: the frozen base")
     options = parser.parse_args()
     if options.what == "savings" and options.path is None:
         parser.error("savings needs a states.jsonl: composer ingest RUN/rollouts -o states.jsonl")
-    what = calls(options.calls, options.delay_s) if options.what == "calls" else savings(options.path, options.states)
-    asyncio.run(what)
+    match options.what:
+        case "calls":
+            asyncio.run(calls(options.calls, options.delay_s))
+        case "savings":
+            asyncio.run(savings(options.path, options.states))
+        case "scores":
+            asyncio.run(scores(list(read_pairs(options.path or TINY_PAIRS)), options.model))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m inference.model_server --model tiny/teacher_a --model tiny     prints {"url": ...} once it serves
 
     POST /v1/chat/completions   messages, tools -> answer, usage
-    POST /v1/score              messages, tools, answer -> mean logprob of the answer's tokens
+    POST /v1/score              messages, tools, answers -> of each answer the mean logprob of its tokens
     GET  /v1/models
 
 Each model has the local engine and its own chat template. The server runs until a signal ends it, or the end of the
@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -55,11 +55,13 @@ class _Score(msgspec.Struct, kw_only=True):
     model: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    answer: dict[str, Any]
+    answers: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class ServedModel:
+    """A model that answers and scores."""
+
     engine: LocalEngine
     tokenizer: Any
     context: int
@@ -77,9 +79,24 @@ class _Served:
             raise BadRequestError(f"the chat template does not take these messages: {error}") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def answer(
+        self,
+        context: list[int],
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        answer: dict[str, Any],
+    ) -> list[int]:
+        """Return the token ids of `answer` behind `context`. Raises BadRequestError where that has no room for it."""
+        whole = self.prompt([*messages, answer], tools, opening=False)
+        if whole[: len(context)] != context or len(whole) == len(context):
+            raise BadRequestError("the chat template does not write the answer right behind its context")
+        if len(whole) > self.context:
+            raise BadRequestError(f"context and answer have {len(whole)} tokens, the model has room for {self.context}")
+        return whole[len(context) :]
+
 
 class ModelServer:
-    def __init__(self, served: dict[str, _Served]) -> None:
+    def __init__(self, served: dict[str, ServedModel]) -> None:
         self._served = served
 
     def app(self) -> web.Application:
@@ -117,21 +134,15 @@ class ModelServer:
         body = msgspec.json.decode(await request.read(), type=_Score)
         served = self._find(body.model)
         context = served.prompt(body.messages, body.tools, opening=True)
-        whole = served.prompt([*body.messages, body.answer], body.tools, opening=False)
-        if whole[: len(context)] != context or len(whole) == len(context):
-            raise BadRequestError("the chat template does not write the answer right behind its context")
-        if len(whole) > served.context:
-            raise BadRequestError(
-                f"context and answer have {len(whole)} tokens, the model has room for {served.context}"
-            )
-        logprobs = (await served.engine.score(whole))[len(context) - 1 :]
-        return {"logprob_per_token": sum(logprobs) / len(logprobs), "tokens": len(logprobs)}
+        answers = [served.answer(context, body.messages, body.tools, answer) for answer in body.answers]
+        logprobs = await served.engine.score_answers(context, answers)
+        return {"logprobs_per_token": [sum(each) / len(each) for each in logprobs], "tokens": list(map(len, answers))}
 
     async def _models(self, request: web.Request) -> dict[str, Any]:
         del request
         return {"object": "list", "data": [{"id": name, "object": "model"} for name in self._served]}
 
-    def _find(self, name: str) -> _Served:
+    def _find(self, name: str) -> ServedModel:
         if name not in self._served:
             raise BadRequestError(f"there is no model {name!r} here, only {', '.join(self._served)}")
         return self._served[name]
@@ -146,7 +157,7 @@ async def serve_models(models: list[str], threads: int, port: int) -> None:
     async with AsyncExitStack() as stack:
         served = {}
         for name in dict.fromkeys(models):
-            served[name] = await _load(name, config)
+            served[name] = await load_served(name, config)
             stack.push_async_callback(served[name].engine.close)
         runner = web.AppRunner(ModelServer(served).app(), access_log=None, handler_cancellation=True)
         await runner.setup()
@@ -156,14 +167,14 @@ async def serve_models(models: list[str], threads: int, port: int) -> None:
         await asyncio.Event().wait()
 
 
-async def _load(name: str, config: InferenceConfig) -> _Served:
+async def load_served(name: str, config: InferenceConfig) -> ServedModel:
     from transformers import AutoConfig, AutoTokenizer
 
     folder = resolve_model(name)
     context = int(AutoConfig.from_pretrained(folder).max_position_embeddings)
     engine = LocalEngine(folder, config, context)
     await engine.start()
-    return _Served(engine, AutoTokenizer.from_pretrained(folder), context)
+    return ServedModel(engine, AutoTokenizer.from_pretrained(folder), context)
 
 
 def _message(text: str) -> dict[str, Any]:

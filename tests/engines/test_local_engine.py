@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
+from composer_prime.errors import ConfigError, ContextOverflowError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
 from inference.engines.local import engine as local_engine
 from inference.engines.local.compute import Computer
@@ -86,6 +86,23 @@ def test_siblings_share_their_prompt(folder):
             subject.verify(prompt, options, completion)
         # The first of each group and the four strangers compute their prompts, everybody else copies.
         assert sorted(one.prompt_cached for one in done)[7] == 149
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_answers_share_their_context(folder):
+    # Scored behind one context that is read once, answers get the scores that each has alone, in float32 to 1e-5.
+    async def scenario():
+        subject = await start(folder)
+        context = subject.prompt(3, 150)
+        answers = [subject.prompt(10 + length, length) for length in (1, 7, 40, 8)]
+        shared = await subject.engine.score_answers(context, answers)
+        for answer, scores in zip(answers, shared, strict=True):
+            alone = (await subject.engine.score(context + answer))[len(context) - 1 :]
+            assert len(scores) == len(answer) and scores == pytest.approx(alone, abs=1e-5)
+        with pytest.raises(ContextOverflowError):
+            await subject.engine.score_answers(context, [[5], subject.prompt(1, MAX_CONTEXT)])
         await subject.engine.close()
 
     run(scenario())

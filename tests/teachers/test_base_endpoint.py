@@ -77,8 +77,7 @@ def scores(base: Base, *answers: str, key_var: str | None = None, tools: Sequenc
             scorer = EndpointScorer(place, TeachersConfig(retry_base_s=0.01, retry_max_s=0.02))
             asked = [{"role": "user", "content": "Which?"}]
             try:
-                tasks = [scorer.logprob_per_token(asked, list(tools), says(answer)) for answer in answers]
-                return await asyncio.gather(*tasks)
+                return await scorer.logprobs_per_token(asked, list(tools), [says(answer) for answer in answers])
             finally:
                 await scorer.close()
 
@@ -102,11 +101,11 @@ def test_tools_are_offered_without_a_choice() -> None:
     assert scores(base, "xx", tools=tools) == [-1.0] and all(body["tools"] == tools for body, _ in base.seen)
 
 
-# A fault that passes is met by asking again, at most eight requests at a time. Any other but a refusal of the messages
-# is told as one of the endpoint, which may be mended.
+# The context is asked for once. A fault that passes is met by asking again, at most eight requests at a time. Any other
+# but a refusal of the messages is told as one of the endpoint, which may be mended.
 def test_faults_of_an_endpoint() -> None:
     base = Base(faults=[429, 0, 503], crowd=8)
-    assert scores(base, *["xx"] * 20) == [-1.0] * 20 and len(base.seen) == 43 and base.most_in_flight == 8
+    assert scores(base, *["xx"] * 20) == [-1.0] * 20 and len(base.seen) == 24 and base.most_in_flight == 8
     for faults in ([401], [500] * 5, [0] * 5):
         with pytest.raises(EndpointError, match=r"base-model at .* gave no score: ") as told:
             scores(Base(faults=faults * 2), "x")

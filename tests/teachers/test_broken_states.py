@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,7 @@ def test_a_state_that_breaks_fails_alone(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 class BrokenScorer:
-    async def logprob_per_token(self, messages: list[dict], tools: list[dict], answer: dict) -> float:
+    async def logprobs_per_token(self, messages: list[dict], tools: list[dict], answers: Sequence[dict]) -> list[float]:
         raise RuntimeError("no such weights")
 
 

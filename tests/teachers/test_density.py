@@ -138,10 +138,10 @@ def test_margins_of_real_and_cross_step_pairs() -> None:
 # A base that cannot read every pair measures the others, and the report tells how many it left out.
 def test_margins_of_the_pairs_that_the_base_reads() -> None:
     class Short(Likes):
-        async def logprob_per_token(self, messages, tools, answer) -> float:
+        async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
             if messages[0]["content"] in ("3", "4"):
                 raise TeacherError("the context is longer than the base's")
-            return await super().logprob_per_token(messages, tools, answer)
+            return await super().logprobs_per_token(messages, tools, answers)
 
     pairs = [pair(f"t{number}", number) for number in range(14)]
     found = asyncio.run(base_margins(Short(), pairs))
@@ -236,15 +236,17 @@ def test_a_report_without_votes(tmp_path: Path, capsys: pytest.CaptureFixture[st
 class Likes:
     """A base that likes "cat" and finds what does not belong to the state unlikely."""
 
-    async def logprob_per_token(self, messages, tools, answer) -> float:
-        function = answer["tool_calls"][0]["function"]
-        stranger = str(json.loads(function["arguments"])["n"]) != messages[0]["content"]
+    async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
+        return [self.likes(messages[0]["content"], answer["tool_calls"][0]["function"]) for answer in answers]
+
+    def likes(self, state: str, function: dict) -> float:
+        stranger = str(json.loads(function["arguments"])["n"]) != state
         return 0.0 if function["name"] == "cat" else -3.0 if stranger else -1.0
 
 
 class Undecided:
-    async def logprob_per_token(self, messages, tools, answer) -> float:
-        return -1.0
+    async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
+        return [-1.0] * len(answers)
 
 
 # While pairs are trained as they come, each window has its verdict, bound to its lines; a resumed one goes on.
@@ -309,7 +311,7 @@ def test_what_is_left_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 # A base that is gone decides on no window: it stays open, and is measured once the base is back.
 def test_a_window_waits_for_the_base(tmp_path: Path) -> None:
     class Gone:
-        async def logprob_per_token(self, messages, tools, answer) -> float:
+        async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
             raise EndpointError("the base is gone")
 
     async def run() -> None:
@@ -334,10 +336,10 @@ def test_a_window_that_fills_meanwhile(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-        async def logprob_per_token(self, messages, tools, answer) -> float:
+        async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
             self.asked.set()
             await self.go.wait()
-            return await super().logprob_per_token(messages, tools, answer)
+            return await super().logprobs_per_token(messages, tools, answers)
 
     async def run() -> list[tuple[int, int]]:
         records, scorer = ReplayRecords(tmp_path / "pairs.jsonl", tmp_path / "votes.jsonl"), Waits()

@@ -298,8 +298,8 @@ def test_duplicates_and_lengths(tmp_path: Path) -> None:
 # Agreeing answers differ in their text: the frozen base says which one is taught.
 def test_the_base_chooses_the_text(tmp_path: Path) -> None:
     class Shortest:
-        async def logprob_per_token(self, messages, tools, answer) -> float:
-            return -float(len(answer["tool_calls"][0]["function"]["arguments"]))
+        async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
+            return [-float(len(answer["tool_calls"][0]["function"]["arguments"])) for answer in answers]
 
     def spaced(model: str, messages: list[dict]) -> tuple[str, dict]:
         return "cat", {"path": "./a.py" if model == "gpt-a" else "a.py"}

@@ -38,16 +38,19 @@ _REFUSED = {400, 413, 422}
 class Scorer(Protocol):
     """How likely the frozen base finds an answer."""
 
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        """Return the mean log-probability in nats of the answer's tokens after `messages`.
+    async def logprobs_per_token(
+        self, messages: list[Message], tools: list[dict[str, Any]], answers: Sequence[Message]
+    ) -> list[float]:
+        """Return for each of `answers` the mean log-probability in nats of its tokens after `messages`.
 
-        Raises TeacherError where the base cannot read this answer, EndpointError where it cannot be reached for now.
+        They share `messages`, so that a scorer may read those once. Raises TeacherError where the base cannot read one
+        of them, EndpointError where it cannot be reached for now.
         """
         ...
 
 
-class _Score(msgspec.Struct):
-    logprob_per_token: float
+class _Scores(msgspec.Struct):
+    logprobs_per_token: list[float]
 
 
 class ServedScorer:
@@ -69,8 +72,11 @@ class ServedScorer:
         self._client = http_client(self._endpoint)
         self._places = asyncio.Semaphore(_SCORES_AT_ONCE)
 
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
-        return (await self._post("/score", _Score, messages=messages, tools=tools, answer=answer)).logprob_per_token
+    async def logprobs_per_token(
+        self, messages: list[Message], tools: list[dict[str, Any]], answers: Sequence[Message]
+    ) -> list[float]:
+        reply = await self._post("/score", _Scores, messages=messages, tools=tools, answers=answers)
+        return reply.logprobs_per_token
 
     async def _post(self, path: str, kind: type[T], **body: Any) -> T:
         """Return the reply. Raises as Scorer does."""
@@ -121,18 +127,24 @@ class EndpointScorer(ServedScorer):
         """Raises ConfigError when the key is not set."""
         super().__init__(place.base_url, place.model, config, place.api_key())
 
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
+    async def logprobs_per_token(
+        self, messages: list[Message], tools: list[dict[str, Any]], answers: Sequence[Message]
+    ) -> list[float]:
         with plain_errors():
             async with asyncio.TaskGroup() as group:
                 asked = group.create_task(self._prompt(messages, tools, opening=True))
-                answered = group.create_task(self._prompt([*messages, answer], tools, opening=False))
-        context, whole = asked.result(), answered.result()
-        ids = [token for token, _ in context]
-        if [token for token, _ in whole[: len(ids)]] != ids or len(whole) == len(ids):
-            raise TeacherError(
-                "the chat template of the frozen base does not write the answer right behind its context"
-            )
-        return fmean(logprob for _, logprob in whole[len(ids) :])
+                answered = [
+                    group.create_task(self._prompt([*messages, answer], tools, opening=False)) for answer in answers
+                ]
+        ids = [token for token, _ in asked.result()]
+        scores = []
+        for whole in (each.result() for each in answered):
+            if [token for token, _ in whole[: len(ids)]] != ids or len(whole) == len(ids):
+                raise TeacherError(
+                    "the chat template of the frozen base does not write the answer right behind its context"
+                )
+            scores.append(fmean(logprob for _, logprob in whole[len(ids) :]))
+        return scores
 
     async def _prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], *, opening: bool
@@ -164,19 +176,32 @@ class CachedScorer:
         self._mark = mark
         self._inner = inner
 
-    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
+    async def logprobs_per_token(
+        self, messages: list[Message], tools: list[dict[str, Any]], answers: Sequence[Message]
+    ) -> list[float]:
+        paths = [self._path(messages, tools, answer) for answer in answers]
+        scores = {path: score for path in paths if (score := _read_score(path)) is not None}
+        missing = {path: answer for path, answer in zip(paths, answers, strict=True) if path not in scores}
+        if missing:
+            if self._inner is None:
+                raise TeacherError(f"{self._folder} holds no score of this answer, and no base is served")
+            found = await self._inner.logprobs_per_token(messages, tools, list(missing.values()))
+            for path, score in zip(missing, found, strict=True):
+                await asyncio.to_thread(write_atomic, path, msgspec.json.encode(score))
+                scores[path] = score
+        return [scores[path] for path in paths]
+
+    def _path(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> Path:
         content = msgspec.json.encode([self._mark, messages, tools, answer], order="deterministic")
         key = hashlib.blake2b(content, digest_size=16).hexdigest()
-        path = self._folder / key[:2] / f"{key}.json"
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=float)
-        except (OSError, msgspec.DecodeError):
-            pass
-        if self._inner is None:
-            raise TeacherError(f"{self._folder} holds no score of this answer, and no base is served")
-        score = await self._inner.logprob_per_token(messages, tools, answer)
-        await asyncio.to_thread(write_atomic, path, msgspec.json.encode(score))
-        return score
+        return self._folder / key[:2] / f"{key}.json"
+
+
+def _read_score(path: Path) -> float | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=float)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 async def likeliest(
@@ -197,7 +222,7 @@ async def likeliest(
     if scorer is None:
         return distinct[0], "first"
     try:
-        scores = [await scorer.logprob_per_token(messages, tools, answer) for answer in distinct]
+        scores = await scorer.logprobs_per_token(messages, tools, distinct)
     except TeacherError as error:
         unscored[str(error)] += 1
         return distinct[0], "first"
@@ -235,20 +260,18 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
     rng, reasons = random.Random(seed), Counter[str]()
     drawn = rng.sample(pairs, min(most, len(pairs)))
 
-    async def score(pair: Pair, answer: Message) -> float:
-        try:
-            return await scorer.logprob_per_token(pair.state.messages, pair.state.tools, answer)
-        except TeacherError as error:
-            reasons[str(error)] += 1
-            return math.nan
-
     async def margins(pair: Pair) -> tuple[float, float, str] | None:
         others = [other for other in drawn if (other.trace, other.state.state_id) != (pair.trace, pair.state.state_id)]
         if not others:
             return None
         answers = pair.chosen, pair.rejected, rng.choice(others).rejected
-        chosen, rejected, cross = [await score(pair, answer) for answer in answers]
-        return None if math.isnan(chosen + rejected + cross) else (chosen - rejected, chosen - cross, pair.trace)
+        try:
+            scores = await scorer.logprobs_per_token(pair.state.messages, pair.state.tools, answers)
+        except TeacherError as error:
+            reasons[str(error)] += 1
+            return None
+        chosen, rejected, cross = scores
+        return None if math.isnan(sum(scores)) else (chosen - rejected, chosen - cross, pair.trace)
 
     with plain_errors():
         async with asyncio.TaskGroup() as group:

@@ -47,7 +47,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows [row, row + count) are tokens [start, start + count) of the sequence in `slot`."""
+    """Rows [row, row + count) are tokens [start, start + count) of the sequence in `slot`.
+
+    In a plan that stores nothing, the first `start` rows are the tokens before it.
+    """
 
     row: int
     count: int
@@ -138,9 +141,8 @@ def slot_attention(
             out[group.row : group.row + group.count] = _rows(part)
     for segment in slot_plan.segments:
         rows = slice(segment.row, segment.row + segment.count)
-        out[rows] = _prefill(
-            module, query[:, rows], key[:, rows], value[:, rows], segment, slot_plan, scaling, sliding_window
-        ).transpose(0, 1)
+        keys, values = _seen(key, value, segment, slot_plan, module.layer_idx)
+        out[rows] = _prefill(query[:, rows], keys, values, segment, slot_plan, scaling, sliding_window).transpose(0, 1)
     return out[None], None
 
 
@@ -199,8 +201,21 @@ def _decode_families(
     out.index_copy_(0, members, torch.lerp(out.index_select(0, members), prefix, share))
 
 
+def _seen(
+    key: torch.Tensor, value: torch.Tensor, segment: Segment, plan: StepPlan, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [H_kv, start + count, D] of a segment and of the tokens before it."""
+    end, rows = segment.start + segment.count, slice(segment.row, segment.row + segment.count)
+    if segment.start and plan.places is not None:
+        keys, values = plan.cache.layers[layer]
+        return keys[:, segment.slot, :end], values[:, segment.slot, :end]
+    if segment.start:
+        start = slice(0, segment.start)
+        return torch.cat([key[:, start], key[:, rows]], 1), torch.cat([value[:, start], value[:, rows]], 1)
+    return key[:, rows], value[:, rows]
+
+
 def _prefill(
-    module: AttentionModule,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -209,17 +224,13 @@ def _prefill(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend from a segment's rows. query [H, count, D] -> [H, count, D]."""
+    """Attend from a segment's rows to all up to it. query [H, count, D] -> [H, count, D]."""
     heads, count, _ = query.shape
     kv_heads = key.shape[0]
     if segment.start == 0 and (window is None or count <= window):
         return F.scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )[0]
-    if segment.start > 0:
-        keys, values = plan.cache.layers[module.layer_idx]
-        end = segment.start + count
-        key, value = keys[:, segment.slot, :end], values[:, segment.slot, :end]
     repeat = heads // kv_heads
     grouped = query.reshape(kv_heads, repeat * count, -1)
     mask = plan.segment_mask(segment, window, repeat, query.device)

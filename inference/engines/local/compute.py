@@ -190,6 +190,22 @@ class Computer:
         logp = logits[:-1].float().log_softmax(-1)
         self._resolve(future, logp.gather(-1, ids[0, 1:, None])[:, 0].tolist())
 
+    def score_answers(self, future: asyncio.Future, context: list[int], answers: list[list[int]]) -> None:
+        """Resolve with the log-probabilities of each answer's tokens behind `context`, which is read once."""
+        start = len(context)
+        segments, wanted = [Segment(0, start, 0, 0)], list[int]()
+        positions, row = list(range(start)), start
+        for answer in answers:
+            segments.append(Segment(row, len(answer), 0, start))
+            positions += range(start, start + len(answer))
+            wanted += [start - 1, *range(row, row + len(answer) - 1)]
+            row += len(answer)
+        ids = torch.tensor([[*context, *(token for answer in answers for token in answer)]], device=self._device)
+        plan = StepPlan(cache=self._cache, segments=segments, places=None)
+        logits = self._forward(ids, torch.tensor([positions]), plan, torch.tensor(wanted, device=self._device))
+        logp = logits.float().log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
+        self._resolve(future, [each.tolist() for each in logp.split([len(answer) for answer in answers])])
+
     def check_draws(
         self,
         future: asyncio.Future,

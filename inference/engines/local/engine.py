@@ -115,6 +115,16 @@ class LocalEngine:
         check_prompt(token_ids, vocab=computer.vocab, max_context=self._context, new_tokens=0)
         return await computer.submit(computer.score, token_ids)
 
+    async def score_answers(self, context: list[int], answers: list[list[int]]) -> list[list[float]]:
+        """Return the log-probabilities of the tokens of each answer behind `context`; none of them is empty.
+
+        Raises BadRequestError or ContextOverflowError.
+        """
+        computer = self._serving()
+        for answer in answers:
+            check_prompt([*context, *answer], vocab=computer.vocab, max_context=self._context, new_tokens=0)
+        return await computer.submit(computer.score_answers, context, answers)
+
     async def check_draws(
         self, token_ids: np.ndarray, start: int, end: int, sampling: Sampling, tolerance: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
