@@ -11,19 +11,24 @@ turns     CPU of the gateway's process a turn, its threads included, with prompt
           turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts. What the
           gateway takes without any request is measured before and left out: on a busy machine a run takes longer.
 placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
+processes turns per second and CPU a turn with 1 and 2 processes that serve HTTP (orchestrator.gateway_processes), by
+          turns in one run. The router's share is what one core has to carry, however many processes there are.
 flood     turns per second with and without a second node that floods the link, and the growth of resident memory.
-open      lag of the event loop with that many rollouts open, each with a request at the node or on its way.
+open      lag of the event loop with that many rollouts open, each with a request at the node or on its way, before and
+          after everything that existed at the start is exempted from garbage collections, as the orchestrator does.
 
 The exit status is 1 when the packed form costs more than JSON at any size, when its cost at 32k is above 1.5 times that
-at 205, when placing at 1000 nodes is above twice that at 1, when a flood costs more than 15 % of the turns per second
-or more than 32 MiB, or when the lag's 99th percentile reaches 50 ms. On a busy machine the loop is also late because
-others hold the CPU: `own` is what the gateway's work explains of the lag.
+at 205, when placing at 1000 nodes is above twice that at 1, when a second process saves the router nothing, when a
+flood costs more than 15 % of the turns per second or more than 32 MiB, or when the lag's 99th percentile reaches 50 ms.
+On a busy machine the loop is also late because others hold the CPU: `own` is what the gateway's work explains of the
+lag.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -31,21 +36,26 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from orchestrator_scale import HttpDriver, Load, measure, node_process, served_gateway
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 
 FLAT_TARGET, PLACING_TARGET, LAG_TARGET_S = 1.5, 2.0, 0.05
 FLOOD_TARGET, GROWTH_TARGET_MIB = 0.85, 32
 FORMS = ("json", "packed")
+PROCESSES = (1, 2)
 _NUM_TOKENS = 16
 """Tokens of each answer in the parts turns and placing."""
 _PLACED_AT_ONCE = 64
@@ -159,6 +169,45 @@ async def _place(num_nodes: int, requests: int) -> float:
     return 1e6 * cpu / done
 
 
+async def measure_processes(repeats: int) -> dict[str, dict[str, float]]:
+    """Return turns a second and milliseconds of CPU a turn, by number of processes and form."""
+    load, case = Load(concurrent=64, rollouts_per_slot=1, turns=10, spread_s=0.0), CASES[1]
+    print(f"processes: prompts of {case.name}, {load.concurrent} rollouts of {load.turns} turns at a time, median of "
+          f"{repeats} runs")  # fmt: skip
+    runs: dict[tuple[int, str], list[dict[str, float]]] = {key: [] for key in itertools.product(PROCESSES, FORMS)}
+    with tempfile.TemporaryDirectory() as folder:
+        async with AsyncExitStack() as stack:
+            gateways = {
+                count: await stack.enter_async_context(
+                    served_gateway(Path(folder, str(count)), 64, 0.0, _NUM_TOKENS, max_context=8192, processes=count)
+                )
+                for count in PROCESSES
+            }
+            idle_share = await _idle_share()
+            for _, count, form in itertools.product(range(repeats), PROCESSES, FORMS):
+                gateway = gateways[count]
+                fronts = [psutil.Process(pid) for pid in (gateway.fronts.pids if gateway.fronts is not None else ())]
+                cpu_s, front_cpu_s, wall_s = time.process_time(), _cpu_s(fronts), time.monotonic()
+                await _driver(case, form).play(gateway, load)
+                cpu_s, front_cpu_s = time.process_time() - cpu_s, _cpu_s(fronts) - front_cpu_s
+                wall_s, turns = time.monotonic() - wall_s, load.rollouts * load.turns
+                router_ms = 1000 * (cpu_s - idle_share * wall_s) / turns
+                figures = {"rate": turns / wall_s, "router_ms": router_ms, "fronts_ms": 1000 * front_cpu_s / turns}
+                runs[count, form].append(figures)
+    print("processes  form     turns/s   CPU a turn: router   all fronts")
+    result = {}
+    for (count, form), several in runs.items():
+        median = {name: statistics.median(one[name] for one in several) for name in several[0]}
+        result[f"{count} {form}"] = median
+        print(f"{count:9d}  {form:6s} {median['rate']:9.0f} {median['router_ms']:17.2f} ms "
+              f"{median['fronts_ms']:9.2f} ms")  # fmt: skip
+    return result
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 async def measure_flood() -> dict[str, float]:
     """Return turns per second with and without a node that floods, and how the resident memory grew, in MiB."""
     print("flood: one node answers after 50 ms; a second one sends heartbeats as fast as the gateway takes them")
@@ -185,9 +234,43 @@ def _resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-async def measure_open(num_open: int, delay_s: float, turns: int) -> dict[str, float]:
-    """Return the lag in seconds and the CPU a turn in milliseconds with `num_open` rollouts open."""
+async def measure_open(num_open: int, delay_s: float, turns: int) -> dict[str, dict[str, float]]:
+    """Return the lag, before and after the start is exempted from garbage collections."""
     print(f"open: {num_open} rollouts of {turns} turns, the node answers after {delay_s:g} s, packed")
+    figures = {}
+    for state in ("as it is", "frozen"):
+        if state == "frozen":
+            freeze_startup()
+        with longest_collection() as pause:
+            figures[state] = await _open(num_open, delay_s, turns)
+        figures[state]["collection_s"] = pause["s"]
+        print(f"{state}: the longest of {pause['count']:.0f} full garbage collections took {1000 * pause['s']:.0f} ms")
+    gc.unfreeze()
+    return figures
+
+
+@contextmanager
+def longest_collection() -> Iterator[dict[str, float]]:
+    """Yield the number of full garbage collections, and the seconds that the longest took, so far."""
+    longest, since = {"s": 0.0, "count": 0.0}, [0.0]
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            since[0] = time.perf_counter()
+        else:
+            longest["s"] = max(longest["s"], time.perf_counter() - since[0])
+            longest["count"] += 1
+
+    gc.callbacks.append(note)
+    try:
+        yield longest
+    finally:
+        gc.callbacks.remove(note)
+
+
+async def _open(num_open: int, delay_s: float, turns: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         async with served_gateway(Path(folder), num_open, delay_s, 64) as gateway:
             load = Load(concurrent=num_open, rollouts_per_slot=1, turns=turns, spread_s=delay_s)
@@ -224,7 +307,11 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
         answers.append((text, share >= FLOOD_TARGET))
         answers.append((f"resident memory grew by {grown:.1f} MiB, at most {GROWTH_TARGET_MIB}",
                         grown <= GROWTH_TARGET_MIB))  # fmt: skip
-    if lag := figures.get("open"):
+    if processes := figures.get("processes"):
+        share = {form: processes[f"2 {form}"]["router_ms"] / processes[f"1 {form}"]["router_ms"] for form in FORMS}
+        text = f"2 processes: {share['packed']:.2f} of the CPU a turn at the router, below 1 (JSON {share['json']:.2f})"
+        answers.append((text, share["packed"] < 1))
+    if lag := figures.get("open", {}).get("frozen"):
         text = f"lag p99 {1000 * lag['lag_p99_s']:.1f} ms, below {1000 * LAG_TARGET_S:.0f}"
         answers.append((f"{text} (own work {1000 * lag['own_lag_p99_s']:.1f} ms)", lag["lag_p99_s"] < LAG_TARGET_S))
     return answers
@@ -237,6 +324,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         figures["turns"] = await measure_turns(args.repeats)
     if "placing" in args.parts:
         figures["placing"] = await measure_placing(args.nodes, args.placed)
+    if "processes" in args.parts:
+        figures["processes"] = await measure_processes(args.repeats)
     if "flood" in args.parts:
         figures["flood"] = await measure_flood()
     if "open" in args.parts:
@@ -246,7 +335,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parts = ("turns", "placing", "flood", "open")
+    parts = ("turns", "placing", "processes", "flood", "open")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case and form")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 256, 1000])

@@ -123,6 +123,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 def _run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.model_source import resolve_model
+    from orchestrator.event_loop import freeze_startup
     from orchestrator.gateway.gateway import TOKEN_VARIABLE
     from orchestrator.pipeline import Pipeline
 
@@ -134,7 +135,9 @@ def _run(config: Config, run_dir: RunDir) -> int:
     model_dir = resolve_model(config.model.path)
 
     async def serve() -> int:
-        return await until_signal(Pipeline(config, run_dir, run_id, model_dir).run())
+        pipeline = Pipeline(config, run_dir, run_id, model_dir)
+        freeze_startup()
+        return await until_signal(pipeline.run())
 
     try:
         return asyncio.run(serve())

@@ -1,7 +1,7 @@
 """The gateway between environments and inference nodes. Read gateway.py first.
 
-http -> generation -> routing -> nodes, and link between routing and the nodes' sockets. fronts/ puts HTTP into processes
-of its own.
+http -> generation -> routing -> nodes, and link between routing and the nodes' sockets. fronts/ puts http into
+processes of its own.
 """
 
 from orchestrator.gateway.gateway import Gateway
