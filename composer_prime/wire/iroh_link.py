@@ -18,25 +18,18 @@ import hashlib
 import ipaddress
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from composer_prime.address import Address, tcp_address
+from composer_prime.address import Address, has_share, network, tcp_address
 from composer_prime.errors import ConfigError, DeadlineError, WireError
-from composer_prime.wire.tunnel import (
-    MAX_STREAMS,
-    PASS_BYTES,
-    Leg,
-    cancel_all,
-    check_pass,
-    connect_tcp,
-    join_streams,
-    spawn,
-)
+from composer_prime.wire.tunnel import PASS_BYTES, Leg, cancel_all, check_pass, connect_tcp, join_streams
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +37,7 @@ _PROTOCOL = b"composer-prime/node-link/1"
 _NAME = re.compile(r"iroh:(?P<id>[0-9a-f]{64})(?:@(?P<address>.+))?")
 _CONNECT_S, _GREETING_S, _FLUSH_S = 8.0, 10.0, 5.0
 _MAX_GREETING = 64
+"""Connections that may not have shown the pass. Each network gets half of what the others leave."""
 _WINDOW_BYTES = 1 << 20
 """That a connection may send before it is read."""
 
@@ -197,8 +191,10 @@ class IrohDialer:
 class IrohLeg(Leg):
     """The run's host as an iroh endpoint, at iroh or iroh@HOST:PORT."""
 
-    _num_greeting = 0
-    """Connections that have not shown the pass."""
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._greeting: Counter[str] = Counter()
+        """Connections that have not shown the pass, by where they come from."""
 
     async def _serve(self) -> NoReturn:
         address = iroh_address(self._name.removeprefix("iroh@")) if "@" in self._name else None
@@ -210,18 +206,31 @@ class IrohLeg(Leg):
                 self.state = "registered"
                 logger.info("nodes can join through iroh at %s", ", ".join(endpoint.bound_sockets()))
                 while (incoming := await endpoint.accept_next()) is not None:
-                    if self._num_greeting < _MAX_GREETING and len(self._crowd) < MAX_STREAMS:
-                        self._num_greeting += 1
-                        spawn(self._carry(incoming), self._streams, self._crowd)
-                    else:
-                        await incoming.refuse()
+                    try:
+                        await self._admit(incoming)
+                    except iroh.IrohError as error:
+                        self._tell_lost(error.message())
                 raise ConnectionError("iroh: its endpoint was closed")
             finally:
                 await cancel_all(self._streams)
-                self._num_greeting = 0
+                self._greeting.clear()
                 await _end(endpoint)
 
-    async def _carry(self, incoming: Any) -> None:
+    async def _admit(self, incoming: Any) -> None:
+        """Greet a connection if its network has a place left. A forged address takes nobody's: it cannot try again."""
+        remote = await incoming.remote_addr()
+        source = _source(remote)
+        if not has_share(self._greeting, source, _MAX_GREETING):
+            self._tell_lost(f"{self._greeting[source]} connections of {source} have not shown a pass yet")
+            await incoming.refuse()
+        elif remote.is_ip() and not await incoming.remote_addr_validated():
+            await incoming.retry()
+        elif self._start(partial(self._carry, incoming, source)):
+            self._greeting[source] += 1
+        else:
+            await incoming.refuse()
+
+    async def _carry(self, incoming: Any, source: str) -> None:
         connection = None
         try:
             with _plain_errors("iroh"):
@@ -238,9 +247,19 @@ class IrohLeg(Leg):
                 connection.close(1, b"refused")
             if not isinstance(error, InvalidSignature | WireError | OSError):
                 raise
-            logger.warning("a node's stream through iroh was not joined: %s", error or type(error).__name__)
+            if isinstance(error, InvalidSignature):
+                self._tell_lost(f"{source} has no pass of this run: join with a fresh invite")
+            else:
+                self._tell_lost(f"{source}: {str(error) or f'no pass came within {_GREETING_S:g} s'}")
             return
         finally:
-            self._num_greeting -= 1
+            self._greeting -= Counter({source: 1})
         far = _IrohStream(connection, stream)
         await join_streams((far, far), near)
+
+
+def _source(remote: Any) -> str:
+    """Return what one site has of `Incoming.remote_addr`: its network, or the relay of iroh that it comes through."""
+    if remote.is_ip():
+        return network(remote.addr.rpartition(":")[0].strip("[]"))
+    return remote.url if remote.is_relay() else "another transport"

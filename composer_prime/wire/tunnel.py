@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from composer_prime.address import Address, reachable, tcp_address
+from composer_prime.address import Address, has_share, reachable, tcp_address
+from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.retry import backoff_s
@@ -50,8 +53,10 @@ _CONTROL_PAUSE_S = 0.02
 _FLUSH_S = 5.0
 _LINE_BYTES = 512
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+_TELL_S = 60.0
+"""Streams that were not joined are logged once in this time: their number is the peers' choice."""
 MAX_STREAMS = 1024
-"""Streams that all relays together may have opened here."""
+"""Streams that may be open here. Each relay, and iroh, gets half of what the others leave."""
 
 
 class Reader(Protocol):
@@ -266,16 +271,17 @@ class Leg:
     """The run's host at one place where nodes find it. `run` stays there, again whenever that was lost."""
 
     def __init__(
-        self, name: str, signer: Ed25519PrivateKey, node_endpoint: str, crowd: set[asyncio.Task[None]] | None = None
+        self, name: str, signer: Ed25519PrivateKey, node_endpoint: str, open_streams: Counter[str] | None = None
     ) -> None:
-        """`node_endpoint`: tcp://HOST:PORT as the gateway bound it. `crowd`: the streams of all legs."""
+        """`node_endpoint`: tcp://HOST:PORT as the gateway bound it. `open_streams`: those of all legs, by name."""
         self.state = "connecting"
         """In words, for people."""
         self._name = name
         self._signer = signer
         self._target = tcp_address(reachable(node_endpoint), "the node port")
         self._streams: set[asyncio.Task[None]] = set()
-        self._crowd = self._streams if crowd is None else crowd
+        self._open = Counter[str]() if open_streams is None else open_streams
+        self._lost, self._tell_from = 0, 0.0
 
     async def run(self) -> None:
         failures = 0
@@ -300,6 +306,26 @@ class Leg:
         """Register and carry streams. Raises what ended it."""
         raise NotImplementedError
 
+    def _start(self, carry: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Carry one more stream, unless this leg has its share. Return whether it is carried."""
+        if not has_share(self._open, self._name, MAX_STREAMS):
+            own, total = self._open[self._name], self._open.total()
+            self._tell_lost(
+                f"it has {own} of {total} streams; of {MAX_STREAMS}, each relay has half of what others leave"
+            )
+            return False
+        self._open[self._name] += 1
+        spawn(carry(), self._streams).add_done_callback(lambda _: self._open.subtract([self._name]))
+        return True
+
+    def _tell_lost(self, fault: str) -> None:
+        """Log why a stream was not joined, and how many were not since the last line."""
+        self._lost += 1
+        if (now := time.monotonic()) >= self._tell_from:
+            lost = pluralize(self._lost, "stream")
+            logger.warning("%s of nodes through %s not joined; the last one: %s", lost, self._name, fault)
+            self._lost, self._tell_from = 0, now + _TELL_S
+
 
 class RelayLeg(Leg):
     """The run's host at one relay, HOST:PORT."""
@@ -321,12 +347,11 @@ class RelayLeg(Leg):
                     case ["ping"]:
                         await write_words(writer, "pong")
                     case ["open", stream]:
-                        if len(self._crowd) < MAX_STREAMS:
-                            spawn(self._carry(address, stream), self._streams, self._crowd)
+                        self._start(partial(self._carry, address, stream))
                     case words:
                         raise _refusal(words, what)
         except OSError as error:
-            raise ConnectionError(f"{what}: {error or type(error).__name__}") from None
+            raise ConnectionError(f"{what}: {str(error) or type(error).__name__}") from None
         finally:
             end(writer)
 
@@ -338,7 +363,7 @@ class RelayLeg(Leg):
             await write_words(far[1], PROTOCOL, "take", stream)
             await join_streams(far, await connect_tcp(self._target, f"the node port {self._target}"))
         except OSError as error:
-            logger.warning("a node's stream through relay %s was not joined: %s", self._name, error)
+            self._tell_lost(str(error) or type(error).__name__)
         finally:
             if far is not None:
                 end(far[1])
@@ -353,7 +378,7 @@ class RelayLegs:
         self._legs: dict[str, tuple[Leg, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Also of legs that are ending."""
-        self._streams: set[asyncio.Task[None]] = set()
+        self._open: Counter[str] = Counter()
 
     def update(self, relays: Iterable[str], node_endpoint: str) -> None:
         """Stay registered at exactly these, HOST:PORT or as iroh_link.py says, for the node port at `node_endpoint`."""
@@ -363,7 +388,7 @@ class RelayLegs:
         for relay in self._legs.keys() - relays:
             self._legs.pop(relay)[1].cancel()
         for relay in relays - self._legs.keys():
-            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint, self._streams)
+            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint, self._open)
             self._legs[relay] = leg, spawn(leg.run(), self._tasks)
 
     def states(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from composer_prime.errors import ConfigError, DeadlineError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire import tunnel
 from composer_prime.wire.enrollment import Invite
-from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name
+from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name, load_iroh
 from composer_prime.wire.tunnel import RelayLeg, RelayLegs, Tunnel, dial, sign_pass, signed_text
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
@@ -243,6 +243,51 @@ async def test_strangers_do_not_fill_the_places_of_a_greeting(keys, monkeypatch)
         assert await echo_of(relay.address, keys, b"room") == b"room"
 
 
+async def test_a_host_that_is_gone_at_its_proof_is_not_kept(keys):
+    """Else nodes would wait for it instead of being told that the host is not there."""
+    async with relaying(public(keys)) as relay:
+        reader, writer = await asyncio.open_connection(*relay.address)
+        writer.transport.abort()
+        await writer.wait_closed()
+        with pytest.raises(OSError):
+            await relay._keep_host(public(keys).hex(), reader, writer)
+        assert not relay._hosts
+
+
+async def test_a_relay_that_opens_streams_without_end_leaves_room_for_others(keys, monkeypatch, caplog):
+    """Of four streams it gets two, and the host tells once that more were not joined."""
+    monkeypatch.setattr(tunnel, "MAX_STREAMS", 4)
+    taken, controls = [], []
+
+    async def greedy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b" host " not in await reader.readline():
+            taken.append(writer)
+            return
+        controls.append(writer)
+        writer.write(b"nonce 1\n")
+        await reader.readline()
+        writer.write(b"ok\n" + b"open 1\n" * 9)
+
+    server = await asyncio.start_server(greedy, "127.0.0.1", 0)
+    bad = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with relaying(public(keys)) as relay, served(relay, keys) as legs:
+        target = next(leg for leg, _ in legs._legs.values())._target
+        legs.update([str(relay.address), bad], f"tcp://{target}")
+        lost = lambda: legs._legs[bad][0]._lost
+        await until(lambda: lost() == 6, "the host to have heard all")
+        assert len(taken) == 2 and legs._open[bad] == 2
+        assert await echo_of(relay.address, keys, b"room") == b"room"
+        [told] = [record.getMessage() for record in caplog.records if "not joined" in record.getMessage()]
+        assert told == (
+            f"1 stream of nodes through {bad} not joined; the last one: it has 2 of 2 streams; of 4, each relay has "
+            "half of what others leave"
+        )
+        for writer in [*taken, *controls]:
+            writer.close()
+        await until(lambda: not legs._open.total(), "the streams to end")
+    server.close()
+
+
 async def test_a_host_that_another_one_displaces_is_told(keys):
     async with relaying(public(keys)) as relay, served(relay, keys) as first, served(relay, keys):
         await until(lambda: "another host of this run came" in str(first.states()), "the first host to be told")
@@ -391,6 +436,36 @@ async def test_iroh_carries_for_holders_of_the_pass_and_to_the_run_only(keys, tm
             for dialer in (right, wrong, stranger):
                 await dialer.close()
             await tunnel.cancel_all([serving])
+
+
+async def test_strangers_do_not_fill_the_places_of_a_greeting_over_iroh(keys, monkeypatch, caplog):
+    """Connections of one address without a pass get half of the places; a forged address gets none."""
+    monkeypatch.setattr("composer_prime.wire.iroh_link._MAX_GREETING", 4)
+    iroh, name = load_iroh(), f"iroh@127.0.0.1:{free_udp_port()}"
+    async with relaying(public(keys)) as relay, served(relay, keys) as legs:
+        target = next(leg for leg, _ in legs._legs.values())._target
+        serving = asyncio.create_task((leg := IrohLeg(name, keys.signer(), f"tcp://{target}")).run())
+        await until(lambda: leg.state == "registered", "the endpoint")
+        right = IrohDialer(iroh_name(name, keys.signer()), lambda: pass_of(keys))
+        silent = IrohDialer(iroh_name(name, keys.signer()), lambda: b"")
+        options = iroh.EndpointOptions(preset=iroh.preset_minimal(), bind_addr=f"127.0.0.2:{free_udp_port()}")
+        silent._endpoint = await iroh.Endpoint.bind(options)
+        try:
+            held = [await silent.dial() for _ in range(2)]
+            for _ in range(2):
+                with pytest.raises(ConnectionError, match="iroh:"):
+                    await silent.dial()
+            assert leg._greeting == {"127.0.0.2": len(held)}
+            reader, sender = await right.dial()
+            await sender.send(b"room")
+            assert await asyncio.wait_for(reader.read(4), 100) == b"room"
+            [told] = [record.getMessage() for record in caplog.records if "not joined" in record.getMessage()]
+            assert "the last one: 2 connections of 127.0.0.2 have not shown a pass yet" in told
+        finally:
+            for dialer in (right, silent):
+                await dialer.close()
+            await tunnel.cancel_all([serving])
+    assert not leg._greeting
 
 
 def test_addresses_of_iroh_are_checked():
