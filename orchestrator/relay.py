@@ -119,7 +119,7 @@ class Relay:
             with suppress(OSError):
                 await write_words(writer, "no", str(refusal))
         except (OSError, WireError) as error:
-            logger.info("a connection of %s ended: %s", peer, error or type(error).__name__)
+            logger.info("a connection of %s ended: %s", peer, str(error) or type(error).__name__)
         finally:
             if not handed_over:
                 end(writer)
@@ -169,11 +169,11 @@ class Relay:
         if (earlier := self._hosts.get(run)) is not None:
             earlier.write(b"no another host of this run came\n")
             end(earlier)
-        self._hosts[run] = writer
-        await write_words(writer, "ok")
-        logger.info("the host of run %s is here, from %s", run, _peer(writer))
         pinging = asyncio.create_task(_ping(writer))
         try:
+            self._hosts[run] = writer
+            await write_words(writer, "ok")
+            logger.info("the host of run %s is here, from %s", run, _peer(writer))
             while (words := await tunnel.read_control(reader)) == ["pong"]:
                 pass
             raise WireError(f"the host of run {run} sent {' '.join(words)!r}, expected pong")
