@@ -10,6 +10,7 @@ import argparse
 import ipaddress
 import json
 import re
+import shlex
 import socket
 import sys
 import time
@@ -132,8 +133,10 @@ def docker_line(text: str) -> str:
 
 def relay_line(relay: str, run: bytes) -> str:
     """Return what starts the relay on its box. Nothing in it is secret."""
-    address = Address("0.0.0.0", tcp_address(relay, "--relay", scheme="").port)
-    return f"orchestrator relay --listen {address} --name {relay} --run {run.hex()}"
+    address = tcp_address(relay, "--relay", scheme="")
+    listen = str(Address("::" if address.is_ipv6 else "0.0.0.0", address.port))
+    # Brackets are a pattern to some shells.
+    return f"orchestrator relay --listen {shlex.quote(listen)} --name {shlex.quote(relay)} --run {run.hex()}"
 
 
 def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback: bool = False) -> list[str]:

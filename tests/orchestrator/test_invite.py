@@ -13,7 +13,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.wire.enrollment import INVITE_PREFIX, Invite
 from composer_prime.wire.iroh_link import is_iroh
-from orchestrator.invite import create_invite, main, node_addresses, seconds
+from orchestrator.invite import create_invite, main, node_addresses, relay_line, seconds
 
 
 @pytest.fixture
@@ -91,6 +91,9 @@ def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys)
     iroh, relay = Invite.read(capsys.readouterr().out.strip()).relays
     assert re.fullmatch("iroh:[0-9a-f]{64}@192.0.2.7:5601", iroh) and relay == "192.0.2.9:5600"
     assert keys.registry.relays() == ["192.0.2.9:5600", "iroh@192.0.2.7:5601"]
+    assert relay_line("[2001:db8::9]:5600", b"k") == (
+        "orchestrator relay --listen '[::]:5600' --name '[2001:db8::9]:5600' --run 6b"
+    )
     assert main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--withdraw"]) == 0
     assert not is_iroh("iroh-box.example.com:5600") and is_iroh("iroh@192.0.2.7:5601")
     with pytest.raises(ConfigError, match="--relay is iroh:5600, which reads as an address of iroh"):
