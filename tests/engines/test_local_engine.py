@@ -68,6 +68,15 @@ def run(scenario) -> None:
     asyncio.run(asyncio.wait_for(scenario, 120))
 
 
+async def share_a_context(subject: Subject) -> list[int]:
+    context = subject.prompt(3, 150)
+    answers = [subject.prompt(10 + length, length) for length in (1, 7, 40, 8)]
+    for answer, scores in zip(answers, await subject.engine.score_answers(context, answers), strict=True):
+        alone = (await subject.engine.score(context + answer))[len(context) - 1 :]
+        assert len(scores) == len(answer) and scores == pytest.approx(alone, abs=1e-5)
+    return context
+
+
 def test_siblings_share_their_prompt(folder):
     # Groups of siblings compute each prompt once, attend to it together, and get the reference's logprobs,
     # also across a swap and beside requests that share nothing.
@@ -95,12 +104,7 @@ def test_answers_share_their_context(folder):
     # Scored behind one context that is read once, answers get the scores that each has alone, in float32 to 1e-5.
     async def scenario():
         subject = await start(folder)
-        context = subject.prompt(3, 150)
-        answers = [subject.prompt(10 + length, length) for length in (1, 7, 40, 8)]
-        shared = await subject.engine.score_answers(context, answers)
-        for answer, scores in zip(answers, shared, strict=True):
-            alone = (await subject.engine.score(context + answer))[len(context) - 1 :]
-            assert len(scores) == len(answer) and scores == pytest.approx(alone, abs=1e-5)
+        context = await share_a_context(subject)
         with pytest.raises(ContextOverflowError):
             await subject.engine.score_answers(context, [[5], subject.prompt(1, MAX_CONTEXT)])
         await subject.engine.close()
@@ -185,7 +189,7 @@ def test_a_prompt_that_a_swap_interrupts_is_computed_again(folder):
     ids=["sliding window", "windowed and full layers", "mixture of experts", "learned positions"],
 )
 def test_other_architectures(make, tmp_path):
-    # Any causal model that goes through transformers' attention interface is served exactly.
+    # Any causal model that goes through transformers' attention interface is served exactly, and scores answers so.
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     folder = make_model(tmp_path / "tokenizer", tied=True)
@@ -201,6 +205,7 @@ def test_other_architectures(make, tmp_path):
             assert completion.version_spans == [VersionSpan(0, len(completion.token_ids), 0)]
             scores = subject.reference.score(prompt + completion.token_ids, 0)[len(prompt) - 1 :]
             assert (scores - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+        await share_a_context(subject)
         await subject.engine.close()
 
     run(scenario())
