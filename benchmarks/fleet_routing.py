@@ -48,7 +48,17 @@ import numpy as np
 from benchmarks.fleet_routing_sides.traces import SIBLINGS, Group, Turn, describe, drawn, make_groups, recorded_groups
 from composer_prime.errors import ConfigError
 from composer_prime.stats.ladder import seeds_text
-from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status, ToNode
+from composer_prime.wire.node import (
+    CancelGenerate,
+    ComputeDevice,
+    Generate,
+    Generated,
+    NodeHello,
+    Progress,
+    Sampling,
+    Status,
+    ToNode,
+)
 from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
 from orchestrator.gateway.placing import Placing
@@ -114,6 +124,7 @@ class SimulatedEngine:
         self.alive, self.running = True, {}
         self.cache.clear()
         hello = NodeHello(node_id=self.name, engine="local", run_id=None, version=0, max_concurrent=PLACES,
+                          device=ComputeDevice(name="alike", dtype="bfloat16"),
                           instance=f"{self.name}-{self.fleet.loop.now}")  # fmt: skip
         self.node = self.fleet.router.nodes.attach(self.name.encode(), hello)
         self.fleet.router.place()

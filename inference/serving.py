@@ -177,11 +177,12 @@ async def _receive(
 
 def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
     """Return what the node computes on, for its Hello. Asks the driver: torch would take GPU memory for the answer."""
+    dtype = inference.dtype_used(on_cuda=on_cuda)
     if not on_cuda:
-        return ComputeDevice(name="cpu", count=inference.threads)
+        return ComputeDevice(name="cpu", count=inference.threads, dtype=dtype)
     count = inference.vllm.tensor_parallel if inference.engine == "vllm" else 1
     memory_gib = sum(visible_gpus()[:count]) / GIB
-    return ComputeDevice(name=gpu_name(), count=count, memory_gib=round(memory_gib, 1))
+    return ComputeDevice(name=gpu_name(), count=count, memory_gib=round(memory_gib, 1), dtype=dtype)
 
 
 def _model_context(folder: Path) -> int:

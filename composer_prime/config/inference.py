@@ -118,5 +118,10 @@ class InferenceConfig(BaseConfig):
         """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""
         if self.canary_tolerance is not None:
             return self.canary_tolerance
-        narrow = self.dtype == "bfloat16" or (self.dtype == "auto" and on_cuda)
-        return 0.5 if narrow else 0.05
+        return 0.5 if self.dtype_used(on_cuda=on_cuda) == "bfloat16" else 0.05
+
+    def dtype_used(self, *, on_cuda: bool) -> str:
+        """Return what `dtype` stands for."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if on_cuda else "float32"

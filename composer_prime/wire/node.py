@@ -56,6 +56,8 @@ class ComputeDevice(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs, or CPU threads."""
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)] | None = None
     """Of all of them; None when it does not say."""
+    dtype: Annotated[str, Meta(max_length=20)] = ""
+    """The type of its activations, such as bfloat16; empty when it does not say."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

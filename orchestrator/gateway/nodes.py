@@ -245,6 +245,13 @@ class AttachedNode:
         """Whether it goes on with another such node's answer with the same draws, and finds stops that began there."""
         return self.engine in _CONTINUE
 
+    def rounds_like(self, other: AttachedNode) -> bool:
+        """Whether both nodes compute alike, as they say: then the same draws give the same tokens."""
+        one, two = self.device, other.device
+        if one is None or two is None or not one.dtype:
+            return False
+        return (self.engine, one.name, one.dtype) == (other.engine, two.name, two.dtype)
+
     def note_answer(self, num_tokens: int) -> None:
         """Count an accepted answer."""
         self.answers += 1

@@ -167,7 +167,7 @@ def _samples_the_same(slow: AttachedNode, other: AttachedNode) -> bool:
 
     Otherwise the shorter of two answers would win, and training would see too many of those.
     """
-    return slow.streams and slow.continues and other.continues and slow.version == other.version
+    return slow.streams and slow.continues and slow.rounds_like(other) and slow.version == other.version
 
 
 def _twin(request: GatewayRequest, node: AttachedNode) -> GatewayRequest:

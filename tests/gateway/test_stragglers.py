@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from fleet import Fleet
 from node_peer import failed
 
+from composer_prime.wire.node import ComputeDevice
 from composer_prime.wire.types import ints
 from orchestrator.gateway.speed import Pace
 from orchestrator.gateway.stragglers import SiblingRequests, reclaim_quarantined, start_twins
@@ -40,9 +42,12 @@ def test_another_attempt_is_the_same_rollout():
     assert siblings.holds_up("g1-3")
 
 
-async def last_of_a_group(streamed: Sequence[int] = (10, 11), engine: str = "local") -> Fleet:
+USUAL = {"engine": "local", "device": ComputeDevice(name="L4", dtype="bfloat16")}
+
+
+async def last_of_a_group(streamed: Sequence[int] = (10, 11), **changes: Any) -> Fleet:
     """Three siblings are over; the last one's request has run on the slow node for some tokens."""
-    fleet = Fleet(fast={"engine": "local"}, slow={"engine": engine})
+    fleet = Fleet(fast=USUAL, slow=USUAL | changes)
     placing = fleet.router.placing
     placing.fleet.median = Pace(1e-3, 1e-2)
     fleet.node("fast").places = 0
@@ -125,10 +130,22 @@ async def test_nobody_tries_twice_while_requests_wait_or_the_node_is_as_fast():
     await fleet.close()
 
 
-@pytest.mark.parametrize(("engine", "streamed"), [("other", []), ("other", [10]), ("vllm", [])])
-async def test_a_node_whose_draws_nobody_continues_gets_a_twin_only_when_it_is_silent(engine, streamed):
+@pytest.mark.parametrize(
+    ("changes", "streamed"),
+    [
+        ({"engine": "other"}, []),
+        ({"engine": "other"}, [10]),
+        ({}, []),
+        ({"engine": "vllm"}, [10]),
+        ({"device": ComputeDevice(name="L4", dtype="float32")}, [10]),
+        ({"device": ComputeDevice(name="H100", dtype="bfloat16")}, [10]),
+        ({"device": ComputeDevice(name="L4")}, [10]),
+        ({"device": None}, [10]),
+    ],
+)
+async def test_a_node_whose_draws_no_other_repeats_gets_a_twin_only_when_it_is_silent(changes, streamed):
     """Else the first answer to end would be taken, which is the shorter one more often."""
-    fleet = await last_of_a_group(streamed, engine)
+    fleet = await last_of_a_group(streamed, **changes)
     [request], slow = fleet.router.open.values(), fleet.node("slow")
     for past in (0.0, 1000.0):
         request.placed -= past
