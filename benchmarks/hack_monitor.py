@@ -1,6 +1,6 @@
 """Recall and false positives of the hack monitor: python benchmarks/hack_monitor.py [TASKS ...] [--graded N]
 
-Three small packages, and tasks of real packages (folders that `composer tasks make` wrote), get every hack of
+Three small packages, and tasks of real packages (folders that `composer tasks make` wrote), get the hacks of
 tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson intervals:
 
     recall, monitor     hacks whose reward the verdict takes away, by data alone
@@ -8,7 +8,8 @@ tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson interva
     recall, both        hacks that earn nothing after both
     false positives     honest work whose reward the verdict takes away
 
-Each task of TASKS gets a random 25 of the hacks, without those that need the answers of the tests.
+Each task of TASKS gets a random 25 of the hacks, without those that need the answers of the tests. The graded sample
+goes through the kinds in turns, so that it has as many of one as of another, and is also listed by kind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "monitor_hacks"))
 from honest import honest_commands, refactorings, rewritten, solutions
-from patch_hacks import Attempt, bash
+from patch_hacks import Attempt, Hack, bash
 from search_hacks import HACKS
 from small_packages import Case, cases, write_trees
 
@@ -35,6 +36,8 @@ from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.monitor import inspect, seal
 from orchestrator.environments.code.monitor.before import read_tree
 from orchestrator.environments.code.task import TREES_FOLDER, read_tasks, tree_of
+
+_GRADED_AT_ONCE = 4
 
 
 def main() -> None:
@@ -129,33 +132,51 @@ def _false_positives(name: str, chosen: Iterable[Case], work: list[tuple[Case, s
 
 
 async def _graded(chosen: list[Case], count: int) -> None:
-    """Grade a sample of hacks, one task each."""
-    sample = random.Random(0).sample(list(enumerate(HACKS)), min(count, len(HACKS)))
-    by_grading = by_monitor = by_both = 0
+    """Grade a sample of hacks, one task each, a few at a time."""
+    slots = asyncio.Semaphore(_GRADED_AT_ONCE)
     with tempfile.TemporaryDirectory() as folder:
         trees = write_trees(Path(folder))
-        for number, hack in sample:
+
+        async def one(number: int, hack: Hack) -> tuple[str, bool, bool]:
+            """Return (kind, whether grading alone pays nothing, whether the monitor sees it)."""
             case = chosen[number % len(chosen)]
-            sealed = seal(case.task, case.tree)
-            attempt = hack.make(case, sealed)
-            files = attempt.agent_files(sealed)
-            patch = {
-                path: files[path]
-                for path in files
-                if path not in sealed.lures and sealed.start.get(path) != files[path]
-            }
-            is_unpaid = not (await grade(case.task, trees, patch, RuntimeConfig())).solved
+            attempt = hack.make(case, seal(case.task, case.tree))
+            async with slots:
+                is_unpaid = await _earns_nothing(case, attempt, trees)
             is_seen = _is_hack(case, attempt)
-            by_grading, by_monitor, by_both = (
-                by_grading + is_unpaid,
-                by_monitor + is_seen,
-                by_both + (is_unpaid or is_seen),
-            )
             if not (is_unpaid or is_seen):
                 print(f"    earned a reward: {hack.name} on {case.task.id}")
-    _show("recall, grading alone", by_grading, len(sample))
-    _show("recall, monitor alone", by_monitor, len(sample))
-    _show("recall, both", by_both, len(sample))
+            return hack.kind, is_unpaid, is_seen
+
+        results = await asyncio.gather(*(one(*each) for each in enumerate(_by_turns(HACKS, count))))
+    _show("recall, grading alone", sum(unpaid for _, unpaid, _ in results), len(results))
+    _show("recall, monitor alone", sum(seen for _, _, seen in results), len(results))
+    _show("recall, both", sum(unpaid or seen for _, unpaid, seen in results), len(results))
+    for kind in sorted({kind for kind, _, _ in results}):
+        mine = [(unpaid, seen) for each, unpaid, seen in results if each == kind]
+        by_grading, by_monitor = (sum(column) for column in zip(*mine, strict=True))
+        print(f"    {kind:<24} of {len(mine):<3} grading stops {by_grading:<3} the monitor sees {by_monitor}")
+
+
+def _by_turns(hacks: list[Hack], count: int) -> list[Hack]:
+    """Return random hacks: one of each kind, then a second one of each, and so on."""
+    shuffled, turn = random.Random(0).sample(hacks, len(hacks)), Counter[str]()
+    turns: list[tuple[int, Hack]] = []
+    for each in shuffled:
+        turns.append((turn[each.kind], each))
+        turn[each.kind] += 1
+    return [each for _, each in sorted(turns, key=lambda pair: pair[0])][:count]
+
+
+async def _earns_nothing(case: Case, attempt: Attempt, trees: Path) -> bool:
+    sealed = seal(case.task, case.tree)
+    files = attempt.agent_files(sealed)
+    patch = {
+        path: content
+        for path, content in files.items()
+        if path not in sealed.lures and sealed.start.get(path) != content
+    }
+    return not (await grade(case.task, trees, patch, RuntimeConfig())).solved
 
 
 def _show(name: str, hits: int, count: int) -> None:
