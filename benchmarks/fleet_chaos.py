@@ -1,7 +1,7 @@
 """Train on eight joined nodes that fail at random: python benchmarks/fleet_chaos.py [--steps 60] [--seed 0] [--network]
 
     calm      trainer @ configs/a1.toml without nodes of its own, and --nodes x `inference join`
-    chaos     the same, and at seeded steps one of the nodes
+    chaos     the same, and after every --every steps, some seconds into the next one, one of the nodes
                   kill    kill -9; a new process joins under its name RETURN_S later
                   leave   SIGTERM: it drains and leaves; a new process joins RETURN_S later
                   freeze  SIGSTOP for FREEZE_S, then SIGCONT
@@ -40,7 +40,7 @@ from composer_prime.monitor.metrics_file import Tail
 from composer_prime.run.ledger import check_ledger, effective
 
 KINDS = ("kill", "leave", "freeze", "hang")
-RETURN_S, FREEZE_S = 5.0, 20.0
+RETURN_S, FREEZE_S, MOST_DELAY_S = 5.0, 20.0, 20.0
 MOST_LOST = 0.05
 START_S = 600.0
 COUNTER_BYTES = 8
@@ -182,24 +182,24 @@ class Side:
         if self._step >= self.options.steps:
             return
         node, kind = self.random.choice(healthy), KINDS[sum(self.failures.values()) % len(KINDS)]
-        if node.process is None or node.process.poll() is not None:
-            raise SideFailedError(f"{node.name} ended by itself\n{self._tail(node.name)}")
-        print(f"  step {self._step}: {kind} {node.name}", flush=True)
+        delay_s = self.random.uniform(0, MOST_DELAY_S)
+        print(f"  step {self._step} + {delay_s:.0f} s: {kind} {node.name}", flush=True)
         self.failures[kind] += 1
         node.busy, now = True, time.monotonic()
-        first, *later = {
-            "kill": ["KILL", (RETURN_S, "join")],
-            "leave": ["TERM", (RETURN_S, "join")],
-            "freeze": ["STOP", (FREEZE_S, "CONT")],
-            "hang": ["USR1", (FREEZE_S, "KILL"), (FREEZE_S + RETURN_S, "join")],
+        actions = {
+            "kill": [(0, "KILL"), (RETURN_S, "join")],
+            "leave": [(0, "TERM"), (RETURN_S, "join")],
+            "freeze": [(0, "STOP"), (FREEZE_S, "CONT")],
+            "hang": [(0, "USR1"), (FREEZE_S, "KILL"), (FREEZE_S + RETURN_S, "join")],
         }[kind]
-        node.process.send_signal(signal.Signals[f"SIG{first}"])
-        node.due = [(now + wait_s, action) for wait_s, action in later]
+        node.due = [(now + delay_s + wait_s, action) for wait_s, action in actions]
 
     def _go_on(self, node: Node, address: str) -> None:
+        assert node.process is not None
+        if not node.busy and node.process.poll() is not None and self._step < self.options.steps:
+            raise SideFailedError(f"{node.name} ended by itself\n{self._tail(node.name)}")
         while node.due and node.due[0][0] <= time.monotonic():
             _, action = node.due.pop(0)
-            assert node.process is not None
             if action != "join":
                 node.process.send_signal(signal.Signals[f"SIG{action}"])
                 node.busy = action != "CONT"
