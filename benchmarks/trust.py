@@ -284,7 +284,7 @@ def tokens_to_catch(node: Audited, lives: int) -> list[float]:
         trust, tokens = NodeTrust(), 0
         for index in order:
             tokens += node.verdicts[index].tokens
-            if trust.note(node.verdicts[index]):
+            if trust.note(node.verdicts[index], int(index)):
                 break
         else:
             tokens = float("inf")

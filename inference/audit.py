@@ -1,7 +1,8 @@
 """An auditor: a node that samples nothing, and scores anew what other nodes say they sampled.
 
     AuditRequest -> versions of its tokens -> receiver installs one after another -> engine.check_draws
-                 -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says
+                 -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says,
+                    and how many tokens are nearer to the oldest version that the run keeps
                  -> AuditVerdict | AuditFailed
 
 It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed. It is
@@ -46,10 +47,14 @@ class OpenAudit:
     """An answer, and what is known of its tokens so far."""
 
     request: AuditRequest
+    older: int | None = None
+    """A version before all that the answer names, which scores its first span too; None where there is none."""
     misses: np.ndarray = field(init=False)
     """float64 [T_new]."""
     logprobs: np.ndarray = field(init=False)
     """float32 [T_new], this auditor's own."""
+    older_scores: tuple[np.ndarray, np.ndarray] | None = None
+    """Misses and logprobs of the first span, by the older version."""
     missing: set[int] = field(init=False)
     """Versions whose tokens are not scored yet."""
     seconds: float = 0.0
@@ -58,18 +63,29 @@ class OpenAudit:
         count = len(ints(self.request.token_ids))
         self.misses, self.logprobs = np.zeros(count), np.zeros(count, np.float32)
         self.missing = {span.version for span in self.request.version_spans}
+        self.compare_with(self.older)
+
+    def compare_with(self, older: int | None) -> None:
+        """Compare with another older version than before, which could not be had."""
+        self.missing -= {self.older}
+        self.older = older
+        self.missing |= set() if older is None else {older}
 
     async def score(self, engine: LocalEngine, version: int) -> None:
         """Score the tokens of `version`, which the engine holds. Raises what check_draws raises."""
         start = time.monotonic()
         prompt, completion = ints(self.request.prompt_ids), ints(self.request.token_ids)
         tokens = np.concatenate([prompt, completion])
-        for span in self.request.version_spans:
-            if span.version == version:
+        spans = self.request.version_spans
+        for span in spans[:1] if version == self.older else spans:
+            if version in (span.version, self.older):
                 first, last = len(prompt) + span.start, len(prompt) + span.end
                 sampling, tolerance = self.request.sampling, self.request.tolerance
                 scored = await engine.check_draws(tokens[:last], first, last, sampling, tolerance)
-                self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
+                if version == self.older:
+                    self.older_scores = scored
+                else:
+                    self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
         self.missing.discard(version)
         self.seconds += time.monotonic() - start
 
@@ -87,6 +103,7 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     bounds[swap:] *= _MIXED_CACHE
     gaps = np.abs(np.where(np.isfinite(audit.logprobs), claimed - audit.logprobs, 0.0))
     wrong = (audit.misses > bounds) | (gaps > _GREATEST_GAP * bounds)
+    by_logprob, by_draw = _nearer_to_older(audit, claimed)
     return AuditVerdict(
         audit=request.audit,
         tokens=len(claimed),
@@ -95,7 +112,27 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
         gap_mean=float(gaps.mean()),
         gap_max=float(gaps.max()),
         seconds=audit.seconds,
+        by_logprob=by_logprob,
+        by_draw=by_draw,
     )
+
+
+def _nearer_to_older(audit: OpenAudit, claimed: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Count the tokens before any swap that are nearer to the older version, and those compared: AuditVerdict.by_*.
+
+    A draw that only one of both versions makes is told by that alone. Behind a swap an honest node's cache makes its
+    tokens look older.
+    """
+    if audit.older_scores is None:
+        return (0, 0), (0, 0)
+    older_misses, older = audit.older_scores
+    count = len(older)
+    misses, own, claimed = audit.misses[:count], audit.logprobs[:count], claimed[:count]
+    by_draw = (misses > 0.0) != (older_misses > 0.0)
+    compared = ~by_draw & np.isfinite(own) & np.isfinite(older) & (own != older)
+    gap, older_gap = (np.abs(claimed - scored)[compared] for scored in (own, older))
+    nearer = int((older_gap < gap).sum())
+    return (nearer, int(compared.sum())), (int((misses > 0.0)[by_draw].sum()), int(by_draw.sum()))
 
 
 def _end_fault(request: AuditRequest, tokens: int, stop: int | None, last_is_wrong: bool) -> str | None:
@@ -141,7 +178,7 @@ class Auditor(InferenceNode):
 
     def _handle(self, message) -> None:
         if isinstance(message, AuditRequest):
-            self._audits.append(OpenAudit(message))
+            self._audits.append(OpenAudit(message, self._oldest(message)))
             self._arrived.set()
         else:
             super()._handle(message)
@@ -173,6 +210,11 @@ class Auditor(InferenceNode):
             while self._audits:
                 await self._check_version(self._next_version())
 
+    def _oldest(self, request: AuditRequest) -> int | None:
+        """Return the oldest known version, where it is older than those that the answer names."""
+        named = min((span.version for span in request.version_spans), default=0)
+        return min((version for version in self._manifests if version < named), default=None)
+
     def _next_version(self) -> int:
         """Return the version in use while an answer needs it, else that of the answer that waits for longest."""
         in_use = self._receiver.version
@@ -186,16 +228,29 @@ class Auditor(InferenceNode):
             raise
         except (ComposerError, OSError) as error:
             for audit in audits:
-                self._fail(audit, f"version {version} cannot be had: {error}")
+                if version != audit.older:
+                    self._fail(audit, f"version {version} cannot be had: {error}")
+                    continue
+                self._manifests.pop(version, None)  # The run has pruned it.
+                audit.compare_with(self._oldest(audit.request))
+                if not audit.missing:
+                    await self._judge(audit)
             return
         for audit in audits:
             try:
                 await audit.score(self._local, version)
-                if not audit.missing:
-                    stop = await self._local.find_stop(ints(audit.request.token_ids), audit.request.sampling)
-                    self._end(audit, judge(audit, stop))
             except (ComposerError, ValueError) as error:
                 self._fail(audit, str(error))
+            else:
+                if not audit.missing:
+                    await self._judge(audit)
+
+    async def _judge(self, audit: OpenAudit) -> None:
+        try:
+            stop = await self._local.find_stop(ints(audit.request.token_ids), audit.request.sampling)
+            self._end(audit, judge(audit, stop))
+        except (ComposerError, ValueError) as error:
+            self._fail(audit, str(error))
 
     async def _install(self, version: int) -> None:
         """Raises what Receiver.install raises, and ComposerError for a version that was never announced."""

@@ -72,6 +72,8 @@ class OfferedAnswer:
     """Of each of its nodes when the answer came."""
     is_awaited: bool
     """Whether its rollout waits for the audit."""
+    prompt: int
+    """A hash of its prompt and version."""
     request: AuditRequest | None = None
     """None when it is not audited, or was."""
     verdict: AuditVerdict | None = None
@@ -191,6 +193,7 @@ class Audits:
             rollout_id=rollout_id,
             quarantines={node_id: trust.quarantines for node_id, trust in nodes.items()},
             is_awaited=any(trust.is_new for trust in nodes.values()),
+            prompt=hash((record.prompt_ids.tobytes(), *(span.version for span in record.version_spans[:1]))),
         )
         self._open.setdefault(rollout_id, []).append(answer)
         self.counters["answers"] += 1
@@ -290,10 +293,10 @@ class Audits:
         self.counters["wrong"] += not is_clean(verdict)
         for node_id, part in _by_node(verdict, answer.parts):
             trust = self._trust[node_id]
-            if answer.quarantines[node_id] == trust.quarantines and trust.note(part):
-                self._quarantine(node_id, trust, part)
+            if answer.quarantines[node_id] == trust.quarantines and (reason := trust.note(part, answer.prompt)):
+                self._quarantine(node_id, trust, f"{reason}; in its last answer {_describe(part)}")
 
-    def _quarantine(self, node_id: str, trust: NodeTrust, verdict: AuditVerdict) -> None:
+    def _quarantine(self, node_id: str, trust: NodeTrust, why: str) -> None:
         length_s = trust.quarantine(time.monotonic(), self._config.quarantine_s)
         self.counters["quarantines"] += 1
         rollouts = set(self._recent.pop(node_id, ()))
@@ -301,7 +304,7 @@ class Audits:
             self._tainted[name] = None
         while len(self._tainted) > _MAX_TAINTED:
             self._tainted.popitem(last=False)
-        reason = f"quarantined for {length_s:.0f} s: {_describe(verdict)}"
+        reason = f"quarantined for {length_s:.0f} s: {why}"
         logger.warning(
             "node %s is %s; %d rollouts of it that were not audited are dropped unless a batch has them",
             node_id,
@@ -457,7 +460,8 @@ def _by_node(verdict: AuditVerdict, parts: tuple[tuple[str, int], ...]) -> Itera
     for number, (node_id, count) in enumerate(parts, start=1):
         wrong = [index - start for index in verdict.wrong if start <= index < start + count]
         fault = verdict.fault if number == len(parts) else None
-        yield node_id, msgspec.structs.replace(verdict, tokens=count, wrong=wrong, fault=fault)
+        older = {} if len(parts) == 1 else {"by_logprob": (0, 0), "by_draw": (0, 0)}  # They are not told by node.
+        yield node_id, msgspec.structs.replace(verdict, tokens=count, wrong=wrong, fault=fault, **older)
         start += count
 
 

@@ -92,3 +92,43 @@ def test_behind_a_swap_the_tolerance_is_wider():
     assert verdict(misses={9: 0.05, 10: 0.05, 11: 0.09}, swap=10).wrong == [9, 11]
     # Two spans of one version are no swap.
     assert verdict(misses={9: 0.05, 10: 0.05}, swap=10, newer=3).wrong == [9, 10]
+
+
+def counted(claimed: list[float], own: list[float], older: list[float], misses: list[float], older_misses: list[float]):
+    """Count what is nearer to the version before, in an answer whose last token is behind a swap."""
+    tokens = len(claimed)
+    audit = OpenAudit(
+        AuditRequest(
+            audit=9,
+            prompt_ids=pack_ints([1, 2]),
+            token_ids=pack_ints(range(tokens)),
+            logprobs=pack_floats(claimed),
+            version_spans=[VersionSpan(0, tokens - 1, 3), VersionSpan(tokens - 1, tokens, 4)],
+            finish_reason="length",
+            sampling=Sampling(max_tokens=tokens, seed=1),
+            tolerance=TOLERANCE,
+        ),
+        older=2,
+    )
+    assert audit.missing == {2, 3, 4}
+    audit.logprobs[:], audit.misses[:] = own, misses
+    audit.older_scores = np.array(older_misses), np.array(older, np.float32)
+    result = judge(audit, None)
+    return result.by_logprob, result.by_draw
+
+
+def test_tokens_that_are_nearer_to_the_version_before_are_counted():
+    # Of four, two are nearer to it, one to the claimed version, and one says nothing. What a swap precedes is left out.
+    own, older = [-1.0, -1.0, -1.0, -2.0, -1.0], [-1.1, -1.1, -0.9, -2.0]
+    claimed, right = [-1.08, -0.99, -0.8, -2.0, -1.1], [0.0] * 5
+    assert counted(claimed, own, older, right, right[:4]) == ((2, 3), (0, 0))
+    # Halfway is not nearer, and a token that top-k removes is not compared.
+    assert counted([-1.5, -1.0], [-1.0, 0.0], [-2.0], [0.0, 0.0], [0.0]) == ((0, 1), (0, 0))
+    assert counted([-1.5, -1.0], [-np.inf, 0.0], [-2.0], [0.0, 0.0], [0.0]) == ((0, 0), (0, 0))
+
+
+def test_a_draw_that_one_version_makes_is_told_by_that():
+    # Its logprob may be invented: here each is that of the claimed version.
+    own, older = [-1.0] * 5, [-1.1] * 4
+    misses, older_misses = [0.01, 0.0, 0.01, 0.0, 0.0], [0.0, 0.01, 0.02, 0.0]
+    assert counted(own, own, older, misses, older_misses) == ((0, 2), (1, 2))
