@@ -17,7 +17,7 @@ from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
-from composer_prime.wire.node import Goodbye, Heard, NodeHello, NodeWelcome, Rejected, Sampling, Status
+from composer_prime.wire.node import Goodbye, Heard, HelloAgain, NodeHello, NodeWelcome, Rejected, Sampling, Status
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan, ints
 from orchestrator.audit.audits import Audits
@@ -43,7 +43,7 @@ class PeerAuditor:
         hello = NodeHello(node_id=name, engine="local", run_id=None, version=0, max_concurrent=1)
         self.send(msgspec.structs.replace(hello, **changes))
 
-    async def next(self, kind: type, timeout_s: float = DEADLINE_S):
+    async def next(self, kind: type | tuple[type, ...], timeout_s: float = DEADLINE_S):
         """Return the next message of a kind; others are skipped."""
         while True:
             raw = await asyncio.wait_for(self._socket.recv(), timeout_s)
@@ -297,12 +297,20 @@ async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, 
         async def answer() -> None:
             auditor.hello("a", max_concurrent=64)
             while True:
-                request = await auditor.next(AuditRequest)
-                wrong = () if refused else (0,)
-                refused.extend([request] if wrong else [])
-                auditor.send(verdict(request, wrong))
+                match await auditor.next((AuditRequest, HelloAgain)):
+                    case HelloAgain():
+                        auditor.hello("a", max_concurrent=64)
+                    case request:
+                        wrong = () if refused else (0,)
+                        refused.extend([request] if wrong else [])
+                        auditor.send(verdict(request, wrong))
 
-        answering = asyncio.create_task(answer())
+        async def beat() -> None:
+            while True:
+                auditor.send(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+                await asyncio.sleep(0.2)
+
+        answering = asyncio.gather(answer(), beat())
         try:
             await trainer.train(1)
             attempts = [line["failed_attempts"] for line in await run.rollouts(1)]
