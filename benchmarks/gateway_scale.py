@@ -14,8 +14,9 @@ placing   CPU from a request's arrival at the router to its answer, with 1, 256 
 processes turns per second and CPU a turn with 1 and 2 processes that serve HTTP (orchestrator.gateway_processes), by
           turns in one run. The router's share is what one core has to carry, however many processes there are.
 flood     turns per second with and without a second node that floods the link, and the growth of resident memory.
-open      lag of the event loop with that many rollouts open, each with a request at the node or on its way, before and
-          after everything that existed at the start is exempted from garbage collections, as the orchestrator does.
+open      lag of the router's event loop with that many rollouts open, each with a request at the node or on its way:
+          as it is, with everything that existed at the start exempted from garbage collections, as the orchestrator
+          does, and with a second HTTP process too.
 
 The exit status is 1 when the packed form costs more than JSON at any size, when its cost at 32k is above 1.5 times that
 at 205, when placing at 1000 nodes is above twice that at 1, when a second process saves the router nothing, when a
@@ -56,6 +57,8 @@ FLAT_TARGET, PLACING_TARGET, LAG_TARGET_S = 1.5, 2.0, 0.05
 FLOOD_TARGET, GROWTH_TARGET_MIB = 0.85, 32
 FORMS = ("json", "packed")
 PROCESSES = (1, 2)
+OPEN_STATES = {"as it is": (False, 1), "frozen": (True, 1), "frozen, 2 processes": (True, 2)}
+"""Whether what exists at the start is exempted from garbage collections, and processes that serve HTTP."""
 _NUM_TOKENS = 16
 """Tokens of each answer in the parts turns and placing."""
 _PLACED_AT_ONCE = 64
@@ -235,14 +238,15 @@ def _resident_mib() -> float:
 
 
 async def measure_open(num_open: int, delay_s: float, turns: int) -> dict[str, dict[str, float]]:
-    """Return the lag, before and after the start is exempted from garbage collections."""
+    """Return the lag in each of OPEN_STATES."""
     print(f"open: {num_open} rollouts of {turns} turns, the node answers after {delay_s:g} s, packed")
     figures = {}
-    for state in ("as it is", "frozen"):
-        if state == "frozen":
+    for state, (is_frozen, processes) in OPEN_STATES.items():
+        gc.unfreeze()
+        if is_frozen:
             freeze_startup()
         with longest_collection() as pause:
-            figures[state] = await _open(num_open, delay_s, turns)
+            figures[state] = await _open(num_open, delay_s, turns, processes)
         figures[state]["collection_s"] = pause["s"]
         print(f"{state}: the longest of {pause['count']:.0f} full garbage collections took {1000 * pause['s']:.0f} ms "
               "of CPU", flush=True)  # fmt: skip
@@ -271,9 +275,9 @@ def longest_collection() -> Iterator[dict[str, float]]:
         gc.callbacks.remove(note)
 
 
-async def _open(num_open: int, delay_s: float, turns: int) -> dict[str, float]:
+async def _open(num_open: int, delay_s: float, turns: int, processes: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        async with served_gateway(Path(folder), num_open, delay_s, 64) as gateway:
+        async with served_gateway(Path(folder), num_open, delay_s, 64, processes=processes) as gateway:
             load = Load(concurrent=num_open, rollouts_per_slot=1, turns=turns, spread_s=delay_s)
             result = await measure(gateway, HttpDriver(1, "--packed"), load, delay_s)
     ms = 1000.0
