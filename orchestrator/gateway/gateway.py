@@ -117,7 +117,7 @@ class Gateway:
         """Serve HTTP in processes of their own; None where this process does."""
         if orchestrator.gateway_processes > 1:
             serve_alone = partial(self._http.listen, shares_port=True)
-            self.fronts = Fronts(orchestrator.gateway_processes, self._generator.answer, serve_alone)
+            self.fronts = Fronts(orchestrator.gateway_processes, self._generator.answer, serve_alone, self._fail)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())

@@ -188,7 +188,8 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
     async def serve_alone(host: str, port: int) -> None:
         alone.append((host, port))
 
-    fronts = Fronts(2, answer, serve_alone, hang_s=10.0, max_restarts=0)
+    errors: list[BaseException] = []
+    fronts = Fronts(2, answer, serve_alone, errors.append, hang_s=10.0, max_restarts=0)
     try:
         await fronts.start(
             FrontSettings(
@@ -214,6 +215,7 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
         assert fronts.url == "http://{}:{}".format(*alone[0]) and fronts.figures() == {"serving": 0, "restarts": 0}
     finally:
         await fronts.close()
+    assert not errors
 
 
 @pytest.mark.process

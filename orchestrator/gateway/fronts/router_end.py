@@ -32,7 +32,7 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError, Req
 from composer_prime.run.process import child_options, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts
 from composer_prime.wire.frames import Frames
-from orchestrator.event_loop import Notifier
+from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway.generation import TurnAnswer, TurnRequest
 from orchestrator.gateway.http import port_error, to_request_error
 
@@ -125,16 +125,21 @@ class Fronts:
         count: int,
         answer: Callable[[TurnRequest], Awaitable[TurnAnswer]],
         on_none_left: Callable[[str, int], Awaitable[Any]],
+        on_error: Callable[[BaseException], None],
         *,
         hang_s: float = 60.0,
         max_restarts: int = 5,
     ) -> None:
-        """`on_none_left(host, port)` serves the port in this process. `hang_s`: how long a front may be silent."""
+        """`on_none_left(host, port)` serves the port in this process, `on_error` gets why that fails.
+
+        `hang_s`: how long a front may be silent.
+        """
         self.url = ""
         self.restarts = 0
         self._count = count
         self._answer = answer
         self._on_none_left = on_none_left
+        self._on_error = on_error
         self._port: socket.socket | None = None
         """Bound and not listening: it keeps the port for the fronts."""
         self._fronts: dict[int, Front] = {}
@@ -160,7 +165,7 @@ class Fronts:
         self._port = hold_port(settings.host, settings.port)
         settings = msgspec.structs.replace(settings, port=self._port.getsockname()[1])
         self.url = f"http://{settings.host}:{settings.port}"
-        self._tasks = [asyncio.create_task(self._keep_alive(number, settings)) for number in range(self._count)]
+        self._tasks = [watched(self._keep_alive(number, settings), self._on_error) for number in range(self._count)]
         await self._changed.wait_for(lambda: self._given_up or self.num_ready == self._count, _START_S)
         if self._given_up:
             raise RoleFailedError(f"a gateway process does not start: {', '.join(self._given_up.values())}; see above")
