@@ -125,7 +125,8 @@ def build(model: str, output: Path) -> Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["64:96", "384:128", "1536:48"], metavar="CONTEXT:TURN")
+    shapes = ["64:96", "384:96", "384:256", "1536:48", "1536:512"]
+    parser.add_argument("--shapes", nargs="+", default=shapes, metavar="CONTEXT:TURN")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
