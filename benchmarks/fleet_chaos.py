@@ -9,10 +9,11 @@
     --network     each node in a network namespace, behind a wire of --mbit that drops --loss of all packets (root)
 
 Both sides evaluate the same tasks at their end. The benchmark ends with status 1 when a sample was trained twice, a
-group is missing or torn, a node was turned away for good, the chaotic side's reward is below the calm one's by more
-than a 95 % interval over tasks allows, or more than MOST_LOST of its sampled tokens were lost. Lost are tokens that a
-node's engine drew and no accepted answer holds, those of the run's end included. The nodes count them in shared memory,
-which outlives kill -9.
+group is missing or torn (rollouts whose tokens are all older than max_staleness allows are counted, not missed), a node
+was turned away for good or ended by itself, the chaotic side's reward is below the calm one's by more than a 95 %
+interval over tasks allows, or more than MOST_LOST of its sampled tokens were lost. Lost are tokens that a node's engine
+drew and no accepted answer holds, those of the run's end included. The nodes count them in shared memory, which outlives
+kill -9.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ from pathlib import Path
 from benchmarks.diloco_link_sides.wires import LossyStar
 from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, tails
 from composer_prime.monitor.metrics_file import Tail
+from composer_prime.monitor.rollouts import read_rollouts
 from composer_prime.run.ledger import check_ledger, effective
 
 KINDS = ("kill", "leave", "freeze", "hang")
 RETURN_S, FREEZE_S, MOST_DELAY_S = 5.0, 20.0, 20.0
 MOST_LOST = 0.05
 START_S = 600.0
+MAX_STALENESS = 1
+"""Of configs/a1.toml, in versions."""
 COUNTER_BYTES = 8
 SETTINGS = "[inference]\nengine = 'local'\nthreads = 1\nmax_concurrent = 32\n[inference.local]\nmax_batch = 32\n"
 
@@ -228,7 +232,7 @@ class Side:
         step_of: dict[str, int] = {}
         for step, samples in steps.items():
             rollouts = {sample.rpartition("/")[0] for sample in samples}
-            members = Counter(rollout.rpartition("-")[0] for rollout in rollouts)
+            members = Counter(rollout.rpartition("-")[0] for rollout in rollouts | self.stale(step))
             found += [f"group {group} was trained in steps {step_of[group]} and {step}" for group in members
                       if group in step_of]  # fmt: skip
             found += [f"group {group} of step {step} has {count} of {siblings} rollouts"
@@ -237,6 +241,17 @@ class Side:
             if len(members) != groups:
                 found.append(f"step {step} has {len(members)} groups, expected {groups}")
         return found
+
+    def stale(self, step: int) -> set[str]:
+        """Return the rollouts of a batch that is trained without their tokens, which are all too old for it.
+
+        Such a group waited for a sibling on a node that failed.
+        """
+        oldest = step - 1 - MAX_STALENESS
+        lines = read_rollouts(self.run_dir / f"rollouts/step_{step:06d}.jsonl")
+        return {
+            line["rollout_id"] for line in lines if line["status"] == "trained" and line["policy_versions"][1] < oldest
+        }
 
     def reward(self) -> tuple[float, float]:
         """Return the held-out mean at the end and its standard error over tasks."""
@@ -250,7 +265,7 @@ class Side:
         return sum(node.tokens for node in self.nodes), accepted
 
     def counters(self) -> dict[str, int]:
-        last: dict[str, int] = {}
+        last = {"stale_rollouts": sum(len(self.stale(step)) for step in range(1, self.options.steps + 1))}
         for line in self._lines():
             last |= {name[8:]: int(value) for name, value in line.items()
                      if name in ("gateway/reissued", "gateway/late_answers", "gateway/bad_answers")}  # fmt: skip
