@@ -6,9 +6,10 @@
 
 Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
 brought to a node's disk by inference/versions.py, which must give back the same bits. The steps of qwen3-8b are made
-up: normal weights of deviation 0.02, and each step moves every value by up to two learning rates, as AdamW does. They
-are made block by block in a file, so that neither this process nor the node's holds the model. For each learning rate,
-of the last step:
+up: normal weights of deviation 0.02, and each step moves every value by a normal number of deviation --move learning
+rates. AdamW moves by 0.23 where gradients are noise, sqrt((1 - 0.9) / (1 + 0.9)), and by 1 where they never change.
+They are made block by block in a file, so that neither this process nor the node's holds the model. For each learning
+rate, of the last step:
 
     full        the file in bfloat16
     zstd        the file, level 3
@@ -105,7 +106,7 @@ def qwen3_8b_shapes(layers: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def made_up(layers: int, lr: float, file: Path) -> Iterator[Tensors]:
+def made_up(layers: int, deviation: float, file: Path) -> Iterator[Tensors]:
     """Yield the start weights and those after each step, in bfloat16, as views of `file`; see the module."""
     shapes = qwen3_8b_shapes(layers)
     total = sum(map(prod, shapes.values()))
@@ -114,10 +115,10 @@ def made_up(layers: int, lr: float, file: Path) -> Iterator[Tensors]:
     tensors = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
     for steps in count():
         for number, block in enumerate(flat.split(_BLOCK)):
-            master = 0.02 * torch.randn(len(block), generator=torch.Generator().manual_seed(number << 32))
-            for step in range(1, steps + 1):
-                moved = torch.rand(len(block), generator=torch.Generator().manual_seed((number << 32) + step))
-                master.add_(moved.sub_(0.5), alpha=4 * lr)
+            random = torch.Generator().manual_seed(number)
+            master = 0.02 * torch.randn(len(block), generator=random)
+            for _ in range(steps):
+                master.add_(torch.randn(len(block), generator=random), alpha=deviation)
             block.copy_(master)
         yield tensors
 
@@ -254,6 +255,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cut", type=int, default=0, metavar="N", help="break off every Nth read of the node; 0: none")
     parser.add_argument("--layers", type=int, default=36, help="of qwen3-8b")
+    parser.add_argument("--move", type=float, default=0.23, metavar="LRS", help="deviation of a step of qwen3-8b")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -269,7 +271,7 @@ def main() -> int:
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as name:
             if options.model == "qwen3-8b":
-                versions = made_up(options.layers, lr, Path(name) / "made-up")
+                versions = made_up(options.layers, options.move * lr, Path(name) / "made-up")
             else:
                 versions = trained(*next(models), lr)
             of = measure(versions, options.steps, Path(name), options.cut)
