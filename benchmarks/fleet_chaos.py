@@ -12,8 +12,8 @@ Both sides evaluate the same tasks at their end. The benchmark ends with status 
 group is missing or torn (rollouts whose tokens are all older than max_staleness allows are counted, not missed), a node
 was turned away for good or ended by itself, the chaotic side's reward is below the calm one's by more than a 95 %
 interval over tasks allows, or more than MOST_LOST of its sampled tokens were lost. Lost are tokens that a node's engine
-drew and no accepted answer holds, those of the run's end included. The nodes count them in shared memory, which outlives
-kill -9.
+drew and no accepted answer holds, those of the run's end included. The nodes count them in shared memory, which
+outlives kill -9.
 """
 
 from __future__ import annotations
