@@ -34,6 +34,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.diloco_link_sides.wires import LossyStar
 from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, tails
@@ -69,7 +70,7 @@ def serve(counter: Path, words: list[str]) -> int:
         tokens[0] += 1
         append(self, slot, token, logprob)
 
-    def hanging(self: Computer, step: object) -> None:
+    def hanging(self: Computer, step: Any) -> None:
         while hung.is_set():
             time.sleep(1)
         compute(self, step)

@@ -202,8 +202,8 @@ def _sizes(old: Snapshot, new: Tensors) -> dict[str, float]:
             difference = words ^ before.reshape(-1).view(torch.int16)
             changed += int(difference.count_nonzero())
             full += words.nbytes
-            zstd += len(whole.compress(words.numpy()))
-            xor_zstd += len(xored.compress(difference.numpy()))
+            zstd += len(whole.compress(words.numpy().data))
+            xor_zstd += len(xored.compress(difference.numpy().data))
     return {
         "changed": 100 * changed / (full / 2),
         "full": full,
