@@ -93,7 +93,7 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
     # A configuration whose tasks a command makes names that command.
     config = config_of(name, tmp_path / "out")
     problems, tasks, warnings = worker_side.open_sources(config, tmp_path)
-    if name.startswith("qwen3-8b/code-"):
+    if "/code-" in name:
         assert all("tasks.jsonl: no such file; make tasks with `composer tasks make" in each for each in problems)
         assert len(problems) == len(config.orchestrator.source)
         return

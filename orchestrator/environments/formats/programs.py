@@ -134,7 +134,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
     def load(self) -> Iterator[ProgramTask]:
         """Raises ConfigError for a file or record that cannot be read, EmptyTaskSetError for an empty split."""
         config = self.config
-        if config.file.is_dir():
+        if config.file.is_dir() or not config.file.suffix:
             named = ((task.repository, task) for task in deleted_functions(config.file, config.max_lines))
         else:
             named = ((task.id, task) for task in read_functions(config.file, shown_tests=config.shown_tests))
