@@ -12,8 +12,8 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.environments.code.grading import Grade, grade
-from orchestrator.environments.code.task import CodeTask
-from orchestrator.environments.formats.functions import human_eval_task, mbpp_task, with_reply
+from orchestrator.environments.code.task import CodeTask, write_tasks
+from orchestrator.environments.formats.functions import deleted_functions, human_eval_task, mbpp_task, with_reply
 from orchestrator.environments.formats.records import Record, read_records
 
 RUNTIME = RuntimeConfig(type="subprocess")
@@ -164,3 +164,37 @@ def test_a_list_may_be_a_json_string() -> None:
     listed = mbpp_task(record(SQUARES), shown_tests=0)
     written = mbpp_task(record(SQUARES | {"test_list": json.dumps(SQUARES["test_list"])}), shown_tests=0)
     assert listed == written
+
+
+def deletion(symbol: str, source: str) -> CodeTask:
+    """A task whose deleted body stands in `source` as BODY."""
+    return CodeTask(
+        id=symbol, kind="delete", repository="m-1", tree="m-1", prompt="", symbols=[symbol],
+        start={"m.py": source.replace("BODY", "raise NotImplementedError")},
+        solution={"m.py": source.replace("BODY", "return 1")}, fail_to_pass=[], pass_to_pass=[],
+    )  # fmt: skip
+
+
+def test_only_the_deleted_function_is_asked_for(tmp_path: Path) -> None:
+    # Not: a method whose name an intact function has; a function without a docstring. A decorator is part of what is
+    # asked for, and a form feed ends no line.
+    documented = '"""Do it."""\n    BODY\n'
+    method = f"def f():\n    {documented.replace('BODY', 'return 2')}\nclass A:\n    def f(self):\n        BODY\n"
+    tasks = [
+        deletion("m.A.f", method),
+        deletion("m.g", "def g():\n    BODY\n"),
+        deletion("m.h", f"import functools\n\x0c\n@functools.cache\ndef h():\n    {documented}\nLAST = 1\n"),
+    ]
+    write_tasks(tmp_path, tasks)
+    (asked,) = deleted_functions(tmp_path, None)
+    stub = '@functools.cache\ndef h():\n    """Do it."""'
+    assert asked.prompt == f"Write the Python function `h`.\n\n```python\n{stub}\n```"
+    assert list(deleted_functions(tmp_path, 4)) == [asked] and list(deleted_functions(tmp_path, 3)) == []
+    before, after = "import functools\n\x0c\n", "\nLAST = 1\n"
+    for reply, code in [
+        ("```python\nimport re\ndef h():\n    return 3\n```", "import re\ndef h():\n    return 3\n"),
+        ("return 3", f"{stub}\n    return 3"),
+        ("```python\ndef h():\n    return 3\n```\nOutput:\n```text\n3\n```\nDone.", "def h():\n    return 3\n"),
+        ("```py\ndef h():\n    return 3\n```\nUse:\n```python\nh()\n```", "def h():\n    return 3\n"),
+    ]:
+        assert with_reply(asked, reply) == {"m.py": f"{before}{code}\n{after}".encode()}

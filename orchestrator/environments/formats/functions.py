@@ -111,9 +111,8 @@ def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
 def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]:
     """Yield the tasks of a folder that delete one top-level function with a docstring.
 
-    Its signature and docstring are the prompt.
-
-    `max_lines`: of the whole function; None for any. Raises as `read_tasks`.
+    Its signature and docstring are the prompt. `max_lines`: of the whole function; None for any. Raises as
+    `read_tasks`.
     """
     for task in read_tasks(folder):
         if task.kind != "delete" or len(task.symbols) != 1 or len(task.start) != 1:
@@ -121,42 +120,45 @@ def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]
         ((path, text),) = task.start.items()
         name = _name(task)
         left, whole = _function(text, name), _function(task.solution.get(path, ""), name)
-        if left is None or whole is None or ast.get_docstring(left) is None:
+        if left is None or whole is None or not isinstance(left.body[-1], ast.Raise):
+            continue  # A method may have the name of an intact function.
+        if ast.get_docstring(left) is None or left.body[-1].lineno == left.lineno:
             continue  # A signature alone says too little to one who does not see the rest.
-        if max_lines is not None and _lines(whole) > max_lines:
-            continue
-        stub = _stub(text, left)
-        yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
+        if max_lines is None or (whole.end_lineno or 0) - _first_line(whole) < max_lines:
+            stub = _stub(text, left)
+            yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
 
 
 def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
     """Return the files that a reply in words makes: its last Python block, or all of it where it has none.
 
-    A block without the asked function continues the beginning that the task gave.
+    A block that defines an asked function goes before later ones. One without it continues what the task gave.
     """
-    blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL | re.IGNORECASE)
-    code = blocks[-1] if blocks else reply
+    names = [_name(task)] if task.tree else task.symbols
+    fences = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
+    blocks = [code for language, code in fences if language.lower() in ("", "python", "py", "python3")]
+    defining = [code for code in blocks if any(_defines(code, name) for name in names)]
+    code = (defining or blocks or [reply])[-1]
     if task.tree:
         return _in_place(task, code)
     given = task.start.get(SOLUTION, "")
-    missing = [name for name in task.symbols if not _defines(code, name)]
-    if given and missing:
+    if given and not all(_defines(code, name) for name in names):
         # Chat templates strip replies, and with them the first line's indentation.
         code = next((given + text for text in (code, _INDENT + code) if _is_python(given + text)), given + code)
     return {SOLUTION: code.encode("utf-8", "replace")}
 
 
 def _in_place(task: CodeTask, code: str) -> dict[str, bytes]:
-    """Return the file of a deleted function with `code` in place of what was left of it."""
+    """Return the file of a deleted function with `code` in place of what was left of it, decorators included."""
     ((path, text),) = task.start.items()
     name = _name(task)
     left = _function(text, name)
     assert left is not None  # deleted_functions takes no other task.
-    lines = text.splitlines()
     if not _defines(code, name):
         code = f"{_stub(text, left)}\n{textwrap.indent(textwrap.dedent(code), _INDENT)}"
-    lines[left.lineno - 1 : left.end_lineno] = code.splitlines()
-    return {path: ("\n".join(lines) + "\n").encode("utf-8", "replace")}
+    lines = text.split("\n")
+    lines[_first_line(left) - 1 : left.end_lineno] = code.split("\n")
+    return {path: "\n".join(lines).encode("utf-8", "replace")}
 
 
 def _name(task: CodeTask) -> str:
@@ -168,19 +170,19 @@ def _defines(code: str, name: str) -> bool:
 
 
 def _function(text: str, name: str) -> ast.FunctionDef | None:
-    """Return the only top-level function of a module that has this name and a body on lines of its own."""
+    """Return the only top-level function of a module that has this name."""
     body = ast.parse(text).body if _is_python(text) else []
     found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return found[0] if len(found) == 1 and found[0].body[-1].lineno > found[0].lineno else None
+    return found[0] if len(found) == 1 else None
 
 
 def _stub(text: str, left: ast.FunctionDef) -> str:
-    """Return signature and docstring of a function whose body is gone: all but its last statement."""
-    return "\n".join(text.splitlines()[left.lineno - 1 : left.body[-1].lineno - 1])
+    """Return decorators, signature and docstring of a function whose body is gone: all but its last statement."""
+    return "\n".join(text.split("\n")[_first_line(left) - 1 : left.body[-1].lineno - 1])
 
 
-def _lines(node: ast.FunctionDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+def _first_line(node: ast.FunctionDef) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _task(
