@@ -35,6 +35,8 @@ POLICY = "policy"
 """The model name under which requests ask for the policy that is trained."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""Larger integers have no packed form, in which turns travel between processes."""
 _MAX_STOPS = 64
 
 
@@ -47,13 +49,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     """-1 and 0 keep every token."""
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
+    n: Int64 | None = None
     min_p: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Int64 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -108,8 +110,6 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
             code="context_length_exceeded",
             param="token_ids",
         )
-    if fields.seed is not None and not -(1 << 63) <= fields.seed < 1 << 63:
-        raise RequestError(f"seed is {fields.seed}: send an integer of 64 bits", param="seed")
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stop) > _MAX_STOPS or "" in stop:
         raise RequestError(f"stop has {len(stop)} strings; send at most {_MAX_STOPS}, none of them empty", param="stop")

@@ -36,6 +36,8 @@ REFUSED = [
     ({"model": "policy", "token_ids": [5] * 600, "sampling_params": {}}, 400),
     ({"model": "policy", "token_ids": [5], "sampling_params": {"min_p": 0.5}}, 400),
     ({"model": "policy", "token_ids": "5", "sampling_params": {}}, 400),
+    ({"model": "policy", "token_ids": [5], "sampling_params": {"seed": 2**70}}, 400),
+    ({"model": "policy", "token_ids": [5], "sampling_params": {"n": -(2**70)}}, 400),
 ]
 
 
@@ -97,7 +99,7 @@ async def test_two_processes_answer_as_one_does(open_gateway, node_keys):
         ):
             both.append(await everything(gateway, node))
     assert both[0] == both[1]
-    assert [status for status, _ in both[1][3:9]] == [status for _, status in REFUSED]
+    assert [status for status, _ in both[1][3 : 3 + len(REFUSED)]] == [status for _, status in REFUSED]
 
 
 @pytest.mark.process

@@ -58,8 +58,8 @@ class RouterLink:
         """Return the router's answer. Raises RequestError as the router's process does, and DeadlineError."""
         call = next(self._calls)
         waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
-        self._frames.send(FrontTurn(call=call, turn=turn))
         try:
+            self._frames.send(FrontTurn(call=call, turn=turn))
             async with asyncio.timeout(self._timeout_s):
                 return await waiting
         except TimeoutError:
