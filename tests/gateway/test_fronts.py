@@ -11,19 +11,22 @@ from collections.abc import Mapping
 
 import aiohttp
 import pytest
+from aiohttp import web
 from gateway_config import MODEL, config_with
 from http_calls import generate_body, get, post
 from node_peer import PeerNode, tokens_for
 from pydantic import ValidationError
 
 from composer_prime.errors import PortInUseError
+from composer_prime.wire.frames import Frames
 from composer_prime.wire.turns import PackedAnswer, TurnClient
 from composer_prime.wire.types import ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.fronts import Fronts, FrontSettings
-from orchestrator.gateway.fronts.router_end import hold_port
+from orchestrator.gateway.fronts.front import RouterLink, forward_route
+from orchestrator.gateway.fronts.router_end import ToFront, hold_port
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
-from orchestrator.gateway.generation import TurnAnswer, TurnRequest
+from orchestrator.gateway.generation import SamplingFields, TurnAnswer, TurnRequest
 
 PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 60.0}
 ONE = {"inference": PATIENT}
@@ -218,6 +221,36 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
     finally:
         await fronts.close()
     assert not errors
+
+
+async def test_a_front_reads_no_large_body_for_a_route_that_takes_none():
+    """Whoever reaches the port would fill its memory, with the token or without. A small body is passed on."""
+    async with aiohttp.ClientSession() as session:
+        app = web.Application(client_max_size=64 << 20)
+        app.add_routes([forward_route(session, "http://127.0.0.1:9")])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/health"
+            for size, status, words in ((100, 503, "the router does not answer"), (1 << 20, 413, "4096 bytes")):
+                async with session.post(url, data=b"a" * size) as reply:
+                    assert reply.status == status and words in await reply.text()
+        finally:
+            await runner.cleanup()
+
+
+async def test_a_turn_that_cannot_be_sent_leaves_nothing_behind():
+    """Its error reaches the caller, and nobody waits for an answer."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        frames: Frames[ToFront] = Frames(reader, writer, ToFront, "router")
+        link = RouterLink(frames, 1.0)
+        with pytest.raises(OverflowError):
+            await link.answer(TurnRequest(session=None, new_ids=b"", sampling=SamplingFields(seed=2**70)))
+        assert not link._waiting
+        frames.close()
 
 
 @pytest.mark.process
