@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 
 import aiohttp
@@ -24,7 +25,7 @@ from composer_prime.wire.types import ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.fronts import Fronts, FrontSettings
 from orchestrator.gateway.fronts.front import RouterLink, forward_route
-from orchestrator.gateway.fronts.router_end import ToFront, hold_port
+from orchestrator.gateway.fronts.router_end import HeldPort, ToFront
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.gateway.generation import SamplingFields, TurnAnswer, TurnRequest
 
@@ -265,17 +266,25 @@ async def test_the_token_is_asked_for_by_every_process(open_gateway, node_keys, 
         assert gateway.router.counters.requests == 1
 
 
-def test_a_held_port_admits_this_gateways_processes_only():
-    """A second run with the same port is refused, whether or not the first one's processes listen yet."""
-    held = hold_port("127.0.0.1", 0)
-    host, port = held.getsockname()
+@pytest.mark.skipif(sys.platform != "linux", reason="fronts are for Linux")
+@pytest.mark.parametrize("first", ["port 0", "fixed port"])
+def test_a_held_port_admits_this_gateways_processes_only(first):
+    """A second run with that port is refused until the first one ends, whether or not its processes listen yet."""
+    host, held = "127.0.0.1", HeldPort("127.0.0.1", 0)
+    if first == "fixed port":
+        held.close()
+        held = HeldPort(host, held.port)
+    refused = rf"{held.port} is held by another process.*orchestrator.gateway_port"
     with socket.socket() as front:
         front.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        front.bind((host, port))
+        front.bind((host, held.port))
+        with pytest.raises(PortInUseError, match=refused):
+            HeldPort(host, held.port)
         front.listen()
-        with pytest.raises(PortInUseError, match=rf"{port} is held by another process.*orchestrator.gateway_port"):
-            hold_port(host, port)
+        with pytest.raises(PortInUseError, match=refused):
+            HeldPort(host, held.port)
     held.close()
+    HeldPort(host, held.port).close()
 
 
 def test_more_processes_than_rollouts_are_refused():

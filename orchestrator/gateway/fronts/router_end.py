@@ -140,8 +140,7 @@ class Fronts:
         self._answer = answer
         self._on_none_left = on_none_left
         self._on_error = on_error
-        self._port: socket.socket | None = None
-        """Bound and not listening: it keeps the port for the fronts."""
+        self._port: HeldPort | None = None
         self._fronts: dict[int, Front] = {}
         self._given_up: dict[int, str] = {}
         """Why fronts are not started again, by number."""
@@ -162,8 +161,8 @@ class Fronts:
                 f"orchestrator.gateway_processes is {self._count}, but {sys.platform} does not spread the connections "
                 "to one port over several processes as Linux does: set orchestrator.gateway_processes to 1"
             )
-        self._port = hold_port(settings.host, settings.port)
-        settings = msgspec.structs.replace(settings, port=self._port.getsockname()[1])
+        self._port = HeldPort(settings.host, settings.port)
+        settings = msgspec.structs.replace(settings, port=self._port.port)
         self.url = f"http://{settings.host}:{settings.port}"
         self._tasks = [watched(self._keep_alive(number, settings), self._on_error) for number in range(self._count)]
         await self._changed.wait_for(lambda: self._given_up or self.num_ready == self._count, _START_S)
@@ -292,17 +291,32 @@ async def _spawn(number: int) -> Front:
     return Front(process, Frames(reader, writer, FromFront, f"gateway process {number}"))
 
 
-def hold_port(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen, beside which processes of this user may serve the port.
+class HeldPort:
+    """A port that processes of this user may serve, until `close`; no other run can hold it."""
 
-    Raises PortInUseError when another process holds it.
-    """
-    held = socket.socket()
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, port))
-    except OSError as error:
-        held.close()
-        raise port_error(host, port, error) from None
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # Not before: then it would join another run's port.
-    return held
+    def __init__(self, host: str, port: int) -> None:
+        """Port 0 takes a free one. Raises PortInUseError when another process holds it."""
+        self._lock = socket.socket(socket.AF_UNIX)
+        self._bound = socket.socket()
+        """It does not listen: the kernel would give it connections."""
+        try:
+            if port:
+                self._lock_port(port)
+            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._bound.bind((host, port))
+            self.port: int = self._bound.getsockname()[1]
+            if not port:
+                self._lock_port(self.port)
+        except OSError as error:
+            self.close()
+            raise port_error(host, port, error) from None
+        # Not before: then it would join another run's port.
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+    def _lock_port(self, port: int) -> None:
+        """Bind an abstract name, which one socket at a time has: SO_REUSEADDR lets two be bound to one port."""
+        self._lock.bind(f"\0composer-prime/gateway-port/{port}")
+
+    def close(self) -> None:
+        self._bound.close()
+        self._lock.close()
