@@ -36,6 +36,9 @@ _LEAST_GAIN_S = 1.0
 _OVERDUE = 3.0
 """A request is overdue after this many times its expected time, unless its node streamed tokens lately."""
 _QUIET_S = 5.0
+_MAX_DOUBLINGS = 2
+_MAX_SUSPENSION_S = 3600.0
+"""Bounds of a suspension: nothing but its end lets a node that works again show so."""
 _MAX_LOOKS = 512
 """Requests for which a tick looks for a second node. Each takes some 10 us, and the event loop waits for all."""
 
@@ -106,7 +109,8 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
     """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
 
     Its heartbeats may go on while its engine hangs. It then misses new weights too, so it may not even serve. It
-    gets no request for `stall_s`, doubled for each further stall, and then a single one until it has answered.
+    gets no request for `stall_s`, doubled for each further stall up to 4 times that or an hour, and then a single one
+    until it has answered.
     """
     now = time.monotonic()
     for node in router.nodes.attached():
@@ -114,13 +118,14 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
         if stalled_s < stall_s or all(other is node for other in router.serving()):
             continue
         reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
-        node.suspended_until = now + stall_s * 2 ** min(node.stalls_in_row, 10)
+        suspended_s = min(stall_s * 2 ** min(node.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
+        node.suspended_until = now + suspended_s
         node.stalls_in_row += 1
         node.places = 1
         requests = list(node.leases.values())
         logger.warning(
-            "%s, though its heartbeats go on: its %d requests go elsewhere; look at its log, and restart it if its "
-            "engine hangs", reason, len(requests),
+            "%s, though its heartbeats go on: its %d requests go elsewhere, and it gets none for %.0f s; its log tells "
+            "whether its engine hangs. A restart does not shorten that time", reason, len(requests), suspended_s,
         )  # fmt: skip
         for request in reversed(requests):
             router.take_back(request)

@@ -67,6 +67,25 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     await fleet.close()
 
 
+@pytest.mark.parametrize(("stall_s", "longest_s"), [(75.0, 300.0), (2000.0, 3600.0)])
+async def test_a_suspension_has_a_longest_time(stall_s, longest_s):
+    """A node that hung many times is tried again within an hour."""
+    fleet = Fleet(a={}, b={})
+    node = fleet.node("a")
+    for _ in range(8):
+        await fleet.ask(6)
+        node.last_progress -= 2 * stall_s
+        for request in node.leases.values():
+            request.placed -= 2 * stall_s
+        reclaim_stalled(fleet.router, stall_s)
+        suspended_s = node.suspended_until - time.monotonic()
+        assert 0 < suspended_s <= longest_s
+        node.suspended_until = 0.0
+        fleet.router.placing.look_again()
+    assert node.stalls_in_row == 8 and suspended_s == pytest.approx(longest_s, abs=longest_s / 4)
+    await fleet.close()
+
+
 @pytest.mark.parametrize("instance", ["a", "restarted", ""])
 async def test_a_suspension_outlasts_a_restart(instance):
     """Whatever process a node announces itself as, its suspension ends when its time is over, not before."""
