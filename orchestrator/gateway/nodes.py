@@ -246,11 +246,14 @@ class AttachedNode:
         return self.engine in _CONTINUE
 
     def rounds_like(self, other: AttachedNode) -> bool:
-        """Whether both nodes compute alike, as they say: then the same draws give the same tokens."""
+        """Whether both nodes compute alike, as they say: then the same draws give the same tokens.
+
+        Another count of GPUs or of CPU threads sums in another order.
+        """
         one, two = self.device, other.device
         if one is None or two is None or not one.dtype:
             return False
-        return (self.engine, one.name, one.dtype) == (other.engine, two.name, two.dtype)
+        return (self.engine, one.name, one.count, one.dtype) == (other.engine, two.name, two.count, two.dtype)
 
     def note_answer(self, num_tokens: int) -> None:
         """Count an accepted answer."""

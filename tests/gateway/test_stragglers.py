@@ -139,6 +139,7 @@ async def test_nobody_tries_twice_while_requests_wait_or_the_node_is_as_fast():
         ({"engine": "vllm"}, [10]),
         ({"device": ComputeDevice(name="L4", dtype="float32")}, [10]),
         ({"device": ComputeDevice(name="H100", dtype="bfloat16")}, [10]),
+        ({"device": ComputeDevice(name="L4", dtype="bfloat16", count=2)}, [10]),
         ({"device": ComputeDevice(name="L4")}, [10]),
         ({"device": None}, [10]),
     ],
