@@ -178,7 +178,8 @@ class WorkerPool:
                 lambda: self._failure is not None or bool(self.players), self._start_timeout_s
             ):
                 raise DeadlineError(
-                    f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s"
+                    f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s "
+                    "(orchestrator.worker_start_timeout_s): the log tells why workers ended or hosts left"
                 )
         raise self._failure
 
