@@ -29,6 +29,7 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, ContextOverflowError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
+from inference.engines.local import compute
 from inference.engines.local import engine as local_engine
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
@@ -107,6 +108,36 @@ def test_answers_share_their_context(folder):
         context = await share_a_context(subject)
         with pytest.raises(ContextOverflowError):
             await subject.engine.score_answers(context, [[5], subject.prompt(1, MAX_CONTEXT)])
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_answers_that_do_not_fit_one_pass(folder, monkeypatch):
+    # With room for 16 rows of logits no pass makes more, an answer of 40 tokens takes three, and scores stay the same.
+    made = []
+
+    class Watched(Computer):
+        def _forward(self, ids, positions, plan, rows):
+            logits = super()._forward(ids, positions, plan, rows)
+            made.append(len(logits))
+            return logits
+
+    async def scenario():
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Watched)
+        await engine.start()
+        subject = Subject(engine=engine, reference=Reference(folder))
+        context, answers = subject.prompt(3, 150), [subject.prompt(length, length) for length in (1, 7, 40, 8, 12)]
+        made.clear()
+        whole = await subject.engine.score_answers(context, answers)
+        assert made == [68]
+        monkeypatch.setattr(compute, "_CHECKED_BYTES", 4 * subject.reference.vocab * 16)
+        made.clear()
+        split = await subject.engine.score_answers(context, answers)
+        assert made == [8, 16, 16, 16, 12]
+        assert [len(scores) for scores in split] == [1, 7, 40, 8, 12]
+        for scores, unsplit in zip(split, whole, strict=True):
+            assert scores == pytest.approx(unsplit, abs=1e-5)
         await subject.engine.close()
 
     run(scenario())

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 _CHECKED_ROWS = 2048
 _CHECKED_BYTES = 1 << 30
-"""Most tokens, and most bytes of float32 logits, of one pass that checks draws."""
+"""Most tokens of one pass that checks draws, and most bytes of float32 logits of one that checks or scores answers."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -191,20 +191,37 @@ class Computer:
         self._resolve(future, logp.gather(-1, ids[0, 1:, None])[:, 0].tolist())
 
     def score_answers(self, future: asyncio.Future, context: list[int], answers: list[list[int]]) -> None:
-        """Resolve with the log-probabilities of each answer's tokens behind `context`, which is read once."""
+        """Resolve with the log-probabilities of each answer's tokens behind `context`.
+
+        A pass reads the context once for as many answers as its logits have room for. A longer answer takes several.
+        """
+        scores = [list[float]() for _ in answers]
+        at_once = max(16, _CHECKED_BYTES // (4 * self.vocab))
+        for pieces in _passes([len(answer) for answer in answers], at_once):
+            for (index, _, _), logp in zip(pieces, self._score_pieces(context, answers, pieces), strict=True):
+                scores[index] += logp
+        self._resolve(future, scores)
+
+    def _score_pieces(
+        self, context: list[int], answers: list[list[int]], pieces: list[tuple[int, int, int]]
+    ) -> list[list[float]]:
+        """Return the log-probabilities of each piece (answer, first token, last token + 1) in one pass."""
         start = len(context)
-        segments, wanted = [Segment(0, start, 0, 0)], list[int]()
-        positions, row = list(range(start)), start
-        for answer in answers:
-            segments.append(Segment(row, len(answer), 0, start))
-            positions += range(start, start + len(answer))
-            wanted += [start - 1, *range(row, row + len(answer) - 1)]
-            row += len(answer)
-        ids = torch.tensor([[*context, *(token for answer in answers for token in answer)]], device=self._device)
+        segments, positions, tokens = [Segment(0, start, 0, 0)], list(range(start)), list(context)
+        wanted, drawn = list[int](), list[int]()
+        for index, first, last in pieces:
+            row = len(tokens)
+            segments.append(Segment(row, last, 0, start))
+            positions += range(start, start + last)
+            tokens += answers[index][:last]
+            wanted += [start - 1, *range(row, row + last - 1)][first:]
+            drawn += answers[index][first:last]
+        ids = torch.tensor([tokens], device=self._device)
         plan = StepPlan(cache=self._cache, segments=segments, places=None)
         logits = self._forward(ids, torch.tensor([positions]), plan, torch.tensor(wanted, device=self._device))
-        logp = logits.float().log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
-        self._resolve(future, [each.tolist() for each in logp.split([len(answer) for answer in answers])])
+        chosen = torch.tensor(drawn, device=self._device)[:, None]
+        logp = logits.float().log_softmax(-1).gather(-1, chosen)[:, 0]
+        return [each.tolist() for each in logp.split([last - first for _, first, last in pieces])]
 
     def check_draws(
         self,
@@ -435,6 +452,23 @@ class Computer:
         """Fail everything that still waits, then resolve `ended`. Runs on the event loop."""
         _settle([(future, self.failure) for future in list(self._futures)])
         self.ended.set_result(None)
+
+
+def _passes(lengths: list[int], at_once: int) -> list[list[tuple[int, int, int]]]:
+    """Divide answers of `lengths` tokens into passes of at most `at_once`: pieces (answer, first token, last + 1).
+
+    Only an answer of more than `at_once` tokens is divided.
+    """
+    passes, left = [], 0
+    for index, length in enumerate(lengths):
+        for first in range(0, length, at_once):
+            count = min(at_once, length - first)
+            if count > left:
+                passes.append([])
+                left = at_once
+            passes[-1].append((index, first, first + count))
+            left -= count
+    return passes
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:
