@@ -19,7 +19,7 @@ from composer_prime.plan.preflight import check_start
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.command import parse_arguments, replay, replay_summary
 from composer_prime.traces.replay.density import main as report
-from composer_prime.traces.replay.frozen_base import EndpointScorer
+from composer_prime.traces.replay.frozen_base import CachedScorer, EndpointScorer
 from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.state import write_state
 from tests.chat_server import chat_server
@@ -30,10 +30,19 @@ BASE = "base-model"
 class Base:
     """Writes each character as a token; `likes` it with -1 nats, any other with -3. As vLLM does, it gives the first
     token no log-probability, refuses tools that a call may choose from and, where `gives` is false, gives no
-    prompt_logprobs at all. First it has its `faults`: statuses, or 0 for a connection that is lost."""
+    prompt_logprobs at all. First it has its `faults`: statuses, or 0 for a connection that is lost. It refuses texts of
+    more than `longest` characters."""
 
-    def __init__(self, likes: str = "x", *, gives: bool = True, faults: Sequence[int] = (), crowd: int = 1) -> None:
-        self.likes, self.gives, self.faults, self.crowd = likes, gives, list(faults), crowd
+    def __init__(
+        self,
+        likes: str = "x",
+        *,
+        gives: bool = True,
+        faults: Sequence[int] = (),
+        crowd: int = 1,
+        longest: int = 100_000,
+    ) -> None:
+        self.likes, self.gives, self.faults, self.crowd, self.longest = likes, gives, list(faults), crowd, longest
         self.seen: list[tuple[dict, str | None]] = []
         self.in_flight, self.most_in_flight, self.crowded = 0, 0, asyncio.Event()
 
@@ -60,6 +69,8 @@ class Base:
             return web.Response(status=fault or 500, text="not now")
         text = "".join(f"[{each['role']}]{self._said(each)}" for each in body["messages"])
         text += "[assistant]" if body["add_generation_prompt"] else ""
+        if len(text) > self.longest:
+            return web.Response(status=400, text=f"{len(text)} tokens are too many")
         scored = [{str(ord(letter)): {"logprob": -1.0 if letter in self.likes else -3.0}} for letter in text[1:]]
         choice = {"message": {"role": "assistant", "content": "y"}, "finish_reason": "length"}
         prompt = {"prompt_logprobs": [None, *scored]} if self.gives else {}
@@ -112,6 +123,30 @@ def test_faults_of_an_endpoint() -> None:
         assert not isinstance(told.value, TeacherError)
     with pytest.raises(TeacherError, match="status 400: not now"):
         scores(Base(faults=[400] * 2), "x")
+
+
+# An answer that the base cannot read takes no other's score: those are kept, and asked for no more.
+def test_an_answer_that_the_base_cannot_read(tmp_path: Path) -> None:
+    base, asked = Base(longest=60), [{"role": "user", "content": "Which?"}]
+
+    async def run() -> None:
+        async with chat_server(base.chat) as url:
+            inner = EndpointScorer(FrozenBaseConfig(base_url=url, model=BASE), TeachersConfig(max_retries=0))
+            cached = CachedScorer(tmp_path, "mark", inner)
+            try:
+                for _ in range(2):
+                    with pytest.raises(TeacherError, match="tokens are too many"):
+                        await cached.logprobs_per_token(asked, [], [says("xx"), says("y" * 60), says("xy")])
+            finally:
+                await inner.close()
+
+    asyncio.run(run())
+    kept = CachedScorer(tmp_path, "mark", None)
+    assert asyncio.run(kept.logprobs_per_token(asked, [], [says("xx"), says("xy")])) == [-1.0, -2.0]
+    with pytest.raises(TeacherError, match="holds no score of this answer"):
+        asyncio.run(kept.logprobs_per_token(asked, [], [says("y" * 60)]))
+    # All together, each alone, and then only the one that has no score.
+    assert len(base.seen) <= 4 + 3 * 2 + 2
 
 
 # An endpoint that scores no prompt is named, and asked no more.

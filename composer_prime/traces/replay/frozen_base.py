@@ -185,11 +185,31 @@ class CachedScorer:
         if missing:
             if self._inner is None:
                 raise TeacherError(f"{self._folder} holds no score of this answer, and no base is served")
-            found = await self._inner.logprobs_per_token(messages, tools, list(missing.values()))
+            scores |= await self._ask(self._inner, messages, tools, missing)
+        return [scores[path] for path in paths]
+
+    async def _ask(
+        self, inner: Scorer, messages: list[Message], tools: list[dict[str, Any]], missing: dict[Path, Message]
+    ) -> dict[Path, float]:
+        """Return the scores of `missing`, and keep them. Where `inner` cannot read one answer, the others are kept."""
+        try:
+            found = await inner.logprobs_per_token(messages, tools, list(missing.values()))
+        except TeacherError:
+            if len(missing) == 1:
+                raise
+        else:
             for path, score in zip(missing, found, strict=True):
                 await asyncio.to_thread(write_atomic, path, msgspec.json.encode(score))
-                scores[path] = score
-        return [scores[path] for path in paths]
+            return dict(zip(missing, found, strict=True))
+        scores, unread = dict[Path, float](), list[TeacherError]()
+        for path, answer in missing.items():
+            try:
+                scores |= await self._ask(inner, messages, tools, {path: answer})
+            except TeacherError as error:
+                unread.append(error)
+        if unread:
+            raise unread[0]
+        return scores
 
     def _path(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> Path:
         content = msgspec.json.encode([self._mark, messages, tools, answer], order="deterministic")
