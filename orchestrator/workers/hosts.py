@@ -33,6 +33,7 @@ from composer_prime.wire.node import MAX_PLACES, Drain, Goodbye, Heard, HelloAga
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.turns import JSON
 from orchestrator.gateway.gateway import TOKEN_VARIABLE, how_to_join
+from orchestrator.workers.gateway_requests import ask_gateway
 from orchestrator.workers.players import RolloutPlayer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
@@ -289,10 +290,10 @@ class HostServer:
         if token := os.environ.get(TOKEN_VARIABLE):
             headers["Authorization"] = f"Bearer {token}"
         try:
-            async with self._session.post(self._gateway_url + call.path, data=call.body, headers=headers) as answer:
-                reply = GatewayReply(
-                    call=call.call, status=answer.status, body=await answer.read(), content_type=answer.content_type
-                )
+            status, content_type, body = await ask_gateway(
+                self._session, "POST", self._gateway_url + call.path, call.body, headers
+            )
+            reply = GatewayReply(call=call.call, status=status, body=body, content_type=content_type)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reply = _refused(call, 503, f"{type(error).__name__}: {error}")
         self.send(host.identity, reply)

@@ -31,6 +31,7 @@ class Peer:
         fail_status: int = 0,
         hang_after: int | None = None,
         held_until: asyncio.Event | None = None,
+        lost_first: int = 0,
     ) -> None:
         self.delay_s, self.num_tokens, self.low, self.high, self.stop_id = delay_s, num_tokens, low, high, stop_id
         self.max_model_len, self.fail_status = max_model_len, fail_status
@@ -38,6 +39,8 @@ class Peer:
         """Requests of a session that are answered; the next one gets no reply."""
         self.held_until = held_until
         """No request is answered before it is set."""
+        self.lost_first = lost_first
+        """Requests that are still to lose their connections."""
         self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.params: dict[str, dict] = {}
         self.headers: dict[str, dict[str, str]] = {}
@@ -76,6 +79,9 @@ class Peer:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.lost_first and request.transport is not None:
+            self.lost_first -= 1
+            request.transport.abort()
         session = request.headers["X-Session-ID"]
         self.headers[session] = dict(request.headers)
         if self.fail_status:

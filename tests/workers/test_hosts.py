@@ -288,6 +288,23 @@ async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Pat
         assert (await host.expect(ForSource)).message == CancelRollout(rollout_id="r")
 
 
+async def test_a_hosts_request_outlives_the_gateway_process_that_took_it(tmp_path: Path) -> None:
+    """Its connection is lost, and another process answers: the rollout does not notice."""
+    async with (
+        Peer(lost_first=2) as peer,
+        serving(tmp_path, peer.url.removesuffix("/v1")) as run,
+        ScriptedHost(run) as host,
+    ):
+        await host.attach()
+        await run.pool.start()
+        call = asyncio.create_task(run.pool.run(rollout("r")))
+        await host.expect(ForSource)
+        body = msgspec.json.encode({"model": "policy", "token_ids": [5], "sampling_params": {"max_tokens": 4}})
+        host.send(GatewayCall(call=1, path="/inference/v1/generate", session="r", body=body))
+        assert (await host.expect(GatewayReply)).status == 200 and peer.lost_first == 0
+        call.cancel()
+
+
 async def test_an_open_request_ends_with_its_rollouts_host(tmp_path: Path) -> None:
     """CancelCall and Goodbye close the requests at the gateway: nobody would read the answers."""
     async with (
