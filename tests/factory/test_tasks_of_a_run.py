@@ -184,6 +184,8 @@ async def _train_until_one_is_grown(trainer: PeerTrainer, run_dir: RunDir) -> li
     made, played = run_dir.root / "tasks" / "code", list[dict[str, Any]]()
     for step in range(1, 500):
         await trainer.train(step)
+        while not run_dir.rollouts(step).exists():  # It is written beside training.
+            await asyncio.sleep(0.01)
         played += [json.loads(line) for line in run_dir.rollouts(step).read_text().splitlines()]
         if (made / "tasks.jsonl").is_file() and _task_ids(made) & {line["task_id"] for line in played}:
             return played
