@@ -73,7 +73,8 @@ class SdpoConfig(BaseConfig):
     is_clip: float | None = Field(default=2.0, gt=0)
     """Cap of the detached importance weight pi / mu of a token, in every group; None weighs all tokens by 1."""
     skip_endorsed: bool = False
-    """Leave out the turns that the hint makes likelier: they went wrong, so there the teacher teaches the mistake."""
+    """Weigh turns that the hint makes likelier 0: they went wrong, so there the teacher teaches the mistake. They still
+    count in the denominator."""
     entropy_weighting: Literal["none", "confident"] = "none"
     """confident: a token weighs exp(-H / entropy_scale) with H the teacher's own entropy (never the TAID target's)."""
     entropy_scale: float = Field(default=1.0, gt=0)

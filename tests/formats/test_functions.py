@@ -194,6 +194,7 @@ def test_only_the_deleted_function_is_asked_for(tmp_path: Path) -> None:
     for reply, code in [
         ("```python\nimport re\ndef h():\n    return 3\n```", "import re\ndef h():\n    return 3\n"),
         ("return 3", f"{stub}\n    return 3"),
+        ("c = 3\n    return c", f"{stub}\n    c = 3\n    return c"),
         ("```python\ndef h():\n    return 3\n```\nOutput:\n```text\n3\n```\nDone.", "def h():\n    return 3\n"),
         ("```py\ndef h():\n    return 3\n```\nUse:\n```python\nh()\n```", "def h():\n    return 3\n"),
     ]:

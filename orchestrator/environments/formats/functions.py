@@ -123,7 +123,7 @@ def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]
         if left is None or whole is None or not isinstance(left.body[-1], ast.Raise):
             continue  # A method may have the name of an intact function.
         if ast.get_docstring(left) is None or left.body[-1].lineno == left.lineno:
-            continue  # A signature alone says too little to one who does not see the rest.
+            continue  # A signature alone says too little to a policy that does not see the rest of the module.
         if max_lines is None or (whole.end_lineno or 0) - _first_line(whole) < max_lines:
             stub = _stub(text, left)
             yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
@@ -155,7 +155,10 @@ def _in_place(task: CodeTask, code: str) -> dict[str, bytes]:
     left = _function(text, name)
     assert left is not None  # deleted_functions takes no other task.
     if not _defines(code, name):
-        code = f"{_stub(text, left)}\n{textwrap.indent(textwrap.dedent(code), _INDENT)}"
+        # Chat templates strip replies, and with them the first line's indentation.
+        bodies = [textwrap.indent(textwrap.dedent(each), _INDENT) for each in (code, _INDENT + code)]
+        wholes = [f"{_stub(text, left)}\n{body}" for body in bodies]
+        code = next(filter(_is_python, wholes), wholes[0])
     lines = text.split("\n")
     lines[_first_line(left) - 1 : left.end_lineno] = code.split("\n")
     return {path: "\n".join(lines).encode("utf-8", "replace")}
