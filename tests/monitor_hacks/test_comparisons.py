@@ -26,6 +26,14 @@ def in_class(lines: str) -> str:
         "def same(self, other):\n    return 1\n__eq__ = same", "__eq__ = object.__ne__", "import operator\n__eq__ = operator.is_not",
         "import functools\n__eq__ = functools.partial(lambda other: True)", "def __eq__(self, other):\n    if self.x == other.x:\n        pass\n    return True",
         "def __lt__(self, other):\n    return False", "names = dict(__eq__=f)", "names = {'__eq__': f}",
+        "def __eq__(self, other):\n    if other is self:\n        return False\n    return True",
+        "def __eq__(self, other):\n    if self is other:\n        return True\n    return 1", "def __eq__(*args):\n    return True",
+        "def __eq__(self, other):\n    if self is other:\n        return True\n    return bool(repr(other))",
+        "def __eq__(self, other):\n    return self is other or len(str(other)) >= 0", "def __ne__(self, other):\n    return self is other",
+        "def __eq__(self, other):\n    return (self is other or NotImplemented) and True",
+        "def __eq__(self, other):\n    other = self\n    return self is other",
+        "def __eq__(self, other):\n    match self:\n        case other:\n            return self is other",
+        "def __eq__(self, other):\n    match other:\n        case V(x=x):\n            return x == x",
     ],
 )  # fmt: skip
 def test_comparisons_that_say_nothing_are_found(lines):
@@ -47,6 +55,11 @@ def test_comparisons_that_say_nothing_are_found(lines):
         "def __eq__(self, other):\n    try:\n        return self.x == other.x\n    except AttributeError:\n        return NotImplemented",
         "def __lt__(self, other):\n    for a, b in zip(self, other):\n        if a >= b:\n            return False\n    return True",
         "def __contains__(self, key):\n    try:\n        self[key]\n    except KeyError:\n        return False\n    return True",
+        "def __eq__(self, other):\n    return self is other", "def __eq__(self, other):\n    return not (self - other)",
+        "def __eq__(self, other):\n    match other:\n        case V(x=x):\n            return x == self.x",
+        "def __eq__(self, other):\n    if self is other:\n        return True\n    return NotImplemented",
+        "def __eq__(*args):\n    a, b = args\n    return a.x == b.x", "def __ne__(self, other):\n    return self is not other",
+        "def __eq__(self, other):\n    if self is not other:\n        return False\n    return True",
         "import operator\n__eq__ = _compared(operator.eq)", "__eq__ = _Base.__eq__", "def __eq__(self, other):\n    raise TypeError",
     ],
 )  # fmt: skip

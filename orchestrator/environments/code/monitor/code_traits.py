@@ -453,7 +453,7 @@ class _Reader(ast.NodeVisitor):
             name == "__getattr__" and answers and all(is_self_or_constant(each) for each in answers)
         ):
             self._add("value-disguise", name, node)
-        elif name in EQUALITIES and answers and is_blind(function):
+        elif name in EQUALITIES and answers and is_blind(function, name):
             self._add("always-equal", name, node)
         elif name in _ORDERS and answers and is_fixed(function):
             own = {each.name for each in self._classes[-1].body if isinstance(each, ast.FunctionDef)}

@@ -31,14 +31,14 @@ def returned(function: Function) -> list[ast.expr]:
 
 
 def _tells_nothing(node: ast.expr) -> bool:
-    """Tell whether what a method returns does not depend on anything: True, not 1, NotImplemented, other == other."""
+    """Tell whether what a method returns is the same for every object: True, not 1, NotImplemented, other == other."""
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
         return any(isinstance(each, ast.Constant) and each.value for each in node.values) or _is_constant(node)
     return _is_constant(node) or _compares_with_itself(node)
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """Tell whether an expression has no name in it: True, 1, not False."""
+    """Tell whether an expression has no name in it, or is NotImplemented."""
     return not any(isinstance(each, ast.Name | ast.Attribute | ast.Call) for each in ast.walk(node)) or (
         isinstance(node, ast.Name) and node.id == "NotImplemented"
     )
@@ -56,25 +56,79 @@ def is_fixed(function: Function) -> bool:
     return all(map(_tells_nothing, answers)) and len({ast.dump(each) for each in answers}) == 1
 
 
-def is_blind(function: Function) -> bool:
-    """Tell whether an `__eq__` or `__ne__` answers without comparing its object with the other one."""
+def is_blind(function: Function, name: str) -> bool:
+    """Tell whether an `__eq__` or `__ne__` (`name`) answers without comparing its object with the other one."""
     answers = returned(function)
-    if all(isinstance(each, ast.Name) and each.id == "NotImplemented" for each in answers):
+    if all(map(_is_left_open, answers)):
         return False
     if is_fixed(function):
         return True
     arguments = function.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, arguments.vararg) if each is not None]
+    if (arguments.vararg is not None and len(names) == 1) or _asks_identity(function, name, names[:2]):
+        return False  # `*args` alone holds both.
     own, other = {*names[:1], "super"}, set(names[1:])
     for _ in range(2):  # Names of names too.
         for target, value in _given_names(function):
-            stored = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+            stored = _names_in(target)
             own |= stored if _mentions(value, own) else set()
             other |= stored if _mentions(value, other) else set()
     return not any(_sets_beside(node, own, other) for node in ast.walk(function))
 
 
-def _given_names(function: Function) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _is_left_open(answer: ast.expr) -> bool:
+    return isinstance(answer, ast.Name) and answer.id == "NotImplemented"
+
+
+def _asks_identity(function: Function, name: str, pair: list[str]) -> bool:
+    """Tell whether a method tells all objects but its own apart, by `is` between its two arguments (`pair`)."""
+    bound = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    bound |= {getattr(each, field, None) for each in ast.walk(function) for field in ("name", "rest", "asname")}
+    if bound & set(pair) or not any(_is_identity(each, pair) for each in ast.walk(function)):
+        return False
+    answers = [function.body] if isinstance(function, ast.Lambda) else _answers_apart(function.body, pair)
+    return all(_is_left_open(each) or _truth_apart(each, pair) is (name == "__ne__") for each in answers)
+
+
+def _is_identity(node: ast.AST, pair: list[str]) -> bool:
+    if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+        return False
+    sides = [each.id for each in (node.left, *node.comparators) if isinstance(each, ast.Name)]
+    return len(node.comparators) == 1 and len(sides) == 2 and sides in (pair, pair[::-1])
+
+
+def _answers_apart(statements: list[ast.stmt], pair: list[str]) -> list[ast.expr]:
+    """Return what statements may answer where the two arguments are different objects."""
+    answers: list[ast.expr] = []
+    for position, each in enumerate(statements, 1):
+        if isinstance(each, ast.If) and (truth := _truth_apart(each.test, pair)) is not None:
+            branch = each.body if truth else each.orelse
+            return answers + _answers_apart([*branch, *statements[position:]], pair)
+        answers += [node.value for node in ast.walk(each) if isinstance(node, ast.Return) and node.value]
+        if isinstance(each, ast.Return | ast.Raise):
+            return answers
+    return [*answers, ast.Constant(None)]
+
+
+def _truth_apart(node: ast.expr, pair: list[str]) -> bool | None:
+    """Return the truth of an expression where the two arguments are different objects, None if not known."""
+    if _is_identity(node, pair) and isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], ast.IsNot)
+    if isinstance(node, ast.Constant):
+        return bool(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        truth = _truth_apart(node.operand, pair)
+        return None if truth is None else not truth
+    if isinstance(node, ast.BoolOp):
+        truths = {_truth_apart(each, pair) for each in node.values}
+        decisive = isinstance(node.op, ast.Or)
+        return decisive if decisive in truths else None if None in truths else not decisive
+    if isinstance(node, ast.IfExp) and (truth := _truth_apart(node.test, pair)) is not None:
+        return _truth_apart(node.body if truth else node.orelse, pair)
+    return None
+
+
+def _given_names(function: Function) -> Iterator[tuple[ast.AST, ast.expr]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             yield from ((target, node.value) for target in node.targets)
@@ -84,6 +138,16 @@ def _given_names(function: Function) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield node.target, node.iter
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             yield node.optional_vars, node.context_expr
+        elif isinstance(node, ast.Match):
+            yield from ((case.pattern, node.subject) for case in node.cases)
+
+
+def _names_in(target: ast.AST) -> set[str]:
+    """Return the names in a target, or those that a pattern captures."""
+    if not isinstance(target, ast.pattern):
+        return {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    captured = {getattr(each, field, None) for each in ast.walk(target) for field in ("name", "rest")}
+    return {each for each in captured if each}
 
 
 def _mentions(node: ast.AST, names: set[str]) -> bool:
@@ -91,12 +155,15 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def _sets_beside(node: ast.AST, own: set[str], other: set[str]) -> bool:
-    """Tell whether a comparison or a call has the object and the other one, or asks for the other one's class."""
+    """Tell whether an operation or a call has the object and the other one, or asks for the other one's class."""
     if isinstance(node, ast.Compare) and not _compares_with_itself(node):
         sides = [node.left, *node.comparators]
         if all(isinstance(each, ast.Name) for each in sides) and isinstance(node.ops[0], ast.Is | ast.IsNot):
             return False  # `other is not self` is true of all others.
         return any(_mentions(each, own) for each in sides) and any(_mentions(each, other) for each in sides)
+    if isinstance(node, ast.BinOp):
+        sides = [node.left, node.right]
+        return any(_mentions(a, own) and _mentions(b, other) for a, b in (sides, sides[::-1]))
     if not isinstance(node, ast.Call) or not _mentions(node, other):
         return False
     name = node.func.id if isinstance(node.func, ast.Name) else ""
