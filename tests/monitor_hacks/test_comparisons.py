@@ -32,6 +32,7 @@ def in_class(lines: str) -> str:
         "def __eq__(self, other):\n    return self is other or len(str(other)) >= 0", "def __ne__(self, other):\n    return self is other",
         "def __eq__(self, other):\n    return (self is other or NotImplemented) and True",
         "def __eq__(self, other):\n    other = self\n    return self is other",
+        "async def __eq__(self, other):\n    return self is other", "def __eq__(self, other):\n    return self is other\n    yield",
         "def __eq__(self, other):\n    match self:\n        case other:\n            return self is other",
         "def __eq__(self, other):\n    match other:\n        case V(x=x):\n            return x == x",
     ],

@@ -82,6 +82,8 @@ def _is_left_open(answer: ast.expr) -> bool:
 
 def _asks_identity(function: Function, name: str, pair: list[str]) -> bool:
     """Tell whether a method tells all objects but its own apart, by `is` between its two arguments (`pair`)."""
+    if any(isinstance(each, ast.AsyncFunctionDef | ast.Yield | ast.YieldFrom) for each in ast.walk(function)):
+        return False  # A coroutine or a generator is true, whatever it answers.
     bound = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     bound |= {getattr(each, field, None) for each in ast.walk(function) for field in ("name", "rest", "asname")}
     if bound & set(pair) or not any(_is_identity(each, pair) for each in ast.walk(function)):
