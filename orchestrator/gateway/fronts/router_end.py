@@ -223,8 +223,10 @@ class Fronts:
             )  # fmt: skip
             await asyncio.sleep(pause_s)
         self._given_up[number] = reason
-        logger.error("gateway process %d %s; it was started %d times and is given up, %d of %d remain", number, reason,
-                     self._max_restarts + 1, self._count - len(self._given_up), self._count)  # fmt: skip
+        logger.error(
+            "gateway process %d %s; it has died too often and is not started again, %d of %d remain",
+            number, reason, self._count - len(self._given_up), self._count,
+        )  # fmt: skip
         self._changed.notify()
         if len(self._given_up) == self._count:
             logger.error("no gateway process is left: the orchestrator's own process serves %s", self.url)
