@@ -37,7 +37,7 @@ _MEAN_GAP, _GREATEST_GAP = 2.5, 25.0
 _MIXED_CACHE = 4.0
 """Factor on the tolerance behind a swap: the node's cache still holds keys and values of the weights before."""
 _FEW_TOKENS = 8
-"""Of fewer tokens the mean error says little."""
+"""With fewer tokens the mean error says little."""
 _MAX_VERSIONS = 64
 """Manifests that are remembered."""
 
@@ -66,7 +66,7 @@ class OpenAudit:
         self.compare_with(self.older)
 
     def compare_with(self, older: int | None) -> None:
-        """Compare with another older version than before, which could not be had."""
+        """Compare with another older version, because the one before could not be had."""
         self.missing -= {self.older}
         self.older = older
         self.missing |= set() if older is None else {older}
@@ -120,8 +120,8 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
 def _nearer_to_older(audit: OpenAudit, claimed: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
     """Count the tokens before any swap that are nearer to the older version, and those compared: AuditVerdict.by_*.
 
-    A draw that only one of both versions makes is told by that alone. Behind a swap an honest node's cache makes its
-    tokens look older.
+    A draw that only one of the two versions makes is decided by that alone. Behind a swap an honest node's cache makes
+    its tokens look older.
     """
     if audit.older_scores is None:
         return (0, 0), (0, 0)
@@ -175,6 +175,8 @@ class Auditor(InferenceNode):
         self._arrived = asyncio.Event()
         self._manifests: dict[int, bytes] = {}
         """Signed, by version."""
+        self._unavailable: set[int] = set()
+        """Versions that could not be pulled, which no answer is compared with."""
 
     def _handle(self, message) -> None:
         if isinstance(message, AuditRequest):
@@ -199,8 +201,10 @@ class Auditor(InferenceNode):
             logger.error("a version is not used: %s", error)
             return
         self._manifests[version] = manifest
+        self._unavailable.discard(version)
         while len(self._manifests) > _MAX_VERSIONS:
             del self._manifests[min(self._manifests)]
+        self._unavailable &= self._manifests.keys()
 
     async def _follow_weights(self) -> None:
         """Check answers, all that wait for one version after another."""
@@ -211,9 +215,9 @@ class Auditor(InferenceNode):
                 await self._check_version(self._next_version())
 
     def _oldest(self, request: AuditRequest) -> int | None:
-        """Return the oldest known version, where it is older than those that the answer names."""
+        """Return the oldest version that can be had, where it is older than those that the answer names."""
         named = min((span.version for span in request.version_spans), default=0)
-        return min((version for version in self._manifests if version < named), default=None)
+        return min((v for v in self._manifests.keys() - self._unavailable if v < named), default=None)
 
     def _next_version(self) -> int:
         """Return the version in use while an answer needs it, else that of the answer that waits for longest."""
@@ -231,11 +235,12 @@ class Auditor(InferenceNode):
                 if version != audit.older:
                     self._fail(audit, f"version {version} cannot be had: {error}")
                     continue
-                self._manifests.pop(version, None)  # The run has pruned it.
+                self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
                 audit.compare_with(self._oldest(audit.request))
                 if not audit.missing:
                     await self._judge(audit)
             return
+        self._unavailable.discard(version)
         for audit in audits:
             try:
                 await audit.score(self._local, version)

@@ -68,7 +68,7 @@ class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
     by_logprob: tuple[int, int] = (0, 0)
     """Tokens whose logprob is nearer to what an older version gives than to the named one's, and all compared."""
     by_draw: tuple[int, int] = (0, 0)
-    """Tokens that only the older version draws, and all that only one of both versions draws."""
+    """Tokens that only the older version draws, and all tokens that exactly one of the two versions draws."""
 
 
 class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed"):
