@@ -20,12 +20,16 @@ async def ask_gateway(
     session: aiohttp.ClientSession, method: str, url: str, data: bytes | None, headers: Mapping[str, str]
 ) -> tuple[int, str, bytes]:
     """Return status, content type and body. Raises aiohttp.ClientError or OSError when no try is answered."""
-    for pause_s in (*_ASK_AGAIN_S, None):
+    for pause_s in _ASK_AGAIN_S:
         try:
-            async with session.request(method, url, data=data, headers=headers) as reply:
-                return reply.status, reply.content_type, await reply.read()
+            return await _ask(session, method, url, data, headers)
         except _LOST:
-            if pause_s is None:
-                raise
             await asyncio.sleep(pause_s)
-    raise AssertionError("the last try returns or raises")
+    return await _ask(session, method, url, data, headers)
+
+
+async def _ask(
+    session: aiohttp.ClientSession, method: str, url: str, data: bytes | None, headers: Mapping[str, str]
+) -> tuple[int, str, bytes]:
+    async with session.request(method, url, data=data, headers=headers) as reply:
+        return reply.status, reply.content_type, await reply.read()
