@@ -42,6 +42,7 @@ from orchestrator.gateway.fronts import Fronts, FrontSettings
 from orchestrator.gateway.generation import POLICY, GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
+from orchestrator.gateway.port import HeldPort
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
 
@@ -116,8 +117,9 @@ class Gateway:
         self.fronts: Fronts | None = None
         """Serve HTTP in processes of their own; None where this process does."""
         if orchestrator.gateway_processes > 1:
-            serve_alone = partial(self._http.listen, shares_port=True)
-            self.fronts = Fronts(orchestrator.gateway_processes, self._generator.answer, serve_alone, self._fail)
+            self.fronts = Fronts(orchestrator.gateway_processes, self._generator.answer, self._fail)
+        self._port: HeldPort | None = None
+        """Where turns are asked for; None before `start`."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
@@ -170,11 +172,11 @@ class Gateway:
             others=state_routes(token=self._token, health=self._health, metrics=self.state, control=control),
         )
 
-    def _front_settings(self) -> FrontSettings:
+    def _front_settings(self, port: int) -> FrontSettings:
         model = self._config.model
         return FrontSettings(
             host=_LOOPBACK,
-            port=self._config.orchestrator.gateway_port,
+            port=port,
             router_url=self._http.url,
             token=self._token,
             model_names=(POLICY, model.path),
@@ -192,11 +194,12 @@ class Gateway:
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
+            port = self._port = HeldPort(_LOOPBACK, orchestrator.gateway_port, shared=self.fronts is not None)
             if self.fronts is None:
-                await self._http.start(_LOOPBACK, orchestrator.gateway_port)
+                await self._http.start(port.socket)
             else:
-                await self._http.start(_LOOPBACK, 0)
-                await self.fronts.start(self._front_settings())
+                await self._http.start(socket.create_server((_LOOPBACK, 0)))
+                await self.fronts.start(self._front_settings(port.number), partial(self._http.listen, port.socket))
         except BaseException:
             await self.close()
             raise
@@ -214,6 +217,8 @@ class Gateway:
         if self.fronts is not None:
             await self.fronts.close()
         await self._http.close()
+        if self._port is not None:
+            self._port.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -241,7 +246,7 @@ class Gateway:
     @property
     def http_url(self) -> str:
         """`http://127.0.0.1:PORT`; OpenAI clients add `/v1`."""
-        return self._http.url if self.fronts is None else self.fronts.url
+        return "" if self._port is None else self._port.url
 
     @property
     def node_endpoint(self) -> str:

@@ -11,8 +11,9 @@ Bad input gets a 4xx status and OpenAI's error body. A client that closes its co
 
 from __future__ import annotations
 
-import errno
 import hmac
+import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -21,11 +22,13 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from composer_prime.errors import ComposerError, DeadlineError, EngineError, PortInUseError, RequestError
+from composer_prime.errors import DeadlineError, EngineError, RequestError
 from composer_prime.wire.turns import PACKED, Prefix
 from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import SamplingFields, TokenId, TurnAnswer, TurnRequest
+
+logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
@@ -102,8 +105,8 @@ class HttpServer:
         self._others = others
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int, *, shares_port: bool = False) -> None:
-        """Serve on `host`. Raises PortInUseError when another process holds the port."""
+    async def start(self, listener: socket.socket) -> None:
+        """Serve at a bound socket."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         answering = lambda handle: _answering(self._token, handle)
         app.add_routes(
@@ -114,31 +117,15 @@ class HttpServer:
                 *self._others,
             ]
         )
-        runner = self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=_SHUTDOWN_S,
-        )
-        await runner.setup()
-        try:
-            port = await self.listen(host, port, shares_port=shares_port)
-        except BaseException:
-            await self.close()
-            raise
-        self.url = f"http://{host}:{port}"
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        await self.listen(listener)
+        self.url = "http://{}:{}".format(*listener.getsockname())
 
-    async def listen(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """Serve at one more port, and return it. Raises PortInUseError.
-
-        With `shares_port`, other processes of this user may serve there, too.
-        """
+    async def listen(self, listener: socket.socket) -> None:
+        """Serve at one more bound socket."""
         assert self._runner is not None, "start() comes first"
-        try:
-            await web.TCPSite(self._runner, host, port, backlog=_BACKLOG, reuse_port=shares_port).start()
-        except OSError as error:
-            raise port_error(host, port, error) from None
-        return self._runner.addresses[-1][1]
+        await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -237,8 +224,8 @@ def state_routes(
 # -- around every route --------------------------------------------------------------------------------------------
 
 
-def to_request_error(error: ComposerError) -> RequestError | None:
-    """Return what the client learns of a turn that ended with `error`; None for one that is not a turn's."""
+def to_request_error(error: Exception, request: str) -> RequestError:
+    """Return what the client learns of `request`, a name for the log, that ended with `error`."""
     match error:
         case RequestError():
             return error
@@ -246,7 +233,8 @@ def to_request_error(error: ComposerError) -> RequestError | None:
             return RequestError(str(error), status=503, code="deadline")
         case EngineError():
             return RequestError(str(error), status=502, code="node_failed")
-    return None
+    logger.error("%s failed", request, exc_info=error)
+    return RequestError("the gateway failed; see the orchestrator's log", status=500, code="internal")
 
 
 def _answering(token: str | None, handle: Handler) -> Handler:
@@ -254,10 +242,8 @@ def _answering(token: str | None, handle: Handler) -> Handler:
         try:
             _authorize(request, token)
             return await handle(request)
-        except ComposerError as error:
-            if (told := to_request_error(error)) is None:
-                raise
-            return _error(told)
+        except Exception as error:
+            return _error(to_request_error(error, f"{request.method} {request.path[:200]!a}"))
 
     return answer
 
@@ -273,16 +259,6 @@ def _authorize(request: web.Request, token: str | None) -> None:
             status=401,
             code="unauthorized",
         )
-
-
-def port_error(host: str, port: int, error: OSError) -> OSError:
-    """Return what to raise when a port cannot be bound: PortInUseError when another process holds it."""
-    if error.errno != errno.EADDRINUSE:
-        return error
-    return PortInUseError(
-        f"http://{host}:{port} is held by another process: stop it, or set orchestrator.gateway_port to "
-        "another port (0 takes a free one)"
-    )
 
 
 async def _decoded(

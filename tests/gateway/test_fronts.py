@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import aiohttp
 import pytest
@@ -23,11 +24,14 @@ from composer_prime.wire.frames import Frames
 from composer_prime.wire.turns import PackedAnswer, TurnClient
 from composer_prime.wire.types import ints
 from orchestrator.gateway import Gateway
+from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.fronts import Fronts, FrontSettings
 from orchestrator.gateway.fronts.front import RouterLink, forward_route
-from orchestrator.gateway.fronts.router_end import HeldPort, ToFront
+from orchestrator.gateway.fronts.router_end import ToFront
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.gateway.generation import SamplingFields, TurnAnswer, TurnRequest
+from orchestrator.gateway.http import HttpServer
+from orchestrator.gateway.port import HeldPort
 
 PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 60.0}
 ONE = {"inference": PATIENT}
@@ -180,10 +184,28 @@ async def test_open_turns_hear_that_the_gateway_stops(open_gateway, node_keys):
                 os.kill(pid, 0)
 
 
+def front_settings(port: int) -> FrontSettings:
+    return FrontSettings(
+        host="127.0.0.1",
+        port=port,
+        router_url="http://127.0.0.1:9",
+        token=None,
+        model_names=("policy",),
+        model_dir=str(MODEL),
+        renderer=None,
+        max_context=512,
+        answer_timeout_s=30.0,
+    )
+
+
+def http_server(answer: Callable[[TurnRequest], Awaitable[TurnAnswer]]) -> tuple[ChatFormat, HttpServer]:
+    chat = ChatFormat(MODEL, None)
+    return chat, HttpServer(answer, chat, model_names=("policy",), max_context=512, token=None, others=())
+
+
 @pytest.mark.process
 async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
-    """A stopped process counts as dead. When none may be started again, the router's process is to serve the port."""
-    alone: list[tuple[str, int]] = []
+    """A stopped process counts as dead. When none may be started again, the router's process serves the port."""
 
     async def answer(turn: TurnRequest) -> TurnAnswer:
         packed = PackedAnswer(
@@ -191,37 +213,55 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
         )
         return TurnAnswer(packed=packed, prompt_cached=0)
 
-    async def serve_alone(host: str, port: int) -> None:
-        alone.append((host, port))
-
     errors: list[BaseException] = []
-    fronts = Fronts(2, answer, serve_alone, errors.append, hang_s=10.0, max_restarts=0)
+    port = HeldPort("127.0.0.1", 0, shared=True)
+    chat, server = http_server(answer)
+    fronts = Fronts(2, answer, errors.append, hang_s=10.0, max_restarts=0)
     try:
-        await fronts.start(
-            FrontSettings(
-                host="127.0.0.1",
-                port=0,
-                router_url="http://127.0.0.1:9",
-                token=None,
-                model_names=("policy",),
-                model_dir=str(MODEL),
-                renderer=None,
-                max_context=512,
-                answer_timeout_s=30.0,
-            )
-        )
+        await fronts.start(front_settings(port.number), partial(server.start, port.socket))
         client = TurnClient()
-        assert (await ask(client, fronts.url, None, generate_body(5, 6)))[1] == [5, 6]
+        assert (await ask(client, port.url, None, generate_body(5, 6)))[1] == [5, 6]
         for pid in fronts.pids:
             os.kill(pid, signal.SIGSTOP)
         async with asyncio.timeout(200):
-            while not alone:
+            while not server.url:
                 fronts.end_silent()
                 await asyncio.sleep(0.02)
-        assert fronts.url == "http://{}:{}".format(*alone[0]) and fronts.figures() == {"serving": 0, "restarts": 0}
+        assert (await ask(client, port.url, None, generate_body(5, 7)))[1] == [5, 7]
+        assert fronts.figures() == {"serving": 0, "restarts": 0}
     finally:
         await fronts.close()
+        await server.close()
+        chat.close()
+        port.close()
     assert not errors
+
+
+@pytest.mark.process
+async def test_an_unexpected_error_reads_the_same_from_one_and_several_processes(caplog):
+    """The client gets OpenAI's error body without the cause, which the log has."""
+
+    async def answer(turn: TurnRequest) -> TurnAnswer:
+        raise ZeroDivisionError("the cause")
+
+    alone, port = HeldPort("127.0.0.1", 0), HeldPort("127.0.0.1", 0, shared=True)
+    chat, server = http_server(answer)
+    errors: list[BaseException] = []
+    fronts = Fronts(1, answer, errors.append)
+    try:
+        await server.start(alone.socket)
+        await fronts.start(front_settings(port.number), server.close)
+        one, several = [await post(held.url, generate_body(5)) for held in (alone, port)]
+        assert one == several
+        assert (one[0], one[1]["error"]["code"]) == (500, "internal")
+        assert "the cause" not in str(one) and caplog.text.count("ZeroDivisionError: the cause") == 2
+        assert not errors
+    finally:
+        await fronts.close()
+        await server.close()
+        chat.close()
+        alone.close()
+        port.close()
 
 
 async def test_a_front_reads_no_large_body_for_a_route_that_takes_none():
@@ -266,25 +306,30 @@ async def test_the_token_is_asked_for_by_every_process(open_gateway, node_keys, 
         assert gateway.router.counters.requests == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="fronts are for Linux")
-@pytest.mark.parametrize("first", ["port 0", "fixed port"])
-def test_a_held_port_admits_this_gateways_processes_only(first):
-    """A second run with that port is refused until the first one ends, whether or not its processes listen yet."""
-    host, held = "127.0.0.1", HeldPort("127.0.0.1", 0)
-    if first == "fixed port":
-        held.close()
-        held = HeldPort(host, held.port)
-    refused = rf"{held.port} is held by another process.*orchestrator.gateway_port"
-    with socket.socket() as front:
-        front.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        front.bind((host, held.port))
-        with pytest.raises(PortInUseError, match=refused):
-            HeldPort(host, held.port)
-        front.listen()
-        with pytest.raises(PortInUseError, match=refused):
-            HeldPort(host, held.port)
+@pytest.mark.skipif(sys.platform != "linux", reason="several processes share a port on Linux only")
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_held_port_admits_this_gateways_processes_only(open_gateway, shared):
+    """A second run with that port is refused, with one process or several, whether or not the first one listens yet."""
+    held = HeldPort("127.0.0.1", 0, shared=shared)
+    again = {"gateway_port": held.number}
+    refused = rf"{held.number} is held by another process.*orchestrator.gateway_port"
+
+    async def refuse_others() -> None:
+        for count in (1, 2):
+            with pytest.raises(PortInUseError, match=refused):
+                async with open_gateway(orchestrator={**again, "gateway_processes": count}):
+                    pass
+
+    await refuse_others()
+    if shared:
+        with socket.create_server(("127.0.0.1", held.number), reuse_port=True):
+            await refuse_others()
+    else:
+        held.socket.listen()
+        await refuse_others()
     held.close()
-    HeldPort(host, held.port).close()
+    async with open_gateway(orchestrator=again) as gateway:
+        assert gateway.http_url.endswith(f":{held.number}")
 
 
 def test_more_processes_than_rollouts_are_refused():

@@ -138,7 +138,7 @@ async def serve(link: socket.socket) -> None:
             token=settings.token,
             others=[forward_route(session, settings.router_url)],
         )
-        await server.start(settings.host, settings.port, shares_port=True)
+        await server.start(socket.create_server((settings.host, settings.port), reuse_port=True))
         freeze_startup()
         frames.send(FrontReady())
         beating = asyncio.create_task(router.beat())

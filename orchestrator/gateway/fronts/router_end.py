@@ -28,13 +28,13 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError, RequestError, RoleFailedError, WireError
+from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, WireError
 from composer_prime.run.process import child_options, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts
 from composer_prime.wire.frames import Frames
 from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway.generation import TurnAnswer, TurnRequest
-from orchestrator.gateway.http import port_error, to_request_error
+from orchestrator.gateway.http import to_request_error
 
 logger = logging.getLogger(__name__)
 
@@ -124,23 +124,16 @@ class Fronts:
         self,
         count: int,
         answer: Callable[[TurnRequest], Awaitable[TurnAnswer]],
-        on_none_left: Callable[[str, int], Awaitable[Any]],
         on_error: Callable[[BaseException], None],
         *,
         hang_s: float = 60.0,
         max_restarts: int = 5,
     ) -> None:
-        """`on_none_left(host, port)` serves the port in this process, `on_error` gets why that fails.
-
-        `hang_s`: how long a front may be silent.
-        """
-        self.url = ""
+        """`on_error` gets why `on_none_left` of `start` failed. `hang_s`: how long a front may be silent."""
         self.restarts = 0
         self._count = count
         self._answer = answer
-        self._on_none_left = on_none_left
         self._on_error = on_error
-        self._port: HeldPort | None = None
         self._fronts: dict[int, Front] = {}
         self._given_up: dict[int, str] = {}
         """Why fronts are not started again, by number."""
@@ -150,28 +143,28 @@ class Fronts:
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, settings: FrontSettings) -> None:
-        """Serve as `settings` say; port 0 takes a free one. Returns once every front does.
+    async def start(self, settings: FrontSettings, on_none_left: Callable[[], Awaitable[None]]) -> None:
+        """Serve as `settings` say, at a port that this process holds. Returns once every front does.
 
-        Raises PortInUseError, ConfigError on a system that does not spread connections, RoleFailedError when a front
-        cannot start, DeadlineError when that takes longer than _START_S.
+        `on_none_left` serves the port in this process once every front has died too often.
+
+        Raises ConfigError on a system that does not spread connections, RoleFailedError when a front cannot start,
+        DeadlineError when that takes longer than _START_S.
         """
         if sys.platform != "linux":
             raise ConfigError(
                 f"orchestrator.gateway_processes is {self._count}, but {sys.platform} does not spread the connections "
                 "to one port over several processes as Linux does: set orchestrator.gateway_processes to 1"
             )
-        self._port = HeldPort(settings.host, settings.port)
-        settings = msgspec.structs.replace(settings, port=self._port.port)
-        self.url = f"http://{settings.host}:{settings.port}"
-        self._tasks = [watched(self._keep_alive(number, settings), self._on_error) for number in range(self._count)]
+        keep_alive = (self._keep_alive(number, settings, on_none_left) for number in range(self._count))
+        self._tasks = [watched(each, self._on_error) for each in keep_alive]
         await self._changed.wait_for(lambda: self._given_up or self.num_ready == self._count, _START_S)
         if self._given_up:
             raise RoleFailedError(f"a gateway process does not start: {', '.join(self._given_up.values())}; see above")
         if self.num_ready < self._count:
             raise DeadlineError(
                 f"{self.num_ready} of {self._count} gateway processes (orchestrator.gateway_processes) serve "
-                f"{self.url} after {_START_S:g} s: set a lower number on a slow machine"
+                f"port {settings.port} after {_START_S:g} s: set a lower number on a slow machine"
             )
 
     @property
@@ -199,12 +192,12 @@ class Fronts:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._port is not None:
-            self._port.close()
 
     # -- one front -----------------------------------------------------------------------------------------------
 
-    async def _keep_alive(self, number: int, settings: FrontSettings) -> None:
+    async def _keep_alive(
+        self, number: int, settings: FrontSettings, on_none_left: Callable[[], Awaitable[None]]
+    ) -> None:
         """Run front `number`, again and again, until it has died too often."""
         restarts = Restarts()
         while True:
@@ -229,8 +222,8 @@ class Fronts:
         )  # fmt: skip
         self._changed.notify()
         if len(self._given_up) == self._count:
-            logger.error("no gateway process is left: the orchestrator's own process serves %s", self.url)
-            await self._on_none_left(settings.host, settings.port)
+            logger.error("no gateway process is left: the orchestrator's own process serves port %d", settings.port)
+            await on_none_left()
 
     async def _run(self, number: int, settings: FrontSettings) -> str:
         """Start front `number` and serve it until it has ended. Return how."""
@@ -267,10 +260,7 @@ class Fronts:
         try:
             reply = FrontAnswer(call=message.call, answer=await self._answer(message.turn))
         except Exception as error:
-            told = to_request_error(error) if isinstance(error, ComposerError) else None
-            if told is None:
-                logger.exception("a turn of session %s failed", message.turn.session)
-                told = RequestError("the gateway failed; see the orchestrator's log", status=500, code="internal")
+            told = to_request_error(error, f"a turn of session {message.turn.session}")
             reply = FrontError(
                 call=message.call, message=str(told), status=told.status, code=told.code, param=told.param
             )
@@ -291,34 +281,3 @@ async def _spawn(number: int) -> Front:
             writer.close()
             raise
     return Front(process, Frames(reader, writer, FromFront, f"gateway process {number}"))
-
-
-class HeldPort:
-    """A port that processes of this user may serve, until `close`; no other run can hold it."""
-
-    def __init__(self, host: str, port: int) -> None:
-        """Port 0 takes a free one. Raises PortInUseError when another process holds it."""
-        self._lock = socket.socket(socket.AF_UNIX)
-        self._bound = socket.socket()
-        """It does not listen: the kernel would give it connections."""
-        try:
-            if port:
-                self._lock_port(port)
-            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._bound.bind((host, port))
-            self.port: int = self._bound.getsockname()[1]
-            if not port:
-                self._lock_port(self.port)
-        except OSError as error:
-            self.close()
-            raise port_error(host, port, error) from None
-        # Not before: then it would join another run's port.
-        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-
-    def _lock_port(self, port: int) -> None:
-        """Bind an abstract name, which one socket at a time has: SO_REUSEADDR lets two be bound to one port."""
-        self._lock.bind(f"\0composer-prime/gateway-port/{port}")
-
-    def close(self) -> None:
-        self._bound.close()
-        self._lock.close()
