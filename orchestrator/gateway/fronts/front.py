@@ -42,9 +42,7 @@ from orchestrator.gateway.http import HttpServer
 
 _GRACE_S = 30.0
 _FORWARD_S = 60.0
-_MAX_FORWARDED_BYTES = 4096
-"""Of a body. No route of the router's own HTTP server reads any."""
-_KEPT_HEADERS = ("Authorization", "Content-Type", "Accept")
+_KEPT_HEADERS = ("Authorization", "Accept")
 
 
 class RouterLink:
@@ -100,18 +98,13 @@ class RouterLink:
 
 
 def forward_route(session: aiohttp.ClientSession, router_url: str) -> web.RouteDef:
-    """Return the route that passes any other request on to the router's own HTTP server."""
+    """Return the route that passes any other request on to the router's own HTTP server, which reads no bodies."""
 
     async def forward(request: web.Request) -> web.Response:
         headers = {name: request.headers[name] for name in _KEPT_HEADERS if name in request.headers}
-        try:
-            body = await request.clone(client_max_size=_MAX_FORWARDED_BYTES).read()
-        except web.HTTPRequestEntityTooLarge as error:
-            error.text = f"{request.path[:200]} takes no body above {_MAX_FORWARDED_BYTES} bytes: send it without one"
-            raise
         url = f"{router_url}{request.rel_url}"
         try:
-            async with session.request(request.method, url, data=body, headers=headers) as reply:
+            async with session.request(request.method, url, headers=headers) as reply:
                 return web.Response(body=await reply.read(), status=reply.status, content_type=reply.content_type)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise web.HTTPServiceUnavailable(text=f"the router does not answer: {type(error).__name__}") from error
