@@ -19,8 +19,10 @@ class LocalEngineConfig(BaseConfig):
     """Keep a conversation's KV entries for its next turn (dropped at a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Ceiling of the KV cache, GiB; it grows as sequences do and bounds how many decode together."""
-    kv_at_swap: Literal["keep", "recompute"] = "keep"
-    """KV entries of running requests at a weight swap: keep those of the old weights, or compute them again."""
+    kv_at_swap: Literal["keep", "recompute", "keep_conversations"] = "keep"
+    """KV entries of running requests at a weight swap: keep those of the old weights, or compute them again.
+    keep_conversations also keeps those that wait for their conversation's next turn, so that long sessions are not
+    computed anew after each swap. Audits do not go with it (docs/explanation/routing.md)."""
 
 
 class VllmEngineConfig(BaseConfig):
@@ -40,6 +42,8 @@ class VllmEngineConfig(BaseConfig):
     """How long the server may take to load the model and report that it serves."""
     swap_timeout_s: float = Field(default=300, gt=0)
     """How long the server may take to load a new version, or to score the canary."""
+    kv_at_swap: Literal["keep", "keep_conversations"] = "keep"
+    """As inference.local.kv_at_swap. A conversation without a turn between two swaps is computed anew."""
     extra_args: list[str] = []
     """Further command-line arguments of vLLM's engine; they win over the settings here."""
 

@@ -268,6 +268,14 @@ def test_cross_field_rules_are_plain_sentences(base):
     assert text.endswith("set --orchestrator.eval.pass_k 1")
 
 
+def test_an_audit_needs_caches_of_one_version(base):
+    words = ["@", base, "--inference.local.kv_at_swap", "keep_conversations"]
+    assert resolve(words).config.inference.local.kv_at_swap == "keep_conversations"
+    said = r"inference\.local\.kv_at_swap is 'keep_conversations' and orchestrator\.audit\.enabled is true"
+    with pytest.raises(ConfigError, match=said):
+        resolve([*words, "--orchestrator.audit.enabled"])
+
+
 def test_missing_file_lists_its_neighbours(base):
     # A typo in the path shows what is there.
     assert "base.toml" in refused("@", base.replace("base.toml", "bse.toml"))

@@ -93,6 +93,29 @@ def sampling(max_tokens: int = 24, **options) -> Sampling:
     return Sampling(max_tokens=max_tokens, **options)
 
 
+async def conversations_outlive_a_swap(subject: Subject) -> int:
+    """With kv_at_swap = keep_conversations a turn behind a swap has the logprobs of new weights over the old cache.
+
+    A stranger with the same tokens computes all of them with the new weights. Returns the tokens that were cached.
+    """
+    options = sampling(8)
+    first = subject.prompt(1, 60)
+    first += (await subject.generate(first, options, "talk")).token_ids
+    old = subject.engine.version
+    new = await subject.next_version()
+    second = first + subject.prompt(2, 10)
+    stranger = await subject.generate(second, options, "stranger")
+    subject.verify(second, options, stranger)
+    done = await subject.generate(second, options, "talk")
+    cached = done.prompt_cached
+    assert stranger.prompt_cached == 0 < cached < len(first)
+    rest = second[cached:] + done.token_ids
+    spans = [VersionSpan(0, 1, old), VersionSpan(1, len(rest), new)]
+    expected = subject.reference.rescore(second[:cached], rest, spans, options)[0, -len(done.token_ids) :]
+    assert (expected - torch.tensor(done.logprobs)).abs().max() < TOLERANCE
+    return cached
+
+
 async def requests_of_many_lengths(subject: Subject) -> None:
     """Requests of different prompt and completion lengths share batches, and each gets the reference's logprobs."""
     version = await subject.next_version()

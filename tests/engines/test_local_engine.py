@@ -34,7 +34,7 @@ from inference.engines.local import engine as local_engine
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.engines.local.loading import check_supported
-from tests.engines.contract import Subject, sampling
+from tests.engines.contract import Subject, conversations_outlive_a_swap, sampling
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
 
@@ -182,6 +182,16 @@ def test_recomputed_caches_forget_the_old_weights(folder):
             if crossed >= 2:
                 break
         assert crossed >= 2
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_a_conversation_goes_on_with_its_old_cache(folder):
+    # The contract's check of kv_at_swap = keep_conversations.
+    async def scenario():
+        subject = await start(folder, kv_at_swap="keep_conversations")
+        assert await conversations_outlive_a_swap(subject) == 67
         await subject.engine.close()
 
     run(scenario())

@@ -19,9 +19,10 @@ def place(table: SlotTable, prompt: list[int], session: str) -> SlotPlace | None
 class Mirror:
     """A slot table driven as the compute thread does, beside a plain record of each column: (token, weights)."""
 
-    def __init__(self, capacity: int, *, reuse: bool = True) -> None:
-        self.table = SlotTable(capacity, CONTEXT, reuse=reuse)
+    def __init__(self, capacity: int, *, reuse: bool = True, keep_idle: bool = False) -> None:
+        self.table = SlotTable(capacity, CONTEXT, reuse=reuse, keep_idle=keep_idle)
         self.columns: list[list[tuple[int, int]]] = [[] for _ in range(capacity)]
+        self.sessions = [""] * capacity
         self.version = 0
 
     @property
@@ -36,9 +37,11 @@ class Mirror:
             assert unfinished or len(self.running) == table.capacity, "waits for nothing"
             return False
         held = self.columns[found.slot if found.source is None else found.source][: found.cached]
-        assert held == [(token, self.version) for token in prompt[: found.cached]], "reuses what is not there"
+        assert [token for token, _ in held] == prompt[: found.cached], "reuses what is not there"
+        is_next_turn = found.source is None and self.sessions[found.slot] == session
+        assert {version for _, version in held} <= {self.version} or (is_next_turn and self.table.keep_idle)
         assert found.cached < len(prompt)
-        self.columns[found.slot] = list(held)
+        self.columns[found.slot], self.sessions[found.slot] = list(held), session
         return True
 
     def compute(self, slot: int, count: int) -> None:
@@ -74,12 +77,13 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 5), st.booleans(), st.lists(ACTIONS, max_size=60))
-def test_only_what_is_there_is_reused(capacity, reuse, actions):
+@given(st.integers(1, 5), st.booleans(), st.booleans(), st.lists(ACTIONS, max_size=60))
+def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
     # Whatever order requests come, progress, end and weights change in: a request reuses exactly columns that current
     # weights computed for its own tokens, and waits only for a running slot or a prefix that is being computed.
-    # At a swap any running ones compute their columns again.
-    mirror = Mirror(capacity, reuse=reuse)
+    # At a swap any running ones compute their columns again. With keep_idle, a conversation's next turn, and no other
+    # request, reuses columns of older weights too.
+    mirror = Mirror(capacity, reuse=reuse, keep_idle=keep_idle)
     for action in actions:
         running = mirror.running
         match action:
@@ -96,6 +100,18 @@ def test_only_what_is_there_is_reused(capacity, reuse, actions):
             slots = [mirror.running[row] for row in family.rows]
             prefixes = [mirror.columns[slot][: family.columns] for slot in slots]
             assert all(len(prefix) == family.columns and prefix == prefixes[0] for prefix in prefixes)
+
+
+def test_a_conversation_keeps_its_columns_over_a_swap():
+    # With keep_idle the next turn computes its new tokens only, and a stranger with the same prompt computes all.
+    for keep_idle, session, wanted in ((True, "a", 100), (True, "b", 0), (False, "a", 0)):
+        mirror = Mirror(4, keep_idle=keep_idle)
+        prompt = list(range(10, 110))
+        assert mirror.place(prompt, "a")
+        mirror.compute(0, 1000)
+        mirror.release(0)
+        mirror.swap([])
+        assert place(mirror.table, [*prompt, 7, 8], session).cached == wanted
 
 
 def test_a_cancelled_prompt_blocks_nobody():

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from inference.engines.vllm.engine import VllmEngine
-from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, Subject
+from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, Subject, conversations_outlive_a_swap, sampling
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
 
@@ -54,3 +55,28 @@ def test_ending(subject: Subject, run: Run, request: pytest.FixtureRequest) -> N
     """vLLM drains and closes as every engine must. Comes last, because it ends the engine: one check an engine."""
     drain, close = ENDING_CHECKS
     run(drain(subject) if request.node.callspec.params["subject"] else close(subject))
+
+
+def test_a_conversation_goes_on_with_its_old_cache(run: Run, tmp_path: Path) -> None:
+    """The contract's check of kv_at_swap = keep_conversations, in blocks of 16 tokens, and once more after a swap.
+
+    A conversation that had no turn between two swaps is computed anew.
+    """
+
+    async def scenario() -> None:
+        folder = make_model(tmp_path, tied=True)
+        vllm = VllmEngineConfig(kv_at_swap="keep_conversations")
+        engine = VllmEngine(folder, InferenceConfig(engine="vllm", dtype="float32", threads=1, vllm=vllm), MAX_CONTEXT)
+        await engine.start()
+        subject = Subject(engine, Reference(folder))
+        assert await conversations_outlive_a_swap(subject) == 64
+        prompt = subject.prompt(3, 100)
+        cached = []
+        for swaps in (0, 1, 2):
+            for _ in range(swaps):
+                await subject.next_version()
+            cached.append((await subject.generate(prompt, sampling(1), "three turns")).prompt_cached)
+        assert cached == [0, 96, 0]
+        await engine.close()
+
+    run(scenario())

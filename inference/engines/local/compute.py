@@ -174,8 +174,9 @@ class Computer:
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         swap_weights(self._model, self._targets, tensors)
         self.version = version
-        recompute = self._config.local.kv_at_swap == "recompute"
-        again = [slot for slot, request in self._running.items() if recompute or not request.logprobs]
+        kept = self._config.local.kv_at_swap
+        begun = () if kept == "keep_conversations" else self._running.items()
+        again = [slot for slot, request in begun if kept == "recompute" or not request.logprobs]
         self._table.weights_changed(again)
         self._resolve(future, None)
 
@@ -327,7 +328,9 @@ class Computer:
         capacity = self._capacity()
         self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
-        self._table = SlotTable(capacity, self._context, reuse=self._config.local.prefix_cache)
+        keep_idle = self._config.local.kv_at_swap == "keep_conversations"
+        reuse = self._config.local.prefix_cache
+        self._table = SlotTable(capacity, self._context, reuse=reuse, keep_idle=keep_idle)
 
     def _capacity(self) -> int:
         """Return the number of slots: two per running sequence when conversations are kept, if they fit the memory."""

@@ -32,9 +32,11 @@ class SlotPlace:
 class SlotTable:
     """`capacity` slots of at most `context` tokens. Not thread-safe: the compute thread owns it."""
 
-    def __init__(self, capacity: int, context: int, *, reuse: bool) -> None:
+    def __init__(self, capacity: int, context: int, *, reuse: bool, keep_idle: bool = False) -> None:
         self.capacity = capacity
         self.reuse = reuse
+        self.keep_idle = keep_idle
+        """Whether idle slots outlive a swap, for the next turn of their own conversation only."""
         self.high = 0
         """Slots used so far; later rows were never touched."""
         self.tokens = np.zeros((capacity, context), dtype=np.int32)
@@ -61,12 +63,12 @@ class SlotTable:
         It waits when every slot runs, or when a longer prefix of its prompt is being computed for another request:
         siblings of a group arrive together, the first computes, the others copy.
         """
-        held, coming = self._shared(prompt)
+        idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
+        held, coming = self._shared(prompt, idle)
         best = int(held.argmax()) if self.high else -1
         longest = int(held[best]) if best >= 0 else 0
         if self.high and int(coming.max()) - longest >= MIN_SHARED:
             return None
-        idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
         if idle:
             target = max(idle, key=lambda slot: int(held[slot]))
         else:
@@ -76,23 +78,29 @@ class SlotTable:
         own = int(held[target]) if target < len(held) else 0
         place = SlotPlace(target, own, None) if own + MIN_SHARED > longest else SlotPlace(target, longest, best)
         self.tokens[target, : len(prompt)] = prompt
-        self.known[target], self.computed[target], self.fresh[target] = len(prompt), place.cached, True
+        self.known[target], self.computed[target] = len(prompt), place.cached
         self.running[target], self.session[target] = True, session
-        self.origin[target] = self._swaps
+        if place.cached and place.source is None and not self.fresh[target]:
+            self._pure[target] = min(self._pure[target], place.cached)  # The beginning is of older weights.
+        else:
+            self.fresh[target], self.origin[target] = True, self._swaps
         self._changes += 1
         return place
 
-    def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _shared(self, prompt: np.ndarray, own: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return per slot in use: how many leading tokens of `prompt` it holds, and how many it will once computed.
 
-        At most len(prompt) - 1: the last token is always computed because its logits are needed.
+        At most len(prompt) - 1: the last token is always computed because its logits are needed. Entries of older
+        weights count in the conversation's `own` idle slots only.
         """
         if not self.reuse or not self.high:
             return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
         width = min(len(prompt) - 1, int(self.known[: self.high].max()))
         differs = self.tokens[: self.high, :width] != prompt[:width]
         common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.high, dtype=np.int64)
-        common = common * self.fresh[: self.high]
+        usable = self.fresh[: self.high].copy()
+        usable[own] = True
+        common = common * usable
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
     def _vacant(self, keep: int) -> int | None:
@@ -115,10 +123,10 @@ class SlotTable:
         return known + 1
 
     def release(self, slot: int) -> None:
-        """End the slot's request. Its cache stays for the conversation's next turn if current weights computed it."""
+        """End the slot's request. Its cache stays for the next turn, unless older weights computed it."""
         self._changes += 1
         self.running[slot] = False
-        if self.reuse and self.fresh[slot]:
+        if self.reuse and (self.fresh[slot] or self.keep_idle):
             self._clock += 1
             self._idle_since[slot] = self._clock
             self.known[slot] = self.computed[slot]  # The rest will not be computed: no request may wait for it.
@@ -131,11 +139,11 @@ class SlotTable:
         self.fresh[slot] = False
 
     def weights_changed(self, again: Collection[int]) -> None:
-        """Drop idle slots. Running ones keep their old entries; those of `again` are computed again."""
+        """Drop idle slots unless they are kept. Running ones keep their old entries; `again` are computed again."""
         self._swaps += 1
         self._changes += 1
         for slot in range(self.high):
-            if not self.running[slot]:
+            if not self.running[slot] and not self.keep_idle:
                 self._forget(slot)
             elif slot in again:
                 self.computed[slot], self.fresh[slot], self.origin[slot] = 0, True, self._swaps

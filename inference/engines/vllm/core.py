@@ -63,6 +63,11 @@ class Core:
         self._llm.collective_rpc("draw_by_rule")
         self._version = 0
         self._llm.set_weight_version("0")
+        self._keeps_conversations = config.vllm.kv_at_swap == "keep_conversations"
+        self._began: dict[str, int] = {}
+        """Version at which each conversation began that had a turn since the last swap."""
+        self._began_before: dict[str, int] = {}
+        """The same of those that had one between the last two swaps."""
         self._calls: dict[str, _Running] = {}
         self._finished_tokens = 0
         self._warm_up()
@@ -73,9 +78,8 @@ class Core:
 
     def add(self, message: VllmGenerate | VllmScore) -> None:
         """Start a request. Raises BadRequestError when vLLM refuses it."""
-        # The salt keeps cache blocks of older weights out of the prefixes of newer requests.
         prompt = message.prompt_ids if isinstance(message, VllmGenerate) else message.token_ids
-        salted = tokens_input(prompt, cache_salt=str(self._version))
+        salted = tokens_input(prompt, cache_salt=str(self._first_version(message)))
         try:
             params = _params(message.sampling) if isinstance(message, VllmGenerate) else _SCORE
             internal_id = self._llm.add_request(str(message.call), salted, params)
@@ -84,6 +88,13 @@ class Core:
         self._calls[str(message.call)] = running = _Running(message, internal_id)
         if isinstance(message, VllmGenerate) and message.sampling.stop and message.sampling.resumed:
             self._resume_text(running, message)
+
+    def _first_version(self, message: VllmGenerate | VllmScore) -> int:
+        """Return the oldest version whose cache blocks a call may reuse. As a salt it keeps older ones out."""
+        if isinstance(message, VllmScore) or not self._keeps_conversations:
+            return self._version
+        known = self._began_before.get(message.session, self._version)
+        return self._began.setdefault(message.session, known)
 
     def step(self) -> list[VllmGenerated | Scored]:
         """Do one forward pass. Returns the answers of the calls that it finished."""
@@ -107,11 +118,14 @@ class Core:
         """Put the weights of `version` in place.
 
         Requests that have sampled tokens go on with their KV cache. The others start over, so that the cache of no
-        prompt mixes two versions.
+        prompt mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all go on.
         """
         self._llm.collective_rpc("load_from_file", args=(path,))
         self._version = version
         self._llm.set_weight_version(str(version))
+        self._began_before, self._began = self._began, {}
+        if self._keeps_conversations:
+            return
         for running in list(self._calls.values()):
             if self._sampled(running) == 0:
                 self._llm.abort_request([running.internal_id], internal=True)
@@ -155,7 +169,7 @@ class Core:
     def _warm_up(self) -> None:
         # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
-        self.add(VllmGenerate(call=0, prompt_ids=[0, 1, 2], sampling=sampling))
+        self.add(VllmGenerate(call=0, session="", prompt_ids=[0, 1, 2], sampling=sampling))
         self.add(VllmScore(call=1, token_ids=[0, 1, 2]))
         while self.busy:
             self.step()

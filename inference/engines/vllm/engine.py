@@ -116,8 +116,9 @@ class VllmEngine:
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         number = next(self._numbers)
         self._generating[request_id] = number
+        message = messages.VllmGenerate(call=number, session=session, prompt_ids=prompt_ids, sampling=clipped)
         try:
-            done = await self._call(messages.VllmGenerate(call=number, prompt_ids=prompt_ids, sampling=clipped))
+            done = await self._call(message)
         except asyncio.CancelledError:
             self._send(messages.Abort(call=number))
             raise

@@ -32,6 +32,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
 
 class VllmGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     call: int
+    session: str
+    """Names the conversation."""
     prompt_ids: list[int]
     """[T]."""
     sampling: Sampling
