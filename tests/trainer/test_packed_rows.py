@@ -25,8 +25,8 @@ SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 
 def build(family: str, attention: str = PACKED, **values) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL | values)
-    return getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=attention).eval()
+    made = getattr(transformers, f"{family}ForCausalLM")
+    return made._from_config(made.config_class(**SMALL | values), attn_implementation=attention).eval()
 
 
 def alone(lm, sample, temperature: float) -> torch.Tensor:
@@ -141,13 +141,14 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
     assert max((grads[name] - shared_grads[name]).abs().max().item() for name in grads) < 1e-4
 
 
-def test_layers_with_a_running_state_are_refused_with_what_they_need():
-    # Qwen3-Next's linear attention carries its state from one document of a row into the next.
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe"])
+def test_layers_with_a_running_state_are_refused_with_what_they_need(family):
+    # Their linear attention carries its state from one document of a row into the next.
     linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
               "linear_value_head_dim": 8}  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
-    lm = build("Qwen3Next", **linear, **experts, num_hidden_layers=4, shared_expert_intermediate_size=16)
-    with pytest.raises(ConfigError, match=r"Qwen3NextForCausalLM: .*linear_attention layers.*restart at the borders"):
+    lm = build(family, **linear, **experts, num_hidden_layers=4, shared_expert_intermediate_size=16)
+    with pytest.raises(ConfigError, match=rf"{family}ForCausalLM: .*linear_attention layers.*restart at the borders"):
         check_packing(lm)
 
 
