@@ -20,7 +20,8 @@ from composer_prime.config import load
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"
-SCRIPTS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SCRIPTS = set(PROJECT["project"]["scripts"])
 KUBERNETES = "1.31"
 SBATCH_OPTIONS = {
     "array", "cpus-per-task", "gpus-per-node", "job-name", "mem", "nodes", "ntasks", "output", "requeue", "signal",
@@ -145,3 +146,14 @@ def test_shellcheck(tmp_path):
         path.write_text(text)
         done = subprocess.run([command, str(path)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{name}:\n{done.stdout}"
+
+
+# The README's first command installs no developer tools: their group is installed only when asked for, and no
+# dependency of the package brings one.
+def test_the_first_command_installs_no_developer_tools():
+    assert PROJECT["tool"]["uv"]["default-groups"] == []
+    developers, installed = (
+        {re.split(r"[\[<>=;~ ]", each)[0] for each in named}
+        for named in (PROJECT["dependency-groups"]["dev"], PROJECT["project"]["dependencies"])
+    )
+    assert {"pyright", "ruff", "trl"} <= developers and not developers & installed

@@ -6,6 +6,7 @@ import asyncio
 import re
 import shutil
 
+import pytest
 from orch_peers import MODEL, RUN_ID, PeerNode, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime.errors import CheckpointError, DeadlineError
@@ -130,14 +131,17 @@ async def test_evaluation_only(open_run, tmp_path):
         assert line["eval/s/version_max"] == 0
 
 
-async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_path):
-    """A rank that asks too early learns how many groups are ready, what runs, and since when."""
+@pytest.mark.parametrize(("count", "batch", "running"), [(2, "2 groups", "16 rollouts of 4 groups"),
+                                                        (1, "1 group", "8 rollouts of 2 groups")])  # fmt: skip
+async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_path, count, batch, running):
+    """A rank that asks too early learns how many groups are ready, what runs, and since when. One is no groups."""
     pool = ScriptedPool()
     pool.pause_s = lambda request: 1.0
-    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+    config = make_config(tmp_path, groups_per_step=count)
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         await trainer.ask(1, 0)
-        said = r"batch 1: 0 of 2 groups; 16 rollouts of 4 groups running, oldest \d s; served by 1 node"
+        said = rf"batch 1: 0 of {batch}; {running} running, oldest \d s; served by 1 node"
         assert re.fullmatch(said, trainer.waits[0])
 
 
