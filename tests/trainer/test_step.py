@@ -181,7 +181,7 @@ def test_weights_outside_the_parameters_are_refused(tmp_path, world):
     build_policy(make_config(tmp_path / "plain", tmp_path), tmp_path / "plain", world)
     model.get_buffer(router).fill_(0.5)
     model.save_pretrained(tmp_path / "biased")
-    with pytest.raises(ConfigError, match=rf"{router}, 1 in all.*would need its own rule for them.*train another model"):
+    with pytest.raises(ConfigError, match=rf"{router}, 1 in all.*would need a rule of its own.*train another model"):
         build_policy(make_config(tmp_path / "biased", tmp_path), tmp_path / "biased", world)
 
 
