@@ -171,8 +171,8 @@ def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
     if lost:
         raise ConfigError(
             f"model.path: {type(loaded).__name__} keeps weights in buffers ({', '.join(lost[:3])}, {len(lost)} in "
-            "all), which this trainer neither loads nor publishes. It would need a rule of its own for them (a router's "
-            "bias follows the load of the experts), in checkpoints and publications too: train another model"
+            "all), which this trainer neither loads nor publishes. It would need a rule of its own for them (the bias "
+            "of a router follows the load of its experts), in checkpoints and publications too: train another model"
         )
 
 
