@@ -114,7 +114,8 @@ def test_answers_share_their_context(folder):
 
 
 def test_answers_that_do_not_fit_one_pass(folder, monkeypatch):
-    # With room for 16 rows of logits no pass makes more, an answer of 40 tokens takes three, and scores stay the same.
+    # With room for 16 rows of logits no pass makes more, an answer of 40 tokens takes three, and scores stay the same;
+    # so do those of a whole context.
     made = []
 
     class Watched(Computer):
@@ -128,14 +129,17 @@ def test_answers_that_do_not_fit_one_pass(folder, monkeypatch):
         await engine.start()
         subject = Subject(engine=engine, reference=Reference(folder))
         context, answers = subject.prompt(3, 150), [subject.prompt(length, length) for length in (1, 7, 40, 8, 12)]
+        longest = subject.prompt(9, MAX_CONTEXT)
         made.clear()
-        whole = await subject.engine.score_answers(context, answers)
-        assert made == [68]
-        monkeypatch.setattr(compute, "_CHECKED_BYTES", 4 * subject.reference.vocab * 16)
+        whole = [*await subject.engine.score_answers(context, answers), await subject.engine.score(longest)]
+        assert made == [68, MAX_CONTEXT - 1]
+        monkeypatch.setattr(compute, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
         made.clear()
         split = await subject.engine.score_answers(context, answers)
         assert made == [8, 16, 16, 16, 12]
-        assert [len(scores) for scores in split] == [1, 7, 40, 8, 12]
+        split.append(await subject.engine.score(longest))
+        assert max(made) == 16
+        assert [len(scores) for scores in split] == [1, 7, 40, 8, 12, MAX_CONTEXT - 1]
         for scores, unsplit in zip(split, whole, strict=True):
             assert scores == pytest.approx(unsplit, abs=1e-5)
         await subject.engine.close()
@@ -373,6 +377,34 @@ def test_a_failed_compute_thread_fails_every_request(folder):
         assert all(isinstance(end, EngineError) and "on fire" in str(end) for end in ends)
         with pytest.raises(EngineError, match="on fire"):
             await engine.score([5, 6])
+        await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("step_fails", [False, True])
+def test_memory_that_runs_out_is_told_with_the_remedy(folder, step_fails):
+    # A command that finds no memory ends with the reason, and the engine goes on; a step ends the engine with it.
+    class Small(Computer):
+        def _forward(self, ids, positions, plan, rows):
+            if ids.shape[1] == 100 and (plan.places is not None) == step_fails:
+                torch.empty(1 << 50)
+            return super()._forward(ids, positions, plan, rows)
+
+    async def scenario():
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Small)
+        await engine.start()
+        many, remedy = [5] * 100, r"ran out of memory \(.*bytes.*\): lower inference.local.kv_cache_gib"
+        if step_fails:
+            with pytest.raises(EngineError, match=remedy):
+                await engine.generate("r", many, sampling(5), "s")
+            with pytest.raises(EngineError, match=remedy):
+                await engine.score([5, 6])
+        else:
+            for asked in (engine.score(many), engine.score_answers([5], [many[1:]])):
+                with pytest.raises(EngineError, match=remedy):
+                    await asked
+            assert len((await engine.generate("r", many, sampling(5), "s")).token_ids) == 5
         await engine.close()
 
     run(scenario())

@@ -19,11 +19,12 @@ import inspect
 import logging
 import queue
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +53,8 @@ from inference.engines.sampling import SamplingRows, StopRule, draw_misses, samp
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
-_CHECKED_ROWS = 2048
-_CHECKED_BYTES = 1 << 30
-"""Most tokens of one pass that checks draws, and most bytes of float32 logits of one that checks or scores answers."""
+_SCORED_BYTES = 1 << 30
+"""Most bytes of float32 logits of one pass over given tokens."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -185,44 +185,12 @@ class Computer:
         return read_back(self._targets, names)
 
     def score(self, future: asyncio.Future, token_ids: list[int]) -> None:
-        ids = torch.tensor([token_ids], device=self._device)
-        plan = StepPlan(cache=self._cache, segments=[Segment(0, len(token_ids), 0, 0)], places=None)
-        logits = self._forward(ids, torch.arange(len(token_ids))[None], plan, None)
-        logp = logits[:-1].float().log_softmax(-1)
-        self._resolve(future, logp.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+        """Resolve with the log-probability of each token after the first."""
+        self._resolve(future, self._scores([], [token_ids], start=1)[0])
 
     def score_answers(self, future: asyncio.Future, context: list[int], answers: list[list[int]]) -> None:
-        """Resolve with the log-probabilities of each answer's tokens behind `context`.
-
-        A pass reads the context once for as many answers as its logits have room for. A longer answer takes several.
-        """
-        scores = [list[float]() for _ in answers]
-        at_once = max(16, _CHECKED_BYTES // (4 * self.vocab))
-        for pieces in _passes([len(answer) for answer in answers], at_once):
-            for (index, _, _), logp in zip(pieces, self._score_pieces(context, answers, pieces), strict=True):
-                scores[index] += logp
-        self._resolve(future, scores)
-
-    def _score_pieces(
-        self, context: list[int], answers: list[list[int]], pieces: list[tuple[int, int, int]]
-    ) -> list[list[float]]:
-        """Return the log-probabilities of each piece (answer, first token, last token + 1) in one pass."""
-        start = len(context)
-        segments, positions, tokens = [Segment(0, start, 0, 0)], list(range(start)), list(context)
-        wanted, drawn = list[int](), list[int]()
-        for index, first, last in pieces:
-            row = len(tokens)
-            segments.append(Segment(row, last, 0, start))
-            positions += range(start, start + last)
-            tokens += answers[index][:last]
-            wanted += [start - 1, *range(row, row + last - 1)][first:]
-            drawn += answers[index][first:last]
-        ids = torch.tensor([tokens], device=self._device)
-        plan = StepPlan(cache=self._cache, segments=segments, places=None)
-        logits = self._forward(ids, torch.tensor([positions]), plan, torch.tensor(wanted, device=self._device))
-        chosen = torch.tensor(drawn, device=self._device)[:, None]
-        logp = logits.float().log_softmax(-1).gather(-1, chosen)[:, 0]
-        return [each.tolist() for each in logp.split([last - first for _, first, last in pieces])]
+        """Resolve with the log-probabilities of each answer's tokens behind `context`."""
+        self._resolve(future, self._scores(context, answers, start=0))
 
     def check_draws(
         self,
@@ -233,31 +201,56 @@ class Computer:
         sampling: Sampling,
         tolerance: float,
     ) -> None:
-        """Resolve with misses and logprobs, each [E - S], of tokens [S, E) of a sequence, as draws of `sampling`.
-
-        A pass over the sequence for each piece of rows: the logits of a long answer would not fit into memory.
-        """
+        """Resolve with misses and logprobs, each [E - S], of tokens [S, E) of a sequence, as draws of `sampling`."""
         misses, logprobs = [], []
-        at_once = min(_CHECKED_ROWS, max(16, _CHECKED_BYTES // (4 * self.vocab)))
-        for first in range(start, end, at_once):
-            last = min(first + at_once, end)
-            positions = np.arange(first, last)
-            count = len(positions)
+        for [(_, first, last)], logits in self._given([], [token_ids[:end].tolist()], start):
+            count = last - first
             rows = SamplingRows(
                 temperature=np.full(count, sampling.temperature, dtype=np.float32),
                 top_k=np.full(count, sampling.top_k, dtype=np.int64),
                 top_p=np.full(count, sampling.top_p, dtype=np.float32),
                 seed=np.full(count, (sampling.seed or 0) & (2**64 - 1), dtype=np.uint64),
-                position=positions.astype(np.uint64),
+                position=np.arange(first, last, dtype=np.uint64),
             )
-            ids = torch.from_numpy(token_ids[: last - 1].astype(np.int64)).to(self._device)[None]
-            plan = StepPlan(cache=self._cache, segments=[Segment(0, last - 1, 0, 0)], places=None)
-            wanted = torch.from_numpy(positions - 1).to(self._device)
-            logits = self._forward(ids, torch.arange(last - 1)[None], plan, wanted)
             missed, scored = draw_misses(logits, rows, token_ids[first:last], tolerance)
             misses.append(missed)
             logprobs.append(scored)
         self._resolve(future, (np.concatenate(misses), np.concatenate(logprobs)))
+
+    def _scores(self, context: list[int], answers: list[list[int]], start: int) -> list[list[float]]:
+        """Return the log-probabilities of each answer's tokens from number `start` on."""
+        scores = [list[float]() for _ in answers]
+        for pieces, logits in self._given(context, answers, start):
+            drawn = [token for index, first, last in pieces for token in answers[index][first:last]]
+            chosen = torch.tensor(drawn, device=self._device)[:, None]
+            logp = iter(logits.float().log_softmax(-1).gather(-1, chosen)[:, 0].tolist())
+            for index, first, last in pieces:
+                scores[index] += islice(logp, last - first)
+        return scores
+
+    def _given(
+        self, context: list[int], answers: list[list[int]], start: int
+    ) -> Iterator[tuple[list[tuple[int, int, int]], torch.Tensor]]:
+        """Yield pieces (answer, first token, last token + 1) and the logits [R, V] that their tokens are drawn from.
+
+        A pass reads the context once, for as many answers as its logits have room for. A longer answer takes several.
+        The answers' tokens before number `start` have no logits.
+        """
+        at_once = max(16, _SCORED_BYTES // (4 * self.vocab))
+        known = len(context)
+        for pieces in _passes([len(answer) for answer in answers], start, at_once):
+            segments = [Segment(0, known, 0, 0)] if known else []
+            positions, tokens, wanted = list(range(known)), list(context), list[int]()
+            for index, first, last in pieces:
+                row = len(tokens)
+                segments.append(Segment(row, last, 0, known))
+                positions += range(known, known + last)
+                tokens += answers[index][:last]
+                wanted += [known - 1, *range(row, row + last - 1)][first:]
+            ids = torch.tensor([tokens], device=self._device)
+            plan = StepPlan(cache=self._cache, segments=segments, places=None)
+            rows = torch.tensor(wanted, device=self._device)
+            yield pieces, self._forward(ids, torch.tensor([positions]), plan, rows)
 
     def find_stop(self, future: asyncio.Future, completion: np.ndarray, sampling: Sampling) -> None:
         """Resolve with the number of tokens after which a stop rule ends `completion`; None where none does."""
@@ -279,7 +272,7 @@ class Computer:
         torch.set_num_threads(self._config.threads)  # An OpenMP setting: it applies to the thread that makes it.
         failure: ComposerError = EngineError("the local engine is closed")
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _memory_errors():
                 self._load()
                 self.loaded = True
                 self._resolve(self.ready, None)
@@ -365,7 +358,8 @@ class Computer:
                 return
             block = False
             try:
-                command(future, *args)
+                with _memory_errors():
+                    command(future, *args)
             except ComposerError as error:
                 self._resolve(future, error)
 
@@ -457,14 +451,31 @@ class Computer:
         self.ended.set_result(None)
 
 
-def _passes(lengths: list[int], at_once: int) -> list[list[tuple[int, int, int]]]:
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raise an EngineError with the remedy in place of errors that say that memory ran out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # For a CPU's memory torch has no class.
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # Their tensors would live as long as the error.
+        told, _, _ = str(error).partition("\n")
+        raise EngineError(
+            f"the local engine ran out of memory ({told[:300]}): lower inference.local.kv_cache_gib or "
+            "model.max_context, or give it a device with more memory"
+        ) from error
+
+
+def _passes(lengths: list[int], start: int, at_once: int) -> list[list[tuple[int, int, int]]]:
     """Divide answers of `lengths` tokens into passes of at most `at_once`: pieces (answer, first token, last + 1).
 
-    Only an answer of more than `at_once` tokens is divided.
+    Each answer is left out before token `start`. Only one with more than `at_once` tokens behind it is divided.
     """
     passes, left = [], 0
     for index, length in enumerate(lengths):
-        for first in range(0, length, at_once):
+        for first in range(start, length, at_once):
             count = min(at_once, length - first)
             if count > left:
                 passes.append([])
