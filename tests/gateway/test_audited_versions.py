@@ -43,7 +43,8 @@ async def sampled(engine: LocalEngine, node: str, prompt: list[int], version: in
 
 
 async def test_old_weights_under_a_new_name_are_told_from_new_ones(open_gateway, keys, store):
-    # Both are within the tolerance, so no answer is refused alone. An older version that is gone refuses none either.
+    # Both are within the tolerance, so no answer is refused alone. An older version that cannot be had refuses none
+    # either, and once its source has it again, an answer that names it is audited.
     publisher = Publisher(store.root, keys, Reference(MODEL, scale=1e-4))
     settings = {"enabled": True, "tolerance": 0.2, "timeout_s": 150.0}
     async with open_gateway(inference=PATIENT, orchestrator={"audit": settings}) as gateway:
@@ -68,11 +69,21 @@ async def test_old_weights_under_a_new_name_are_told_from_new_ones(open_gateway,
             assert gateway.router.nodes.trust["old"].clean == 3
 
             chunks = {chunk.sha256 for chunk in publisher.manifest(2).chunks}
-            for path in (store.root / "chunks").iterdir():
-                if path.name not in chunks:
-                    path.unlink()
+            away = [path for path in (store.root / "chunks").iterdir() if path.name not in chunks]
+            for path in away:
+                path.rename(store.root / path.name)
             gateway.audits.offer(await sampled(node, "late", [30, 6, 7], 2), "late")
             assert await gateway.audits.cleared("late") is None
+            assert gateway.router.nodes.trust["late"].old_evidence[0] == 0.0
+
+            for path in away:
+                (store.root / path.name).rename(path)
+            await node.load_weights(1, publisher.reference.weights(1))
+            for version in (1, 2):
+                gateway.audits.offer(await sampled(node, "again", [30, 6, version], version), f"again{version}")
+                assert await gateway.audits.cleared(f"again{version}") is None
+            assert gateway.router.nodes.trust["again"].clean == 2
+            assert gateway.router.nodes.trust["again"].old_evidence[0] > 0.0
         finally:
             auditor.cancel()
             await asyncio.gather(auditor, return_exceptions=True)
