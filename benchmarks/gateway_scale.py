@@ -11,12 +11,12 @@ turns     CPU of the gateway's process a turn, its threads included, with prompt
           turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts. What the
           gateway takes without any request is measured before and left out: on a busy machine a run takes longer.
 placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
-processes turns per second and CPU a turn with 1 and 2 processes that serve HTTP (orchestrator.gateway_processes), by
+processes turns per second and CPU a turn with 1 and 2 gateway processes (orchestrator.gateway_processes), by
           turns in one run. The router's share is what one core has to carry, however many processes there are.
 flood     turns per second with and without a second node that floods the link, and the growth of resident memory.
 open      lag of the router's event loop with that many rollouts open, each with a request at the node or on its way:
           as it is, with everything that existed at the start exempted from garbage collections, as the orchestrator
-          does, and with a second HTTP process too.
+          does, and with a second gateway process too.
 
 The exit status is 1 when the packed form costs more than JSON at any size, when its cost at 32k is above 1.5 times that
 at 205, when placing at 1000 nodes is above twice that at 1, when a second process saves the router nothing, when a
@@ -189,21 +189,21 @@ async def measure_processes(repeats: int) -> dict[str, dict[str, float]]:
             idle_share = await _idle_share()
             for _, count, form in itertools.product(range(repeats), PROCESSES, FORMS):
                 gateway = gateways[count]
-                fronts = [psutil.Process(pid) for pid in (gateway.fronts.pids if gateway.fronts is not None else ())]
-                cpu_s, front_cpu_s, wall_s = time.process_time(), _cpu_s(fronts), time.monotonic()
+                others = [psutil.Process(pid) for pid in (gateway.processes.pids if gateway.processes else ())]
+                cpu_s, others_cpu_s, wall_s = time.process_time(), _cpu_s(others), time.monotonic()
                 await _driver(case, form).play(gateway, load)
-                cpu_s, front_cpu_s = time.process_time() - cpu_s, _cpu_s(fronts) - front_cpu_s
+                cpu_s, others_cpu_s = time.process_time() - cpu_s, _cpu_s(others) - others_cpu_s
                 wall_s, turns = time.monotonic() - wall_s, load.rollouts * load.turns
                 router_ms = 1000 * (cpu_s - idle_share * wall_s) / turns
-                figures = {"rate": turns / wall_s, "router_ms": router_ms, "fronts_ms": 1000 * front_cpu_s / turns}
+                figures = {"rate": turns / wall_s, "router_ms": router_ms, "others_ms": 1000 * others_cpu_s / turns}
                 runs[count, form].append(figures)
-    print("processes  form     turns/s   CPU a turn: router   all fronts")
+    print("processes  form     turns/s   CPU a turn: router   all others")
     result = {}
     for (count, form), several in runs.items():
         median = {name: statistics.median(one[name] for one in several) for name in several[0]}
         result[f"{count} {form}"] = median
         print(f"{count:9d}  {form:6s} {median['rate']:9.0f} {median['router_ms']:17.2f} ms "
-              f"{median['fronts_ms']:9.2f} ms")  # fmt: skip
+              f"{median['others_ms']:9.2f} ms")  # fmt: skip
     return result
 
 

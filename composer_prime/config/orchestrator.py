@@ -338,7 +338,7 @@ class OrchestratorConfig(BaseConfig):
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     gateway_processes: int = Field(default=1, ge=1, le=64)
     """Processes that serve the gateway's HTTP port. Above 1, each parses, renders and encodes in front of the one that
-    routes. Linux only. The code and the metrics (gateway/fronts_*) call these processes fronts."""
+    routes. Linux only."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     weights: WeightServiceConfig = WeightServiceConfig()

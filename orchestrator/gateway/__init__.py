@@ -1,6 +1,6 @@
 """The gateway between environments and inference nodes. Read gateway.py first.
 
-http -> generation -> routing -> nodes, and link between routing and the nodes' sockets. fronts/ puts http into
+http -> generation -> routing -> nodes, and link between routing and the nodes' sockets. processes/ puts http into
 processes of its own.
 """
 

@@ -38,11 +38,11 @@ from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.enrollment import Enrollment
-from orchestrator.gateway.fronts import Fronts, FrontSettings
 from orchestrator.gateway.generation import POLICY, GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
 from orchestrator.gateway.port import HeldPort
+from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
 
@@ -114,10 +114,10 @@ class Gateway:
         self._generator = self._build_generator(vocab_size)
         self._token = os.environ.get(TOKEN_VARIABLE)
         self._http = self._build_http()
-        self.fronts: Fronts | None = None
+        self.processes: GatewayProcesses | None = None
         """Serve HTTP in processes of their own; None where this process does."""
         if orchestrator.gateway_processes > 1:
-            self.fronts = Fronts(orchestrator.gateway_processes, self._generator.answer, self._fail)
+            self.processes = GatewayProcesses(orchestrator.gateway_processes, self._generator.answer, self._fail)
         self._port: HeldPort | None = None
         """Where turns are asked for; None before `start`."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -172,9 +172,9 @@ class Gateway:
             others=state_routes(token=self._token, health=self._health, metrics=self.state, control=control),
         )
 
-    def _front_settings(self, port: int) -> FrontSettings:
+    def _process_settings(self, port: int) -> ProcessSettings:
         model = self._config.model
-        return FrontSettings(
+        return ProcessSettings(
             host=_LOOPBACK,
             port=port,
             router_url=self._http.url,
@@ -194,12 +194,12 @@ class Gateway:
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
-            port = self._port = HeldPort(_LOOPBACK, orchestrator.gateway_port, shared=self.fronts is not None)
-            if self.fronts is None:
+            port = self._port = HeldPort(_LOOPBACK, orchestrator.gateway_port, shared=self.processes is not None)
+            if self.processes is None:
                 await self._http.start(port.socket)
             else:
                 await self._http.start(socket.create_server((_LOOPBACK, 0)))
-                await self.fronts.start(self._front_settings(port.number), partial(self._http.listen, port.socket))
+                await self.processes.start(self._process_settings(port.number), partial(self._http.listen, port.socket))
         except BaseException:
             await self.close()
             raise
@@ -214,8 +214,8 @@ class Gateway:
         self.lag.stop()
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
-        if self.fronts is not None:
-            await self.fronts.close()
+        if self.processes is not None:
+            await self.processes.close()
         await self._http.close()
         if self._port is not None:
             self._port.close()
@@ -303,8 +303,8 @@ class Gateway:
                 logger.warning("the event loop stood still; lost nodes are looked for in the next round")
                 continue
             router = self.router
-            if self.fronts is not None:
-                self.fronts.end_silent()
+            if self.processes is not None:
+                self.processes.end_silent()
             self._link.end_revoked()
             self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
             router.nodes.lose_silent(inference.lost_after_s)
@@ -350,7 +350,7 @@ class Gateway:
             },
             "relays": self._relay_legs.states(),
             "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
-            "fronts": {} if (fronts := self.fronts) is None else fronts.figures(),
+            "processes": {} if self.processes is None else self.processes.figures(),
             "loop_lag": self.lag.metrics(reset=False),
         }
 
@@ -384,7 +384,7 @@ class Gateway:
             "gateway/prompt_bytes_sent": counters.prompt_bytes_sent,
             "gateway/prefixes_missing_at_nodes": counters.prefixes_missing,
             **oldest,
-            **({} if (fronts := self.fronts) is None else fronts.figures("gateway/fronts_")),
+            **({} if self.processes is None else self.processes.figures("gateway/processes_")),
             **(self.audits.metrics() if self.audits is not None else {}),
             **self.lag.metrics(),
         }

@@ -1,4 +1,4 @@
-"""Several HTTP processes in front of one router: the same answers, and what happens when one of them dies."""
+"""Several gateway processes in front of one router: the same answers, and what happens when one of them dies."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from composer_prime.wire.turns import PackedAnswer, TurnClient
 from composer_prime.wire.types import ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.fronts import Fronts, FrontSettings
-from orchestrator.gateway.fronts.front import RouterLink, forward_route
-from orchestrator.gateway.fronts.router_end import ToFront
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.gateway.generation import SamplingFields, TurnAnswer, TurnRequest
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.port import HeldPort
+from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
+from orchestrator.gateway.processes.http_end import RouterLink, forward_route
+from orchestrator.gateway.processes.messages import ToProcess
 
 PATIENT = {"heartbeat_s": 0.1, "lost_after_s": 60.0}
 ONE = {"inference": PATIENT}
@@ -132,7 +132,7 @@ async def test_a_killed_process_loses_no_turn(open_gateway, node_keys, caplog):
 
         calls = [asyncio.create_task(rollout(number)) for number in range(40)]
         await node.until(lambda: len(node.running) == 40)
-        killed, cancelled = gateway.fronts.pids[0], lambda: gateway.router.counters.cancelled
+        killed, cancelled = gateway.processes.pids[0], lambda: gateway.router.counters.cancelled
         os.kill(killed, signal.SIGKILL)
         await node.until(lambda: cancelled() > 0 and len(node.generates) == 40 + cancelled())
         await node.until(lambda: len(node.running) == 40)
@@ -143,10 +143,10 @@ async def test_a_killed_process_loses_no_turn(open_gateway, node_keys, caplog):
         assert await asyncio.gather(*calls) == [tokens_for([5, n], 6)[0].tolist() for n in range(40)]
         assert [len(gateway.records.take(f"r{number}")) for number in range(40)] == [1] * 40
         await client.close()
-        await node.until(lambda: gateway.fronts.num_ready == 2)
-        assert killed not in gateway.fronts.pids
+        await node.until(lambda: gateway.processes.num_serving == 2)
+        assert killed not in gateway.processes.pids
         assert "gateway process 0 was ended by SIGKILL" in caplog.text
-        assert (await get(f"{gateway.http_url}/metrics"))[1]["fronts"] == {"serving": 2, "restarts": 1}
+        assert (await get(f"{gateway.http_url}/metrics"))[1]["processes"] == {"serving": 2, "restarts": 1}
 
 
 @pytest.mark.process
@@ -168,14 +168,14 @@ async def test_a_client_that_hangs_up_reaches_the_router(open_gateway, node_keys
 
 @pytest.mark.process
 async def test_open_turns_hear_that_the_gateway_stops(open_gateway, node_keys):
-    """They get a 503, as they do from one process, and no front outlives the gateway."""
+    """They get a 503, as they do from one process, and no process outlives the gateway."""
     async with (
         open_gateway(**TWO) as gateway,
         PeerNode(gateway.node_endpoint, node_keys, "n0", delay_s=100) as node,
     ):
         call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
         await node.until(lambda: bool(node.running))
-        pids = gateway.fronts.pids
+        pids = gateway.processes.pids
         await gateway.close()
         status, reply = await call
         assert (status, reply["error"]["code"]) == (503, "closing")
@@ -184,8 +184,8 @@ async def test_open_turns_hear_that_the_gateway_stops(open_gateway, node_keys):
                 os.kill(pid, 0)
 
 
-def front_settings(port: int) -> FrontSettings:
-    return FrontSettings(
+def process_settings(port: int) -> ProcessSettings:
+    return ProcessSettings(
         host="127.0.0.1",
         port=port,
         router_url="http://127.0.0.1:9",
@@ -216,21 +216,21 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
     errors: list[BaseException] = []
     port = HeldPort("127.0.0.1", 0, shared=True)
     chat, server = http_server(answer)
-    fronts = Fronts(2, answer, errors.append, hang_s=10.0, max_restarts=0)
+    processes = GatewayProcesses(2, answer, errors.append, hang_s=10.0, max_restarts=0)
     try:
-        await fronts.start(front_settings(port.number), partial(server.start, port.socket))
+        await processes.start(process_settings(port.number), partial(server.start, port.socket))
         client = TurnClient()
         assert (await ask(client, port.url, None, generate_body(5, 6)))[1] == [5, 6]
-        for pid in fronts.pids:
+        for pid in processes.pids:
             os.kill(pid, signal.SIGSTOP)
         async with asyncio.timeout(200):
             while not server.url:
-                fronts.end_silent()
+                processes.end_silent()
                 await asyncio.sleep(0.02)
         assert (await ask(client, port.url, None, generate_body(5, 7)))[1] == [5, 7]
-        assert fronts.figures() == {"serving": 0, "restarts": 0}
+        assert processes.figures() == {"serving": 0, "restarts": 0}
     finally:
-        await fronts.close()
+        await processes.close()
         await server.close()
         chat.close()
         port.close()
@@ -247,24 +247,24 @@ async def test_an_unexpected_error_reads_the_same_from_one_and_several_processes
     alone, port = HeldPort("127.0.0.1", 0), HeldPort("127.0.0.1", 0, shared=True)
     chat, server = http_server(answer)
     errors: list[BaseException] = []
-    fronts = Fronts(1, answer, errors.append)
+    processes = GatewayProcesses(1, answer, errors.append)
     try:
         await server.start(alone.socket)
-        await fronts.start(front_settings(port.number), server.close)
+        await processes.start(process_settings(port.number), server.close)
         one, several = [await post(held.url, generate_body(5)) for held in (alone, port)]
         assert one == several
         assert (one[0], one[1]["error"]["code"]) == (500, "internal")
         assert "the cause" not in str(one) and caplog.text.count("ZeroDivisionError: the cause") == 2
         assert not errors
     finally:
-        await fronts.close()
+        await processes.close()
         await server.close()
         chat.close()
         alone.close()
         port.close()
 
 
-async def test_a_front_reads_no_body_for_a_route_that_takes_none():
+async def test_a_gateway_process_reads_no_body_for_a_route_that_takes_none():
     """Whoever reaches the port would fill its memory, with the token or without. The answer waits for no body."""
     async with aiohttp.ClientSession() as session:
         app = web.Application()
@@ -287,7 +287,7 @@ async def test_a_turn_that_cannot_be_sent_leaves_nothing_behind():
     ours, theirs = socket.socketpair()
     with theirs:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        frames: Frames[ToFront] = Frames(reader, writer, ToFront, "router")
+        frames: Frames[ToProcess] = Frames(reader, writer, ToProcess, "router")
         link = RouterLink(frames, 1.0)
         with pytest.raises(OverflowError):
             await link.answer(TurnRequest(session=None, new_ids=b"", sampling=SamplingFields(seed=2**70)))

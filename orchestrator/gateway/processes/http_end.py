@@ -1,8 +1,8 @@
-"""A front of the gateway: `python -m orchestrator.gateway.fronts.front --link-fd N`. Only router_end.py starts it.
+"""A gateway process: `python -m orchestrator.gateway.processes.http_end --link-fd N`. Only router_end.py starts it.
 
-    client --HTTP--> http.py: parse, check, render --FrontTurn--> router's process
-    client <-------- http.py: encode      <--FrontAnswer | FrontError--+
-    a client hangs up: FrontCancel; the link ends: answer what is open with 503, and leave
+    client --HTTP--> http.py: parse, check, render --AskTurn--> router's process
+    client <-------- http.py: encode     <--AnsweredTurn | FailedTurn--+
+    a client hangs up: CancelTurn; the link ends: answer what is open with 503, and leave
 
 It ends with its parent. A turn's answer is waited for _GRACE_S longer than the router waits for it.
 """
@@ -25,21 +25,20 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.wire.frames import Frames
 from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.fronts.router_end import (
-    BUFFER_BYTES,
-    HEARTBEAT_S,
-    FrontAnswer,
-    FrontCancel,
-    FrontError,
-    FrontHeartbeat,
-    FrontReady,
-    FrontSettings,
-    FrontTurn,
-    ToFront,
-)
 from orchestrator.gateway.generation import TurnAnswer, TurnRequest
 from orchestrator.gateway.http import HttpServer
+from orchestrator.gateway.processes.messages import (
+    BUFFER_BYTES,
+    AnsweredTurn,
+    AskTurn,
+    CancelTurn,
+    FailedTurn,
+    ProcessSettings,
+    ServingBeat,
+    ToProcess,
+)
 
+_BEAT_S = 2.0
 _GRACE_S = 30.0
 _FORWARD_S = 60.0
 _KEPT_HEADERS = ("Authorization", "Accept")
@@ -48,42 +47,42 @@ _KEPT_HEADERS = ("Authorization", "Accept")
 class RouterLink:
     """Has turns answered by the router's process."""
 
-    def __init__(self, frames: Frames[ToFront], answer_timeout_s: float) -> None:
+    def __init__(self, frames: Frames[ToProcess], answer_timeout_s: float) -> None:
         self._frames = frames
         self._timeout_s = answer_timeout_s + _GRACE_S
-        self._calls = itertools.count()
+        self._turn_ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[TurnAnswer]] = {}
 
     async def answer(self, turn: TurnRequest) -> TurnAnswer:
         """Return the router's answer. Raises RequestError as the router's process does, and DeadlineError."""
-        call = next(self._calls)
-        waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
+        turn_id = next(self._turn_ids)
+        waiting = self._waiting[turn_id] = asyncio.get_running_loop().create_future()
         try:
-            self._frames.send(FrontTurn(call=call, turn=turn))
+            self._frames.send(AskTurn(turn_id=turn_id, turn=turn))
             async with asyncio.timeout(self._timeout_s):
                 return await waiting
         except TimeoutError:
-            self._frames.send(FrontCancel(call=call))
+            self._frames.send(CancelTurn(turn_id=turn_id))
             raise DeadlineError(f"the router did not answer within {self._timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._frames.send(FrontCancel(call=call))
+            self._frames.send(CancelTurn(turn_id=turn_id))
             raise
         finally:
-            del self._waiting[call]
+            del self._waiting[turn_id]
 
     async def receive(self) -> None:
         """Hand out answers until the router's process has closed the link. What then waits gets a 503."""
         while (message := await self._frames.receive()) is not None:
             match message:
-                case FrontAnswer():
-                    self._end(message.call, message.answer)
-                case FrontError(call=call, message=text, status=status, code=code, param=param):
-                    self._end(call, RequestError(text, status=status, code=code, param=param))
-        for call in self._waiting:
-            self._end(call, RequestError("the orchestrator is stopping", status=503, code="closing"))
+                case AnsweredTurn(turn_id=turn_id, answer=answer):
+                    self._end(turn_id, answer)
+                case FailedTurn(turn_id=turn_id, message=text, status=status, code=code, param=param):
+                    self._end(turn_id, RequestError(text, status=status, code=code, param=param))
+        for turn_id in self._waiting:
+            self._end(turn_id, RequestError("the orchestrator is stopping", status=503, code="closing"))
 
-    def _end(self, call: int, outcome: TurnAnswer | RequestError) -> None:
-        waiting = self._waiting.get(call)
+    def _end(self, turn_id: int, outcome: TurnAnswer | RequestError) -> None:
+        waiting = self._waiting.get(turn_id)
         if waiting is None or waiting.done():
             return
         if isinstance(outcome, RequestError):
@@ -93,8 +92,8 @@ class RouterLink:
 
     async def beat(self) -> None:
         while True:
-            self._frames.send(FrontHeartbeat())
-            await asyncio.sleep(HEARTBEAT_S)
+            self._frames.send(ServingBeat())
+            await asyncio.sleep(_BEAT_S)
 
 
 def forward_route(session: aiohttp.ClientSession, router_url: str) -> web.RouteDef:
@@ -115,9 +114,9 @@ def forward_route(session: aiohttp.ClientSession, router_url: str) -> web.RouteD
 async def serve(link: socket.socket) -> None:
     """Serve as the first message says, until the router's process closes the link."""
     reader, writer = await asyncio.open_unix_connection(sock=link, limit=BUFFER_BYTES)
-    frames: Frames[ToFront] = Frames(reader, writer, ToFront, "router")
+    frames: Frames[ToProcess] = Frames(reader, writer, ToProcess, "router")
     settings = await frames.receive()
-    if not isinstance(settings, FrontSettings):
+    if not isinstance(settings, ProcessSettings):
         return
     router = RouterLink(frames, settings.answer_timeout_s)
     chat = ChatFormat(Path(settings.model_dir), settings.renderer)
@@ -133,7 +132,6 @@ async def serve(link: socket.socket) -> None:
         )
         await server.start(socket.create_server((settings.host, settings.port), reuse_port=True))
         freeze_startup()
-        frames.send(FrontReady())
         beating = asyncio.create_task(router.beat())
         try:
             await router.receive()
@@ -144,7 +142,7 @@ async def serve(link: socket.socket) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="An HTTP process of the gateway; the orchestrator starts it.")
+    parser = argparse.ArgumentParser(description="A gateway process; the orchestrator starts it.")
     parser.add_argument("--link-fd", type=int, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
