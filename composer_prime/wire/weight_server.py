@@ -6,9 +6,9 @@
 These are the paths of the weight store's folder, so any static host of that folder serves the same. Nothing is listed.
 A name that a client gives is never a path: a chunk's is 64 hexadecimal digits, a manifest's is a number.
 
-Every reader is bounded: connections, requests at a time, and the time to take each answer. Of the first two, an address
-(of IPv6, a network of 48 bits) gets half of what the others leave: one never holds all, eight together may. A client
-beyond a bound is turned away (503) or cut off, and resumes by Range.
+Connections, requests at a time, and the time that a client takes for an answer are bounded. One address (of IPv6, a
+network of 48 bits) gets half of the connections and requests that the others leave. So one address never holds all of
+them, though eight together may. A client beyond a bound is turned away (503) or cut off, and resumes by Range.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 512 << 10
 _MAX_REQUESTS = 128
-"""At a time, of all clients: each holds two pieces in memory. One address alone gets 64 of them, a second one 32."""
+"""Of all clients at a time; each holds two pieces in memory. The first address may have 64 of them, a second one 32."""
 _LEAST_BYTES_PER_S = 64 << 10
-"""Who reads more slowly, after the time of a piece, is cut off: a chunk of 16 MiB is there for five minutes at most."""
+"""A client that reads more slowly than this is cut off. So a chunk of 16 MiB takes about five minutes at most."""
 _IDLE_S = 15.0
 """A connection without a request is closed after this long, also one whose request does not end."""
 _SHUTDOWN_S = 2.0
