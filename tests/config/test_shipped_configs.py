@@ -117,6 +117,13 @@ def test_every_ladder_measures_itself(ladder):
     assert [resolved(ladder, rung).channels.replay_dpo.weight for rung in ("a3", "a4")] == [0.02, 0.02]
 
 
+@pytest.mark.parametrize("words", [["a1.toml", "diloco/peer.toml"], ["diloco/two-clusters.toml"]])
+def test_joint_runs_carry_the_steps_of_a_delay(words):
+    # Overwritten steps are a quarter of the work at H = 4 and P = 2 (docs/explanation/joint-runs.md).
+    diloco = resolve([word for name in words for word in ("@", str(CONFIGS / name))]).config.diloco
+    assert diloco is not None and diloco.delay > 0 and diloco.mixing == "carry"
+
+
 @pytest.mark.parametrize("ladder", LADDERS)
 @pytest.mark.parametrize("rung", ["a1", "a2", "a3", "a4"])
 def test_another_objective_brings_its_own_correction(ladder, rung):
