@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -57,7 +58,7 @@ class JointRun:
                 f"{name}-{peer}", run={"max_steps": STEPS}, diloco=diloco | {"peer_id": peer}, channels=CHANNELS,
                 trainer={
                     "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 300,
-                    "micro_batch_tokens": 1024,
+                    "micro_batch_tokens": 1024, "schedule": {"type": "cosine", "warmup_steps": 3},
                 },
             )  # fmt: skip
             self.runs.append(run)
@@ -80,6 +81,11 @@ class JointRun:
         whole = self.runs[peer].dir.root / "whole.pt"
         dcp_to_torch_save(self.runs[peer].dir.checkpoint(step) / "trainer", whole)
         return torch.load(whole, weights_only=False)
+
+    def learning_rates(self, peer: int) -> list[float]:
+        """Of the steps that this peer took."""
+        lines = [json.loads(line) for line in self.runs[peer].dir.metrics.read_text().splitlines()]
+        return [line["optim/lr"] for line in lines if "optim/lr" in line]
 
     def model(self, peer: int) -> bytes:
         return (self.runs[peer].dir.final / "model.safetensors").read_bytes()
@@ -160,7 +166,7 @@ def test_averages_of_a_late_joiner(joint):
 
 
 # Cluster b joins after a has taken eight of the twelve steps. The run's end follows the outer steps, so b ends with a,
-# on the same model, after about four steps of its own.
+# on the same model, after about four steps of its own. So does the learning rate: b has no warm-up of its own.
 def test_late_joiner_ends_with_the_others(joint):
     late = joint("end", "--keep-rounds", "1")
     first = late.start(0, until=8)
@@ -174,3 +180,5 @@ def test_late_joiner_ends_with_the_others(joint):
     assert first_done.step == first_done.last_step == STEPS
     assert second_done.step == second_done.last_step < STEPS
     assert late.versions(0)[STEPS] == second_done.version
+    rates, later = late.learning_rates(0), late.learning_rates(1)
+    assert len(set(rates)) == STEPS and later and set(later) <= set(rates[7:]) and later[-1] == rates[-1]
