@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from inference.snapshot import checksum, tensor_blocks
 
 logger = logging.getLogger(__name__)
 
+_one_load = threading.Lock()
+"""transformers replaces methods of its classes while it loads. Two loads at a time leave them replaced: every later one
+then misses tied tensors."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -44,9 +48,10 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
     device, dtype = device_and_dtype(config)
     disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  the stub: no pair
-            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
-        )
+        with _one_load:
+            model, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  the stub: no pair
+                folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model folder {folder} does not load: {error}") from error
     if info["missing_keys"]:
