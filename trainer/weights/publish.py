@@ -1,7 +1,7 @@
 """Publishing a policy version: copied weights -> canary -> chunks in the store -> signed manifest -> announcement.
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
-    canary: logprobs of a fixed prompt, on the device
+    canary: logprobs of a fixed prompt, on the device (on a CPU below the line)
     ---- training goes on; the rest is a thread of rank 0 ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
     -> announce: the orchestrator learns of the version
@@ -101,16 +101,19 @@ class Publisher:
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if tensors is None:
             return 0
-        canary = self._canary.score(tensors)  # here: beside a backward pass the device may have no room for it
+        # Beside a backward pass a GPU may have no room for it.
+        on_gpu = self._canary.score(tensors) if self._world.device.type != "cpu" else None
         names: list[str] = []  # where only factors are written: what they are added to
+        written = tensors
         if adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys():
             names = [*tensors]
-            tensors = adapters
-        size = sum(tensor.nbytes for tensor in tensors.values())
+            written = adapters
+        size = sum(tensor.nbytes for tensor in written.values())
 
         def write_and_announce() -> None:
+            canary = on_gpu or self._canary.score(tensors)
             # some architectures are stored unfused, under other names than their parameters have
-            stored = dict(tensors) if names else revert_weight_conversion(self._plain, dict(tensors))
+            stored = dict(written) if names else revert_weight_conversion(self._plain, dict(written))
             tensors.clear()
             manifest = Manifest(
                 run_id=self._run_id,
