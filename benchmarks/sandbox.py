@@ -1,10 +1,13 @@
-"""Sandboxes against plain sub-processes, in one run: python benchmarks/sandbox.py [--boxes 200] [--repeat 30]
+"""Sandboxes against plain sub-processes, in one run: python benchmarks/sandbox.py [--boxes 200] [--repeat 30] [--trees]
 
     launch        until the first command of a new box has ended | until `true` has ended as a sub-process
     round trip    a command in an open box | the same command as a sub-process, of the same interpreter
     graded tasks  a small pytest suite, started as grading starts it, in a new box each time, opened ahead, and closed:
                   warm (a fork that has pytest) | cold (a new interpreter in the box) | a sub-process in a new folder
     memory        proportional set size (PSS) of all processes of the open boxes, and the growth of used memory
+    trees         until a box is open and filled: files copied into it | a prepared tree cloned | prepared first;
+                  small trees are cloned here, too, which `open_box` does not do. Then the memory of 20 filled boxes.
+                  `--trees` measures nothing else.
 
 Each pair is measured alternately, so that other load on the machine meets both sides. Figures are medians.
 A container is measured where docker answers.
@@ -15,24 +18,37 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from statistics import median
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.plan.sandboxes import probe
 from orchestrator.environments.code.grading import ISOLATED
-from orchestrator.sandbox.box import open_box
+from orchestrator.sandbox.box import open_box, read_tree
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.sandbox.pool import close_pools, shared_pool
-from orchestrator.sandbox.python_image import python_image
+from orchestrator.sandbox.python_image import image_cache, python_image
+from orchestrator.sandbox.trees import prepared
 from orchestrator.sandbox.usage import processes_of
 
+TREES = (
+    (10, 20_000),
+    (100, 400_000),
+    (200, 2_000_000),
+    (400, 4_000_000),
+    (1000, 10_000_000),
+    (12, 12_000_000),
+    (5000, 60_000_000),
+)
+"""Files and bytes of trees."""
 COMMANDS = (("true",), ("python", "-c", "pass"), ("python", "-m", "pytest", "--version"))
 SUITE = {
     "area.py": b"def area(a, b):\n    return a * b\n",
@@ -141,7 +157,7 @@ async def many(work: Callable[[], Awaitable[object]], count: int) -> None:
 
 
 async def memory(runtime: RuntimeConfig, count: int, *, preload: bool) -> None:
-    before = available_bytes()
+    before = meminfo_bytes("MemAvailable")
     boxes = []
     started = time.perf_counter()
     for _ in range(count):
@@ -153,7 +169,7 @@ async def memory(runtime: RuntimeConfig, count: int, *, preload: bool) -> None:
     opened_s = time.perf_counter() - started
     pids = [pid for box in boxes for pid in (*processes_of(box.init_pid), box.launcher_pid)]
     pss = sum(pss_bytes(pid) for pid in pids)
-    used = before - available_bytes()
+    used = before - meminfo_bytes("MemAvailable")
     kind = "pytest imported" if preload else "as opened"
     print(
         f"{count} open boxes, {kind:<16} PSS {pss / 2**20:8.0f} MiB ({pss / count / 2**20:.1f} MiB each)   "
@@ -168,27 +184,114 @@ def pss_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def available_bytes() -> int:
+def meminfo_bytes(name: str) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-async def main(boxes: int, repeat: int) -> None:
+def made_tree(count: int, total_bytes: int, seed: int) -> dict[str, bytes]:
+    random = Random(seed)
+    return {f"folder{n % 50}/sub{n % 7}/file{n}.py": random.randbytes(total_bytes // count) for n in range(count)}
+
+
+async def trees(runtime: RuntimeConfig, repeat: int) -> None:
+    folder = Path(tempfile.mkdtemp(dir=image_cache().parent))
+    as_shipped = prepared.LEAST_FILES, prepared.LEAST_BYTES
+    prepared.trees_folder = lambda: folder / "prepared"
+    prepared.LEAST_FILES = prepared.LEAST_BYTES = 1
+    try:
+        for count, total_bytes in TREES:
+            await filled(runtime, repeat, count, total_bytes, folder, as_shipped)
+        for clones in (False, True):
+            await memory_of_trees(runtime, made_tree(*TREES[-1], seed=0), clones=clones)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def filled(
+    runtime: RuntimeConfig, repeat: int, count: int, total_bytes: int, folder: Path, as_shipped: tuple[int, int]
+) -> None:
+    """Print the times of one size of tree, from memory as a rollout has it, and from a folder as grading has it."""
+
+    async def copied(tree: Path | None, files: Mapping[str, bytes]) -> None:
+        async with await open_box(runtime) as box:
+            await box.write_files(files if tree is None else read_tree(tree))
+
+    async def cloned(tree: Path | None, files: Mapping[str, bytes]) -> None:
+        async with await open_box(runtime, tree=tree, files=files) as box:
+            if not (isinstance(box, BubblewrapBox) and box.tree):
+                raise SystemExit("nothing is cloned on this machine; the log says why")
+
+    choice = "cloned" if count >= as_shipped[0] or total_bytes >= as_shipped[1] else "copied"
+    for name, from_folder in (("memory", False), ("a folder", True)):
+        spent_s = []
+        for number in range(repeat):
+            files = made_tree(count, total_bytes, seed=number)
+            source = (None, files)
+            if from_folder:
+                source = (folder / f"tree{count}-{total_bytes}-{number}", {})
+                write_tree(source[0], files)
+            sides = (copied, cloned, cloned)
+            spent_s.append([await seconds(lambda side=side, source=source: side(*source)) for side in sides])
+        copy_s, first_s, clone_s = map(median, zip(*spent_s, strict=True))
+        print(
+            f"{count:5} files, {total_bytes / 1e6:5.2f} MB from {name:<8}  copied {copy_s * 1e3:7.1f} ms   "
+            f"cloned {clone_s * 1e3:7.1f} ms   ratio {copy_s / clone_s:5.2f}   prepared first {first_s * 1e3:7.1f} ms"
+            f"   open_box: {choice}",
+            flush=True,
+        )
+
+
+def write_tree(folder: Path, files: Mapping[str, bytes]) -> None:
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+async def memory_of_trees(runtime: RuntimeConfig, files: Mapping[str, bytes], *, clones: bool) -> None:
+    """Print what open boxes hold in memory once a program has read every file."""
+    async with await open_box(runtime, files=files):  # Prepared, and in the page cache.
+        shared, slab = meminfo_bytes("Shmem"), meminfo_bytes("Slab")
+    boxes = []
+    for _ in range(20):
+        boxes.append(await open_box(runtime, files=files if clones else {}))
+        if not clones:
+            await boxes[-1].write_files(files)
+        await boxes[-1].run(["sh", "-c", "cat $(find . -type f) | wc -c"])
+    print(
+        f"{len(boxes)} open boxes, {'cloned' if clones else 'copied'}: files in memory (Shmem) "
+        f"{(meminfo_bytes('Shmem') - shared) / 2**20:.0f} MiB   names and inodes (Slab) "
+        f"{(meminfo_bytes('Slab') - slab) / 2**20:.0f} MiB",
+        flush=True,
+    )
+    await asyncio.gather(*(box.close() for box in boxes))
+
+
+async def main(boxes: int, repeat: int, *, trees_only: bool) -> None:
     runtime = RuntimeConfig(type="bubblewrap")
     python_image(())
     load = "/".join(f"{figure:.1f}" for figure in os.getloadavg())
-    print(f"Python {sys.version.split()[0]}, {repeat} repetitions; load {load} on {os.cpu_count()} CPUs", flush=True)
+    print(
+        f"Python {sys.version.split()[0]}, Linux {platform.release()}, {repeat} repetitions; load {load} on "
+        f"{os.cpu_count()} CPUs",
+        flush=True,
+    )
+    if trees_only:
+        await trees(runtime, repeat)
+        return
     print(f"container: docker {probe('docker').text}")
     await launches(runtime, repeat)
     await round_trips(runtime, repeat)
     await graded(runtime.model_copy(update={"warm": 4}), repeat)
     await memory(runtime, boxes, preload=False)
     await memory(runtime, boxes, preload=True)
+    await trees(runtime, repeat)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--boxes", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--trees", action="store_true", help="measure copied and cloned trees only")
     options = parser.parse_args()
-    asyncio.run(main(options.boxes, options.repeat))
+    asyncio.run(main(options.boxes, options.repeat, trees_only=options.trees))

@@ -12,9 +12,10 @@ that grades must not believe them.
 from __future__ import annotations
 
 import os
+import stat
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -40,6 +41,10 @@ class CommandResult:
     wall_s: float
 
 
+class CloneError(Exception):
+    """A tree could not be cloned into a box, which is of no use then. Boxes that are opened later get copies."""
+
+
 class Box(ABC):
     """One sandbox. Paths are relative to the work folder, or absolute inside the box. Commands run one at a time."""
 
@@ -63,6 +68,12 @@ class Box(ABC):
     @abstractmethod
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         """Write files and the folders above them. Raises OSError for what does not fit or cannot be written."""
+
+    async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
+        """Put a copy of `tree` into the work folder of a box that has run nothing, then `files`."""
+        content = {**(read_tree(tree) if tree is not None else {}), **files}
+        if content:
+            await self.write_files(content)
 
     @abstractmethod
     async def read_file(self, path: str, max_bytes: int) -> bytes:
@@ -97,15 +108,16 @@ async def open_box(
 
     `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy.
     """
-    box = await _start(runtime, tuple(python_path))
-    try:
-        content = {**(read_tree(tree) if tree is not None else {}), **files}
-        if content:
-            await box.write_files(content)
-    except BaseException:
-        await box.close()
-        raise
-    return box
+    while True:
+        box = await _start(runtime, tuple(python_path))
+        try:
+            await box.fill(tree, files)
+            return box
+        except CloneError:
+            await box.close()
+        except BaseException:
+            await box.close()
+            raise
 
 
 async def _start(runtime: RuntimeConfig, python_path: tuple[str, ...]) -> Box:
@@ -127,15 +139,19 @@ async def _start(runtime: RuntimeConfig, python_path: tuple[str, ...]) -> Box:
 
 
 def read_tree(tree: Path) -> dict[str, bytes]:
-    """Return the regular files below a folder, by POSIX path. Links and caches of Python are left out."""
-    content = {}
+    """Return the files of `regular_files`, by POSIX path."""
+    return {path: (tree / path).read_bytes() for path, _ in regular_files(tree)}
+
+
+def regular_files(tree: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield POSIX path and status of the regular files below a folder. Links and caches of Python are left out."""
     for folder, subfolders, names in os.walk(tree):
         subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
+        below = os.path.relpath(folder, tree)
         for name in sorted(names):
-            path = Path(folder, name)
-            if path.is_file() and not path.is_symlink():
-                content[path.relative_to(tree).as_posix()] = path.read_bytes()
-    return content
+            status = os.lstat(os.path.join(folder, name))
+            if stat.S_ISREG(status.st_mode):
+                yield name if below == "." else f"{below}/{name}", status
 
 
 def inside_path(path: str) -> str:

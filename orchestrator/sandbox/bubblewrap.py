@@ -4,6 +4,7 @@
     BubblewrapBox --socket pair, fds-->       box_init.py (PID 1) --fork--> command
          |  <------- pipes: stdout, stderr ------------------------------------+
          +-- /proc/PID/root/work ------->     tmpfs /work            files are read without the box's help
+                                              (or an overlay in it on a prepared tree: trees/)
 
 Work folder and /tmp are tmpfs: their sizes are bounded by the kernel, and they vanish with the box. Nothing of the box
 is on the host's disk. bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import math
 import os
@@ -22,18 +24,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.sandbox.box import NOTHING, Box, CommandResult, inside_path
+from orchestrator.sandbox.box import NOTHING, Box, CloneError, CommandResult, inside_path
 from orchestrator.sandbox.control import ControlChannel
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.sandbox.loopback import PROXY_URL, LoopbackPorts
 from orchestrator.sandbox.output import CommandStreams
 from orchestrator.sandbox.python_image import python_image
+from orchestrator.sandbox.trees.prepared import PreparedTree, give_up, prepare
 from orchestrator.sandbox.usage import measure
 
 END_TIMEOUT_S = 10.0
@@ -69,6 +73,9 @@ class BubblewrapBox(Box):
         self._process = process
         self._init_fd = os.pidfd_open(init_pid)
         self._root_fd = open_root(init_pid)
+        self.tree: PreparedTree | None = None
+        """What the work folder is a clone of; None for a box whose files were copied."""
+        self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
         self._one_at_a_time = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._closed = False
@@ -238,6 +245,27 @@ class BubblewrapBox(Box):
             near = usage.memory_bytes > limits.memory_gb * _GIB / 4 or usage.processes > 16
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
 
+    async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
+        """As of any box; but a large `tree`, or without one large `files`, are cloned where the kernel can."""
+        prepared = await prepare(tree, files)
+        if prepared is not None:
+            await self.clone(prepared)
+            tree, files = None, {} if tree is None else files
+        await super().fill(tree, files)
+
+    async def clone(self, prepared: PreparedTree) -> None:
+        """Lay a tree under the empty work folder, and hold it until the box is closed. Raises CloneError."""
+        self.tree = prepared
+        try:
+            namespace = io.FileIO(f"/proc/{self.init_pid}/ns/mnt")
+            signal.pidfd_send_signal(self._init_fd, 0)  # The pid is still this box's.
+        except OSError as error:
+            raise SandboxError(f"the sandbox ended while its files were cloned: {error}") from error
+        if problem := await asyncio.to_thread(prepared.clone, namespace):
+            give_up(problem)
+            raise CloneError(problem)
+        self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
+
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()
         listed = [(inside_path(path), len(content)) for path, content in files.items()]
@@ -276,7 +304,7 @@ class BubblewrapBox(Box):
         Its mounts go before its end is heard of. Then the empty folder below the mount shows, on the root's device.
         """
         work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
-        if os.fstat(work_fd).st_dev == os.fstat(self._root_fd).st_dev:
+        if os.fstat(work_fd).st_dev != self._work_device:
             os.close(work_fd)
             raise SandboxError("the sandbox was killed while its files were read; open another one")
         return work_fd
@@ -291,6 +319,8 @@ class BubblewrapBox(Box):
         self.control.close()
         os.close(self._root_fd)
         await asyncio.to_thread(self._wait_for_end)
+        if self.tree is not None:
+            self.tree.close()
 
     def _wait_for_end(self) -> None:
         """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""

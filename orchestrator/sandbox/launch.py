@@ -54,7 +54,8 @@ def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
         arguments += ["--size", disk_bytes, "--tmpfs", folder]
     # Behind /tmp, where an interpreter may be installed.
     arguments += ["--ro-bind", f"{image.folder}/python", image.prefix]
-    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+    # Nothing may have its folder in a work folder that a clone is laid over.
+    return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
 def environment(image: PythonImage, python_path: Sequence[str]) -> dict[str, str]:

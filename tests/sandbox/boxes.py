@@ -9,16 +9,29 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.plan.sandboxes import probe
+from orchestrator.sandbox.box import open_box
+from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.trees.prepared import LEAST_FILES
 
 LIMITS = SandboxLimits(
     wall_s=30, cpu_s=8, memory_gb=0.4, processes=32, file_mb=8, disk_mb=32, files=2000, output_kb=16, output_mb=1
 )
 SMALL = RuntimeConfig(type="bubblewrap", limits=LIMITS)
+LARGE = {f"folder{number % 9}/file{number}.txt": b"content %d\n" % number for number in range(LEAST_FILES)}
+"""Files that are cloned where this machine can."""
 
 
 def need_bubblewrap() -> None:
     if not probe("bubblewrap").works:
         pytest.skip(probe("bubblewrap").text)
+
+
+async def need_clones() -> None:
+    """Skip where a kernel, or a cache that cannot be written, leaves copies only."""
+    need_bubblewrap()
+    async with await open_box(SMALL, files=LARGE) as box:
+        if isinstance(box, BubblewrapBox) and box.tree is None:
+            pytest.skip("large trees are copied here; the log says why")
 
 
 def start_times(pids: Iterable[int]) -> dict[int, str]:

@@ -8,18 +8,19 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from orchestrator.sandbox import seccomp
-from orchestrator.sandbox.box import Box, CommandResult, open_box
+from orchestrator.sandbox.box import NO_FILES, Box, CommandResult, open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.sandbox.trees.prepared import trees_folder
 from orchestrator.sandbox.usage import processes_of
-from tests.sandbox.attempts import BOMBS, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
-from tests.sandbox.boxes import SMALL, need_bubblewrap, start_times, still_there
+from tests.sandbox.attempts import BOMBS, CLONES, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
+from tests.sandbox.boxes import LARGE, SMALL, need_bubblewrap, need_clones, start_times, still_there
 
 pytestmark = pytest.mark.process
 
@@ -54,6 +55,7 @@ class Host:
             ("@PORT@", str(self.listening.getsockname()[1])),
             ("@ABSTRACT@", self.abstract.getsockname()[1:].decode()),
             ("@TABLE@", repr(table)),
+            ("@TREES@", str(trees_folder())),
         ):
             script = script.replace(name, value)
         return script
@@ -77,26 +79,67 @@ async def works(box: Box) -> bool:
     return finished.exit_code == 0 and finished.stdout.endswith(b"works\n") and finished.stdout.count(b"/proc/") <= 3
 
 
-async def attempt(script: str) -> CommandResult:
+async def attempt(script: str, files: Mapping[str, bytes] = NO_FILES) -> CommandResult:
     """Run a script in a box, check that the box still works, and close it. Nothing may be left of it then."""
-    box = await open_box(SMALL)
+    box = await open_box(SMALL, files=files)
     assert isinstance(box, BubblewrapBox)
+    assert not files or box.tree
+    before = state(box.tree.folder) if box.tree else {}
     async with box:
-        finished = await box.run(["python", "-c", script])
+        finished = await box.run(["python", "-c", f"files = {sorted(files)}\n{script}"])
         if finished.ended_by != "box":
             assert await works(box), await box.run(["ps", "axf"])
         started = start_times(processes_of(box.init_pid))
+        assert not box.tree or state(box.tree.folder) == before
     assert not still_there(started)
     return finished
+
+
+def state(tree: Path) -> dict[str, object]:
+    """Return all that a box could change of a prepared tree."""
+    found = {}
+    for path in sorted(tree.rglob("*")):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else sorted(os.listdir(path))
+        identity = (
+            status.st_ino,
+            status.st_mode,
+            status.st_uid,
+            status.st_nlink,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
+        found[str(path)] = (content, os.listxattr(path), *identity)
+    return found
+
+
+def check_contained(finished: CommandResult, ends: set[str] | None) -> None:
+    assert b"ESCAPED" not in finished.stdout, finished
+    assert b"SyntaxError" not in finished.stderr and b"NameError" not in finished.stderr, finished.stderr.decode()
+    assert finished.ended_by in (ends or {""}), finished
 
 
 # Claim: no attempt reaches the host, each ends as data, the next command works, and nothing is left of the box.
 @pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
 def test_an_attempt_is_contained(script: str, ends: set[str] | None, host: Host) -> None:
-    finished = asyncio.run(attempt(host.fill(script)))
-    assert b"ESCAPED" not in finished.stdout, finished
-    assert b"SyntaxError" not in finished.stderr and b"NameError" not in finished.stderr, finished.stderr.decode()
-    assert finished.ended_by in (ends or {""}), finished
+    check_contained(asyncio.run(attempt(host.fill(script))), ends)
+
+
+# Claim: the same holds where the work folder is the clone of a prepared tree, and nothing changes that tree.
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
+def test_an_attempt_in_a_clone_is_contained(script: str, ends: set[str] | None, host: Host) -> None:
+    asyncio.run(need_clones())
+    check_contained(asyncio.run(attempt(host.fill(script), LARGE)), ends)
+
+
+# Claim: a clone shows nothing of what it is made of, and no way of writing its files changes the prepared tree.
+@pytest.mark.parametrize("script", CLONES.values(), ids=CLONES)
+def test_an_attempt_at_a_prepared_tree_is_contained(script: str, host: Host) -> None:
+    asyncio.run(need_clones())
+    finished = asyncio.run(attempt(host.fill(script), LARGE))
+    check_contained(finished, None)
+    assert finished.exit_code == 0, finished.stderr.decode()
 
 
 LINKS = {

@@ -1,0 +1,1 @@
+"""Trees that are prepared once on this machine, and cloned copy-on-write into each bubblewrap box."""
