@@ -12,12 +12,12 @@ from composer_prime.config.policy import PolicyConfig
 
 
 class WeightSchedule(BaseConfig):
-    """The factor of a loss term's weight at each step: zero, a ramp, a plateau, a ramp down, zero. By default 1."""
+    """Factor on a loss term's weight at each step: zero, ramp up, plateau, ramp down, zero. The default is 1."""
 
     start_step: int = Field(default=1, ge=1)
     """First step with a weight above 0."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the weight rises linearly to its value; 0 begins with it."""
+    """Steps over which the weight rises linearly to its value; 0 starts at the full weight."""
     end_step: int | None = Field(default=None, ge=1)
     """Last step at the full weight; None never ends."""
     decay_steps: int = Field(default=0, ge=0)
@@ -44,18 +44,19 @@ class WeightSchedule(BaseConfig):
 
 
 class SelfTeacherConfig(BaseConfig):
-    """The weights that give the distribution under the hint."""
+    """The weights of the teacher, which sees the hint."""
 
     kind: Literal["live", "ema", "frozen", "trust_region"] = "live"
-    """The trained weights, their moving average, the start weights, or a mix of the live and the start distribution."""
+    """The trained weights, their moving average, the initial weights, or a mix of the live and initial distributions.
+    """
     rate: float = Field(default=0.05, gt=0, le=1)
-    """ema: share of the trained weights that enters the average at each step."""
+    """ema: share of the trained weights added to the average at each step."""
     mix: float = Field(default=0.05, gt=0, lt=1)
-    """trust_region: share of the live weights' logits in the mix with the start weights' logits."""
+    """trust_region: share of the live logits in the mix with the initial weights' logits."""
 
 
 class SdpoConfig(BaseConfig):
-    """SDPO: the policy under a hint teaches the policy without it, at the turn where the error happened."""
+    """SDPO: the policy with a hint teaches the policy without it, at the turn where the error happened."""
 
     weight: float = Field(default=0.0, ge=0)
     """alpha: factor of SDPO in the loss; 0 turns it off."""
@@ -63,28 +64,34 @@ class SdpoConfig(BaseConfig):
     """alpha over the run."""
     beta: float = Field(default=0.5, ge=0, le=1)
     """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher). Between them it is the generalized JSD,
-    which goes to 0 towards both ends: take an end, or 0.05..0.95."""
+    which vanishes toward both ends: use 0, 1, or 0.05..0.95.
+    """
     kind: Literal["full", "top_k", "sampled"] = "full"
-    """The whole vocabulary, the student's likeliest tokens and a tail, or the sampled token alone (needs beta = 1)."""
+    """Compare the full vocabulary, the student's most likely tokens plus a tail, or only the sampled token (needs beta
+    = 1).
+    """
     top_k: int = Field(default=100, ge=1)
-    """top_k: tokens of the student that are compared one by one."""
+    """top_k: number of the student's tokens to compare one by one."""
     denominator: Literal["tokens", "turns"] = "tokens"
-    """Mean over all distilled tokens of the step, or over its turns of each turn's mean."""
+    """Average over all distilled tokens of the step, or over the means of its turns."""
     is_clip: float | None = Field(default=2.0, gt=0)
-    """Cap of the detached importance weight pi / mu of a token, in every group; None weighs all tokens by 1."""
+    """Cap of a token's detached importance weight pi / mu, in every group; None uses weight 1."""
     skip_endorsed: bool = False
-    """Weigh turns that the hint makes likelier 0: they went wrong, so there the teacher teaches the mistake. They still
-    count in the denominator."""
+    """Give weight 0 to error turns that the hint makes more likely, where the teacher would teach the mistake. They
+    still count in the denominator.
+    """
     entropy_weighting: Literal["none", "confident"] = "none"
-    """confident: a token weighs exp(-H / entropy_scale) with H the teacher's own entropy (never the TAID target's)."""
+    """confident: weigh a token by exp(-H / entropy_scale), where H is the teacher's entropy (not the TAID target's)."""
     entropy_scale: float = Field(default=1.0, gt=0)
-    """confident: entropy in nats at which a token weighs 1/e."""
+    """confident: entropy in nats at which a token has weight 1/e."""
     forward_above_entropy: float | None = Field(default=None, ge=0)
-    """Use KL(target || student) where the target's entropy is above this many nats; None nowhere. The target is the
-    teacher, during taid_steps the mix of student and teacher."""
+    """Use KL(target || student) where the target's entropy is above this many nats; None: nowhere. The target is the
+    teacher, or during taid_steps the mix of student and teacher.
+    """
     taid_steps: int = Field(default=0, ge=0)
-    """Steps, from schedule.start_step on, over which the target moves from the student's logits to the teacher's; 0
-    takes the teacher's at once."""
+    """Steps from schedule.start_step over which the target moves from the student's logits to the teacher's; 0 uses the
+    teacher's at once.
+    """
     taid_start: float = Field(default=0.2, ge=0, lt=1)
     """Share of the teacher's logits in the target before the first step."""
     teacher: SelfTeacherConfig = SelfTeacherConfig()
@@ -120,19 +127,21 @@ class ReplayDpoConfig(BaseConfig):
     """Replay-DPO: direct preference optimization on pairs of answers to a recorded state (this project's own)."""
 
     weight: float = Field(default=0.0, ge=0)
-    """beta of the total loss: factor of replay-DPO; 0 turns it off."""
+    """beta: factor of replay-DPO in the loss; 0 turns it off."""
     schedule: WeightSchedule = WeightSchedule()
     """The weight over the run."""
     loss: Literal["cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo"] = "cdpo"
-    """How a pair's margin becomes a loss; cdpo and robust use each pair's own epsilon. simpo has no reference:
-    no start weights are kept, and dpo/displacement is not reported."""
+    """Loss function of a pair's margin; cdpo and robust use the pair's epsilon. simpo has no reference: no initial
+    weights are kept, and dpo/displacement is not reported.
+    """
     temperature: float = Field(default=0.1, gt=0)
-    """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau). simpo's default is 2.0,
-    because its margin is a mean a token: at 0.1 it would hardly tell answers apart."""
+    """beta of DPO: scale of the log-ratio to the reference (ipo: tau). The default for simpo is 2.0, because its margin
+    is a mean per token; 0.1 would hardly separate answers.
+    """
     simpo_margin: float = Field(default=0.5, ge=0)
     """simpo: gamma, the target margin of the chosen answer's reward."""
     nll_weight: float = Field(default=0.05, ge=0)
-    """Factor of the chosen answer's negative log-likelihood a token, which holds it in place."""
+    """Factor of the chosen answer's negative log-likelihood per token, which keeps its probability from falling."""
 
     def weight_at(self, step: int) -> float:
         """Return the weight at `step` (from 1)."""
@@ -147,7 +156,7 @@ class ReplayDpoConfig(BaseConfig):
 
 
 class SftConfig(BaseConfig):
-    """SFT: cross entropy on the assistant tokens of recorded conversations."""
+    """SFT: cross-entropy on the assistant tokens of recorded conversations."""
 
     weight: float = Field(default=0.0, ge=0)
     """Factor of SFT in the loss; 0 turns it off."""
@@ -165,9 +174,9 @@ class ChannelsConfig(BaseConfig):
     policy: PolicyConfig = PolicyConfig()
     """The policy loss."""
     sdpo: SdpoConfig = SdpoConfig()
-    """SDPO: distillation of hints at turns that went wrong."""
+    """SDPO: distillation of hints at error turns."""
     replay_dpo: ReplayDpoConfig = ReplayDpoConfig()
-    """Replay-DPO: preference pairs that teachers voted for."""
+    """Replay-DPO: preference pairs from teachers' votes."""
     sft: SftConfig = SftConfig()
     """SFT: recorded conversations to imitate."""
 

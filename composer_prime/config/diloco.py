@@ -25,23 +25,24 @@ MUON_LR = 1.5
 
 class CodecConfig(BaseConfig):
     type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "int4"
-    """How a pseudo-gradient travels: 32, 16, about 7.5, 3.4, 3.6 bits a parameter, or the largest entries only."""
+    """Encoding of a pseudo-gradient: 32, 16, about 7.5, 3.4 or 3.6 bits per parameter, or only the largest entries."""
     block: int = Field(default=256, ge=8, le=MAX_BLOCK, multiple_of=2)
-    """Parameters that share one scale (int8, int4, e3m0); even, because two 4-bit values share a byte."""
+    """Parameters per scale (int8, int4, e3m0); even, because two 4-bit values share a byte."""
     density: float = Field(default=1 / 64, gt=0, le=0.5)
-    """Share of the entries that sparse sends, chosen in each chunk of 4096."""
+    """sparse: share of the entries to send, chosen in each chunk of 4096."""
 
 
 class OuterConfig(BaseConfig):
     type: Literal["nesterov", "average", "muon"] = "nesterov"
-    """average sets the global model to the mean of the peers' (learning rate 1, no momentum). muon takes orthogonalized
-    steps for the matrices of the blocks, and nesterov for the rest (fused experts included)."""
+    """average sets the global model to the mean of the peers (learning rate 1, no momentum). muon takes orthogonalized
+    steps for the matrices of the blocks, and Nesterov steps for the rest (including fused experts).
+    """
     lr: float = Field(default=1.0, gt=0)
-    """Outer learning rate. lr / (1 - momentum) is the gain in steady state: near 1 is the safe start."""
+    """Outer learning rate. lr / (1 - momentum) is the gain in steady state; start near 1."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Nesterov momentum. DiLoCo's pre-training pair is lr 0.7, momentum 0.9 (arXiv 2311.08105)."""
     muon_lr: float | None = Field(default=None, gt=0)
-    """With muon: length of a matrix's step, in lengths (Frobenius norms) of its mean delta; 1.5 unless given."""
+    """muon: length of a matrix's step, in Frobenius norms of its mean delta; default 1.5."""
 
     @model_validator(mode="after")
     def _rates_of_this_type(self) -> OuterConfig:
@@ -62,59 +63,63 @@ class OuterConfig(BaseConfig):
 
 class GuardConfig(BaseConfig):
     max_norm_ratio: float = Field(default=10.0, gt=1)
-    """Reject a delta whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas or,
-    where that is larger, of the round."""
+    """Reject a delta whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
+    of the round if that is larger.
+    """
     max_weight_ratio: float = Field(default=8.0, ge=1)
-    """A delta counts at most this many times the round's median weight, whatever weight its peer claims. Of two peers
-    the smaller weight is the median: raise it when one trains that much more than the other."""
+    """Limit a delta's weight to this many times the median weight of the round. With two peers the smaller weight is
+    the median; raise this if one trains that much more than the other.
+    """
     max_norm: float | None = Field(default=None, gt=0)
-    """Reject a delta with a norm above this; None has no such limit."""
+    """Reject a delta with a norm above this; None: no limit."""
 
 
 class DilocoConfig(BaseConfig):
     """Peers, schedule and link of one joint run."""
 
     rendezvous: str
-    """Where `diloco lighthouse` listens: tcp://HOST:PORT, or tcp://[ADDRESS]:PORT for IPv6."""
+    """Address of `diloco lighthouse`: tcp://HOST:PORT, or tcp://[ADDRESS]:PORT for IPv6."""
     run: str
-    """Name of the joint run; all peers give the same."""
+    """Name of the joint run; the same for all peers."""
     peer_id: str
     """This cluster's name among the peers."""
     key_file: Path
     """The joint run's key, made by `diloco keygen FILE` and copied to every cluster."""
     task_shard: tuple[int, int] | None = None
-    """[i, n]: this cluster plays every n-th training task from the i-th (from 0). None: all, in its seed's order."""
+    """[i, n]: play every n-th training task from the i-th (from 0). None: all, in the order of the seed."""
     sync_every: int = Field(default=8, ge=1)
     """H: inner steps between two synchronizations of the same parameter."""
     fragments: int = Field(default=1, ge=1)
-    """P: parts of the model that are synchronized in turn, one every H / P inner steps."""
+    """P: parts of the model to synchronize in turn, one every H / P inner steps."""
     delay: int = Field(default=0, ge=0)
-    """tau: inner steps that continue while a fragment is on its way."""
+    """tau: inner steps that overlap with the transfer of a fragment."""
     mixing: Annotated[float, Field(ge=0, le=1)] | Literal["carry"] = 0.0
-    """alpha: how much of the local value stays when the global one arrives; 0 takes the global value, and the delay's
-    steps are lost. "carry" adds what those steps changed to the global value, and the next delta holds them."""
+    """alpha: share of the local value to keep when the global one arrives; with 0 the steps of the delay are lost.
+    "carry" adds the changes of those steps to the global value, so they are in the next delta.
+    """
     partition: Literal["strided", "balanced"] = "strided"
-    """strided deals blocks out in turn (block i to fragment i mod P); balanced evens out bytes."""
+    """strided assigns block i to fragment i mod P; balanced equalizes bytes."""
     codec: CodecConfig = CodecConfig()
-    """How deltas are compressed; the loss of compression is fed back into the next delta."""
+    """Compression of deltas; the compression error is added to the next delta."""
     outer: OuterConfig = OuterConfig()
     """Outer optimizer."""
     weighting: Literal["tokens", "samples", "peers"] = "tokens"
-    """Weight of a peer's delta: trained tokens or samples since its last one, or the same for every peer."""
+    """Weight of a peer's delta: its trained tokens or samples since the last one, or equal for all peers."""
     guard: GuardConfig = GuardConfig()
-    """Which deltas are rejected; one with NaN or infinity always is."""
+    """Which deltas to reject; deltas with NaN or infinity always are."""
     connect_timeout_s: float = Field(default=60.0, gt=0)
-    """How long the rendezvous may take to answer and to admit this peer when training starts."""
+    """Time limit for the rendezvous to answer and admit this peer when training starts."""
     round_deadline_s: float = Field(default=120.0, gt=0)
-    """How long after a round's first complete delta the others may send theirs; slower peers send what they have."""
+    """Time after a round's first complete delta in which the others can send theirs; slower peers send what they have.
+    """
     round_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a peer waits for the outcome of a round before it continues alone and asks again at the next one."""
+    """How long a peer waits for the result of a round before it continues alone and retries at the next one."""
     offline_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a peer trains on without any outcome before it gives up."""
+    """How long a peer trains without any round result before it gives up."""
     heal_timeout_s: float = Field(default=900.0, gt=0)
-    """How long a joining peer may take to receive the global state, or to learn that its own is current."""
+    """Time limit for a joining peer to receive the global state, or to confirm that its own is current."""
     rate_limit_mbit: float | None = Field(default=None, gt=0)
-    """Limit of the megabits a second that a rank of this peer sends; None has no limit."""
+    """Upload limit of each rank of this peer in Mbit/s; None: no limit."""
 
     @field_validator("peer_id", "run")
     @classmethod

@@ -19,24 +19,25 @@ class EndpointConfig(BaseConfig):
     base_url: str
     """The part before /chat/completions, for example http://127.0.0.1:8080/v1."""
     model: str
-    """The endpoint's name of the model."""
+    """Name of the model at the endpoint."""
     api_key_var: str | None = None
-    """Environment variable that holds the key; None sends none."""
+    """Environment variable with the API key; None sends no key."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one call."""
     max_tokens: int = Field(default=160, ge=1)
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     temperature: float = Field(default=0.0, ge=0)
-    """0 makes answers repeatable where the endpoint allows it."""
+    """0 makes answers repeatable if the endpoint supports it."""
     max_concurrent: int = Field(default=8, ge=1)
     """Calls in flight."""
     input_usd_per_mtok: float = Field(default=0.0, ge=0)
-    """Price of a million prompt tokens, USD."""
+    """Price per million prompt tokens, in USD."""
     output_usd_per_mtok: float = Field(default=0.0, ge=0)
-    """Price of a million answer tokens, USD."""
+    """Price per million answer tokens, in USD."""
     budget_usd: float = Field(default=1.0, ge=0)
-    """Calls stop before the run's sum passes this. The worst case of a call is reserved before the call, and counted
-    when no reply reports its cost."""
+    """Budget of the run in USD. The worst-case cost of each call is reserved in advance, and charged if no reply
+    reports the cost.
+    """
     rest_s: float = Field(default=30.0, ge=0)
     """Pause without calls after five failures in a row."""
 
@@ -47,10 +48,10 @@ class EndpointConfig(BaseConfig):
 
 
 class JudgeConfig(EndpointConfig):
-    """The endpoint of a judge. Its verdicts on long rollouts are longer than hints."""
+    """The endpoint of a judge. Verdicts on long rollouts are longer than hints."""
 
     max_tokens: int = Field(default=600, ge=1)
-    """Longest answer; a verdict that is cut short is useless."""
+    """Maximum tokens of an answer; a truncated verdict is useless."""
 
 
 class HintsConfig(BaseConfig):
@@ -60,35 +61,39 @@ class HintsConfig(BaseConfig):
         "test_failure",
         "schema",
     ]
-    """What makes a turn wrong: an answer that reports a failed call; an exception or a failed test in a tool's output;
-    a call that breaks its tool's schema. `failed` (not by default) is the last turn of a rollout without reward, for
-    which a successful sibling is an example (SDPO's feedback, arXiv 2601.20802)."""
+    """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
+    output; a call that violates its tool's schema. `failed` (off by default) selects the last turn of a rollout without
+    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802).
+    """
     judge: JudgeConfig | None = None
     """A model that reads finished rollouts and flags wasteful turns and bad style."""
     layers: list[Layer] = ["template"]
-    """Writers of the hint, in order; the first that has one wins."""
+    """Sources of the hint, in order; the first one with a hint wins."""
     templates_file: Path | None = None
-    """Further templates (TOML, the format of orchestrator/hints/templates.toml); they are tried before ours."""
+    """Additional templates (TOML, in the format of orchestrator/hints/templates.toml); tried before the built-in ones.
+    """
     llm: EndpointConfig | None = None
-    """The model behind the layer `llm`."""
+    """The model of the layer `llm`."""
     introspection_max_tokens: int = Field(default=96, ge=1)
-    """Longest answer of the policy to the layer `introspection`."""
+    """Maximum tokens of the policy's answer in the layer `introspection`."""
     placement: Literal["message_end", "user", "system"] = "message_end"
-    """Where the hint stands: at the end of the user or tool message before the turn, or as a message of its own."""
+    """Where the hint goes: at the end of the user or tool message before the turn, or in a separate message."""
     control: Literal["none", "other_error", "other_episode"] = "none"
-    """Control arms: each hint is replaced by one that answers another kind of error, or another task's error."""
+    """Control arms: replace each hint with one for another kind of error, or for another task's error."""
     max_turns: int = Field(default=16, ge=1)
-    """Most turns of one rollout that get a hint; later ones are left out and counted."""
+    """Maximum hinted turns per rollout; later ones are skipped and counted."""
     max_hint_chars: int = Field(default=600, ge=16)
-    """A longer hint is cut at a word."""
+    """Maximum length of a hint; longer ones are cut at a word."""
     weights: dict[str, Annotated[float, Field(ge=0)]] = {}
-    """Weight of a turn's divergence by kind of error; 1 for other kinds. Turns of a kind with weight 0 are counted, but
-    get no hint and are not distilled."""
+    """Weight of a turn's divergence by kind of error; 1 for other kinds. Turns with weight 0 are counted, but get no
+    hint and are not distilled.
+    """
     filtered_groups: bool = True
-    """Groups whose rewards are all equal give the policy loss nothing. On: SDPO still learns from their wrong turns,
-    beside the groups of a step, and no other loss counts their tokens. Off: they are dropped."""
+    """Use the error turns of groups with equal rewards, which the policy loss drops. On: SDPO trains them in addition
+    to the groups of a step, and no other loss counts their tokens. Off: they are dropped.
+    """
     timeout_s: float = Field(default=120.0, gt=0)
-    """How long a finished group may wait for its hints; late ones are left out and counted."""
+    """How long a finished group waits for its hints; late ones are skipped and counted."""
 
     @field_validator("layers")
     @classmethod

@@ -12,26 +12,27 @@ class LocalEngineConfig(BaseConfig):
     """The transformers engine: continuous batching with a slot KV cache."""
 
     max_batch: int = Field(default=64, ge=1)
-    """Sequences that decode together; more wait in line."""
+    """Sequences that decode together; others wait in a queue."""
     prefill_tokens: int = Field(default=4096, ge=16)
-    """Most prompt tokens computed between two decode steps, so that long prompts do not stall decoding."""
+    """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
     prefix_cache: bool = True
-    """Keep a conversation's KV entries for its next turn (dropped at a weight swap) and share common prompts."""
+    """Keep the KV cache of a conversation for its next turn (until a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
-    """Ceiling of the KV cache, GiB; it grows as sequences do and bounds how many decode together."""
+    """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
     kv_at_swap: Literal["keep", "recompute", "keep_conversations"] = "keep"
-    """KV entries of running requests at a weight swap: keep those of the old weights, or compute them again.
-    keep_conversations also keeps those that wait for their conversation's next turn, so that long sessions are not
-    computed anew after each swap. Audits do not go with it (docs/explanation/routing.md)."""
+    """What to do with the KV cache of running requests at a weight swap: keep it, or recompute it. keep_conversations
+    also keeps the cache of conversations between turns, so long sessions are not recomputed after each swap. It cannot
+    be combined with audits (docs/explanation/routing.md).
+    """
 
 
 class VllmEngineConfig(BaseConfig):
     """vLLM's engine in a child process, reached over a private socket pair."""
 
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    """Share of the GPU's memory for weights and KV cache."""
+    """Fraction of GPU memory for weights and KV cache."""
     cpu_kv_cache_gib: int = Field(default=1, ge=1)
-    """KV cache of a CPU server, GiB."""
+    """KV cache of a CPU server, in GiB."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share one model copy."""
     max_num_seqs: int = Field(default=64, ge=1)
@@ -39,13 +40,13 @@ class VllmEngineConfig(BaseConfig):
     enforce_eager: bool | None = None
     """Skip graph capture; None means eager on CPU and graphs on CUDA."""
     start_timeout_s: float = Field(default=600, gt=0)
-    """How long the server may take to load the model and report that it serves."""
+    """Time limit for the server to load the model and become ready."""
     swap_timeout_s: float = Field(default=300, gt=0)
-    """How long the server may take to load a new version, or to score the canary."""
+    """Time limit for the server to load a new version or score the canary."""
     kv_at_swap: Literal["keep", "keep_conversations"] = "keep"
-    """As inference.local.kv_at_swap. A conversation without a turn between two swaps is computed anew."""
+    """Same as inference.local.kv_at_swap. A conversation without a turn between two swaps is recomputed."""
     extra_args: list[str] = []
-    """Further command-line arguments of vLLM's engine; they win over the settings here."""
+    """Additional command-line arguments for vLLM's engine; they override the settings here."""
 
     @field_validator("extra_args")
     @classmethod
@@ -62,47 +63,50 @@ class InferenceConfig(BaseConfig):
     engine: Literal["local", "vllm"] = "local"
     """`local` needs only transformers; `vllm` is for production."""
     nodes: int = Field(default=1, ge=0)
-    """Nodes that the launcher starts on this machine; 0 waits for `inference join` from elsewhere."""
+    """Nodes to start on this machine; 0 waits for nodes that join with `inference join`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where nodes started here compute."""
+    """Device of the nodes on this machine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of a node."""
     max_concurrent: int = Field(default=128, ge=1)
-    """Requests a node takes at a time. A gateway allows 16384, which is what more becomes."""
+    """Concurrent requests per node. Larger values become 16384, the limit of the gateway."""
     local: LocalEngineConfig = LocalEngineConfig()
     """Settings of the local engine."""
     vllm: VllmEngineConfig = VllmEngineConfig()
     """Settings of the vLLM engine."""
     heartbeat_s: float = Field(default=2.0, gt=0)
-    """Interval of a node's heartbeats; after lost_after_s of silence its requests go to another node."""
+    """Interval between a node's heartbeats; after lost_after_s of silence its requests go to another node."""
     lost_after_s: float = Field(default=10.0, gt=0)
     """Silence after which a node counts as gone."""
     connect_timeout_s: float = Field(default=120.0, gt=0)
-    """How long a node tries to reach the gateway, first or again, before it gives up."""
+    """How long a node tries to connect or reconnect to the gateway before it gives up."""
     chunk_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a node waits for one piece of a weight chunk (a few MB) before it asks again."""
+    """How long a node waits for one piece of a weight chunk (a few MB) before it retries."""
     weights_from: list[str] = []
-    """Of a node that joins: copies of the run's weight store that it asks beside those that the gateway names."""
+    """For a joining node: additional copies of the run's weight store to download from."""
     relay: str | None = None
-    """Of a node that joins: HOST:PORT where it serves the weight chunks that it holds to other nodes; None serves none.
-    Whoever reaches it can read them."""
+    """For a joining node: HOST:PORT where it serves its weight chunks to other nodes; None serves none. Anyone who can
+    reach this port can read them.
+    """
     drain_timeout_s: float = Field(default=5.0, ge=0)
-    """How long a node that should end lets its running requests finish."""
+    """How long a stopping node waits for its running requests."""
     max_restarts: int = Field(default=5, ge=0)
-    """How often the launcher restarts one of its nodes after it died; ten minutes without a death clear the count."""
+    """Maximum restarts of a crashed node; ten minutes without a crash reset the count."""
     usd_per_hour: float | None = Field(default=None, ge=0, le=1e6)
-    """Price of a node's machine in dollars an hour, counted beside run.usd_per_hour; `inference join --price` sets it
-    for one node. None: unknown."""
+    """Price of a node's machine in dollars per hour, in addition to run.usd_per_hour; `inference join --price` sets it
+    for one node. None: unknown.
+    """
     max_usd_per_million: float | None = Field(default=None, gt=0)
-    """Drain a node whose trained tokens cost more dollars a million over worth_window_s, and one that trained nothing
-    in that time while others did. The last node that serves stays. None drains none."""
+    """Drain nodes whose trained tokens cost more than this per million over worth_window_s, and nodes without trained
+    tokens in that time if others have some. The last serving node always stays. None drains no node.
+    """
     worth_window_s: float = Field(default=600.0, gt=0)
-    """How long max_usd_per_million looks back; longer while fewer than 3 batches were trained in that time."""
+    """Window of max_usd_per_million; it is extended until it covers 3 trained batches."""
     canary_tolerance: float | None = Field(default=None, gt=0)
-    """Largest difference in nats between the canary's logprobs and the manifest's; None is 0.05, on CUDA or in
-    bfloat16 0.5."""
+    """Maximum difference in nats between the canary's logprobs and the manifest's; None: 0.5 with bfloat16, else 0.05.
+    """
 
     @field_validator("max_concurrent")
     @classmethod

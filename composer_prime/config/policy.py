@@ -27,16 +27,18 @@ _OTHERS = {"advantage_scaling": "std", "correction": "none"}
 
 
 class KlConfig(BaseConfig):
-    """A penalty on the distance to a reference policy, from log-probabilities of the sampled tokens."""
+    """A KL penalty to a reference policy, estimated from log-probabilities of the sampled tokens."""
 
     weight: float = Field(default=0.0, ge=0)
     """Factor of the penalty; 0 computes no reference."""
     estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k1"
-    """k1 is taken off the advantage (Composer 2); k2, k3 and k3_ratio (k3 times the ratio; TRL's) join the loss."""
+    """k1 is subtracted from the advantage (Composer 2); k2, k3 and k3_ratio (k3 times the ratio, as in TRL) are added
+    to the loss.
+    """
     reference: Literal["frozen", "ema"] = "frozen"
-    """The start weights, or a moving average of the trained ones."""
+    """The initial weights, or a moving average of the trained ones."""
     ema_rate: float = Field(default=0.01, gt=0, le=1)
-    """ema: share of the trained weights that enters the average at each step."""
+    """ema: share of the trained weights added to the average at each step."""
 
 
 class PolicyConfig(BaseConfig):
@@ -45,51 +47,55 @@ class PolicyConfig(BaseConfig):
     objective: Objective = "dr_grpo"
     """Which policy loss; sets the defaults of the keys marked *."""
     import_path: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """A policy loss of your own in its place: `module:function` with the parameters (tokens, totals, config,
-    max_length) and the result of composer_prime.channels.policy.policy_loss. None takes the objective."""
+    """Your own policy loss: `module:function` with the parameters (tokens, totals, config, max_length) and the result
+    type of composer_prime.channels.policy.policy_loss. None uses the objective.
+    """
     advantage_scaling: AdvantageScaling = "none"
     """* Whether advantages are divided by their group's standard deviation (dr_grpo: none; others: std)."""
     denominator: Literal["constant", "sequence", "tokens", "micro_batch"] = "constant"
-    """* constant: B x max_completion_length; sequence: own length, then B (grpo, gspo); tokens (dapo, cispo);
-    micro_batch: its tokens, then the number of micro-batches (bnpo)."""
+    """* constant: B x max_completion_length; sequence: the sequence's length, then B (grpo, gspo); tokens (dapo,
+    cispo); micro_batch: its tokens, then the number of micro-batches (bnpo).
+    """
     max_completion_length: int | None = Field(default=None, ge=1)
-    """denominator = constant: the length divisor in tokens. None takes what a rollout may sample over its turns:
-    orchestrator.sampling.max_tokens times the harness's max_turns, at most model.max_context. A resume keeps the value
-    that the run began with."""
+    """denominator = constant: the length divisor in tokens. None uses the maximum that a rollout can sample:
+    orchestrator.sampling.max_tokens times the harness's max_turns, at most model.max_context. A resume keeps the
+    original value.
+    """
     ratio_level: Literal["token", "sequence"] = "token"
-    """* A ratio for each token, or the geometric mean of a sequence's ratios for all of its tokens (gspo)."""
+    """* One ratio per token, or the geometric mean of a sequence's ratios for all its tokens (gspo)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """* The ratio is clipped to >= 1 - clip_low (gspo: 0.0003)."""
     clip_high: float = Field(default=0.2, gt=0)
     """* The ratio is clipped to <= 1 + clip_high (dapo: 0.28, gspo: 0.0004)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Upper bound of the ratio where the advantage is negative too; None sets none."""
+    """Upper bound of the ratio for negative advantages; None: no bound."""
     cispo_cap: float = Field(default=5.0, gt=0)
-    """cispo: absolute upper bound of the detached ratio; there is no lower one."""
+    """cispo: absolute upper bound of the detached ratio; there is no lower bound."""
     correction: Correction = "dppo"
-    """* Off-policy correction between the sampler's and the trainer's policy (objectives but dr_grpo: none)."""
+    """* Off-policy correction between the sampler's and the trainer's policy (none except for dr_grpo)."""
     correction_level: Literal["token", "sequence"] = "token"
-    """tis, mis: weigh tokens, or whole sequences by the product of their ratios (masks nearly all of long traces)."""
+    """tis, mis: weigh tokens, or whole sequences by the product of their ratios (which masks nearly all long traces).
+    """
     tis_cap: float = Field(default=2.0, gt=0)
     """tis: cap of the detached importance weight."""
     mis_cap: float = Field(default=3.0, gt=0)
-    """mis: drop what has a larger importance weight."""
+    """mis: drop tokens or sequences with a larger importance weight."""
     icepop_low: float = Field(default=0.5, ge=0)
     """icepop: drop tokens with a smaller importance weight."""
     icepop_high: float = Field(default=5.0, gt=0)
     """icepop: drop tokens with a larger importance weight."""
     dppo_threshold: float = Field(default=0.2, gt=0, lt=1)
-    """dppo: drop a token whose probability already moved this far the way its advantage pushes."""
+    """dppo: drop a token whose probability already moved this far in the direction of its advantage."""
     dppo_ratio_cap: float | None = Field(default=20.0, gt=1)
-    """dppo: cap of the importance ratio of tokens that are kept; None sets none (prime-rl's form)."""
+    """dppo: cap of the importance ratio of kept tokens; None: no cap (as in prime-rl)."""
     opsm_threshold: float = Field(default=0.5, gt=0)
-    """opsm: drop a sequence of negative advantage whose mean log(mu / pi) is larger, nats a token."""
+    """opsm: drop a sequence with negative advantage if its mean log(mu / pi) is larger, in nats per token."""
     drift_weight: float = Field(default=0.0, ge=0)
-    """Factor of log(pi / mu)^2 a token, a pull towards the sampler (prime-rl sets 0.001)."""
+    """Factor of log(pi / mu)^2 per token, a pull toward the sampler (prime-rl uses 0.001)."""
     kl: KlConfig = KlConfig()
-    """Penalty on the distance to a reference policy."""
+    """KL penalty to a reference policy."""
     entropy_weight: float = Field(default=0.0, ge=0)
-    """Factor of the mean entropy a token, a bonus."""
+    """Factor of the mean entropy per token, a bonus."""
     entropy_floor: float = Field(default=0.0, ge=0)
     """Train only tokens with at least this entropy, in nats; 0 trains all."""
 

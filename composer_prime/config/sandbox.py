@@ -11,26 +11,26 @@ RuntimeType = Literal["auto", "bubblewrap", "subprocess", "docker", "podman", "a
 
 
 class SandboxLimits(BaseConfig):
-    """What one sandbox may use. A command that passes a limit is ended; that is a result, not a failure."""
+    """Limits of one sandbox. A command that exceeds a limit is ended; this is a result, not a failure."""
 
     wall_s: float = Field(default=60.0, gt=0)
-    """Seconds that one command may take."""
+    """Wall-clock seconds of one command."""
     cpu_s: int = Field(default=60, ge=1)
-    """CPU seconds of one command, all of its processes together. A harness's program has no such limit."""
+    """CPU seconds of one command, over all its processes. A harness's program has no such limit."""
     memory_gb: float = Field(default=1.0, gt=0)
-    """Memory in GiB: address space of each process, and resident memory of all processes together."""
+    """Memory in GiB: address space of each process, and total resident memory."""
     processes: int = Field(default=64, ge=1)
-    """Processes and threads at one time."""
+    """Concurrent processes and threads."""
     file_mb: float = Field(default=64.0, gt=0)
     """Size of one file in MiB."""
     disk_mb: float = Field(default=256.0, gt=0)
-    """Size of all files in MiB, in the work folder; /tmp has as much again."""
+    """Total size of the files in the work folder, in MiB; /tmp has the same limit."""
     files: int = Field(default=20_000, ge=1)
-    """Files and folders at one time, in the work folder; /tmp may hold as many again."""
+    """Number of files and folders in the work folder; /tmp has the same limit."""
     output_kb: float = Field(default=256.0, gt=0)
-    """Output of a command that is kept, in KiB, for stdout and stderr each. The middle of longer output is cut."""
+    """Output of a command to keep, in KiB, for stdout and stderr each. Longer output is cut in the middle."""
     output_mb: float = Field(default=16.0, gt=0)
-    """Output of a command, in MiB, from which on the command is ended."""
+    """Output in MiB at which a command is ended."""
 
 
 class RuntimeConfig(BaseConfig):
@@ -40,17 +40,17 @@ class RuntimeConfig(BaseConfig):
     """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. The others are verifiers' runtimes. auto
     is bubblewrap for sources that execute code, and subprocess for those that do not."""
     limits: SandboxLimits = SandboxLimits()
-    """What one sandbox may use."""
+    """Limits of one sandbox."""
     packages: list[str] = []
-    """Installed distributions that the sandbox's Python has beside pytest, each with its dependencies."""
+    """Installed distributions to add to the sandbox's Python besides pytest, with their dependencies."""
     allow: list[str] = []
-    """Hosts (`example.org`, `example.org:443`) that the sandbox may reach through a proxy; empty gives no network."""
+    """Hosts (`example.org`, `example.org:443`) that the sandbox may reach through a proxy; empty: no network."""
     hide: list[str] = []
-    """Paths below /usr that the sandbox does not have, such as /usr/bin/strings."""
+    """Paths below /usr to hide from the sandbox, such as /usr/bin/strings."""
     warm: int = Field(default=0, ge=0)
-    """Sandboxes that each worker opens ahead."""
+    """Sandboxes that each worker opens in advance."""
     settings: dict[str, Any] = {}
-    """Settings of a verifiers runtime, such as `image` for docker. bubblewrap and subprocess have none."""
+    """Settings of a verifiers runtime, such as `image` for docker; bubblewrap and subprocess have none."""
 
     @model_validator(mode="after")
     def _settings_of_the_type(self) -> RuntimeConfig:

@@ -22,30 +22,32 @@ MIN_WINDOW_PAIRS = 16
 
 
 class TeacherConfig(BaseConfig):
-    """One teacher: a model behind an OpenAI-compatible endpoint, or one that is served here."""
+    """One teacher: a model behind an OpenAI-compatible endpoint, or one served on this machine."""
 
     name: str
     """Name in votes, pairs and costs."""
     model: str
-    """The endpoint's name of the model (OpenRouter: anthropic/claude-sonnet-4); with local, a model folder or tiny/…"""
+    """Name of the model at the endpoint (OpenRouter: anthropic/claude-sonnet-4); with local, a model folder or tiny/…
+    """
     base_url: str = OPENROUTER
     """The endpoint; not used with local."""
     local: bool = False
     """Serve the model on this machine's loopback with the local engine; it costs nothing."""
     api_key_var: str = "OPENROUTER_API_KEY"
-    """The environment variable that holds the endpoint's key; required with another base_url."""
+    """Environment variable with the endpoint's key; required with another base_url."""
     family: str | None = None
-    """Its family (claude, gpt, qwen ...); it never sees a trace of its own family. None takes it from the name."""
+    """Model family (claude, gpt, qwen ...); a teacher never sees traces of its own family. None: from the name."""
     input_usd_per_mtok: float | None = Field(default=None, ge=0)
-    """Price of a million prompt tokens; None takes it from genai-prices."""
+    """Price per million prompt tokens; None: from genai-prices."""
     output_usd_per_mtok: float | None = Field(default=None, ge=0)
-    """Price of a million answer tokens; None takes it from genai-prices. Cheap teachers are asked first."""
+    """Price per million answer tokens; None: from genai-prices. Cheaper teachers vote first."""
     max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The endpoint's name of an answer's limit; OpenAI's reasoning models know only max_completion_tokens."""
+    """Name of the token limit at the endpoint; OpenAI's reasoning models accept only max_completion_tokens."""
     temperature: Annotated[float, Field(ge=0, le=2)] | Literal["omit"] | None = None
-    """Temperature from 0 to 2; None takes teachers.temperature, omit sends none, for models that refuse any."""
+    """Temperature from 0 to 2; None uses teachers.temperature, omit sends none, for models that refuse the parameter.
+    """
     requests_per_minute: float = Field(default=0.0, ge=0)
-    """Limit of calls a minute, by spacing them; 0 has no limit."""
+    """Limit on calls per minute, evenly spaced; 0: no limit."""
     max_concurrent: int = Field(default=8, ge=1)
     """Calls in flight."""
 
@@ -113,14 +115,14 @@ class TeacherConfig(BaseConfig):
 
 
 class FrozenBaseConfig(BaseConfig):
-    """An endpoint of your own that serves the frozen base. Its calls are not in the budget."""
+    """Your own endpoint that serves the frozen base. Its calls do not count in the budget."""
 
     base_url: str
-    """The part before /chat/completions; it has to know vLLM's prompt_logprobs."""
+    """The part before /chat/completions; the endpoint must support vLLM's prompt_logprobs."""
     model: str = Field(min_length=1)
-    """The endpoint's name of the model."""
+    """Name of the model at the endpoint."""
     api_key_var: str | None = None
-    """Environment variable that holds the key; None sends none."""
+    """Environment variable with the API key; None sends no key."""
 
     @field_validator("base_url")
     @classmethod
@@ -144,7 +146,7 @@ class FrozenBaseConfig(BaseConfig):
 
 
 class BudgetConfig(BaseConfig):
-    """Hard caps. Each call reserves more than it should ever cost; a call that does not fit is not made."""
+    """Hard caps. Each call first reserves its worst-case cost; a call that does not fit is not made."""
 
     usd_per_call: float = Field(default=1.0, gt=0)
     """Cap of one call."""
@@ -155,95 +157,98 @@ class BudgetConfig(BaseConfig):
 
 
 class KillSwitchConfig(BaseConfig):
-    """Limits at which replay stops and reports why."""
+    """Limits at which a replay stops and reports the reason."""
 
     mean_usd_per_trace: float = Field(default=5.0, gt=0)
-    """Mean cost of a trace, of those on which a call was made."""
+    """Mean cost per trace, over traces with at least one call."""
     p95_s_per_step: float = Field(default=120.0, gt=0)
-    """95th percentile of the time that endpoints take for a state's votes, without pauses before a retry. Votes come
-    one after another, and a reasoning model thinks for 15 to 30 s."""
+    """95th percentile of the endpoints' time for the votes on a state, without pauses before retries. Votes are
+    sequential, and a reasoning model thinks for 15 to 30 s.
+    """
     error_rate: float = Field(default=0.25, gt=0, le=1)
-    """Share of calls that failed for good."""
+    """Share of calls that failed after all retries."""
     min_states: int = Field(default=20, ge=1)
-    """States on which a call was made before the switch looks."""
+    """States with at least one call before these limits apply."""
 
 
 class GateConfig(BaseConfig):
-    """The density gate on online pairs: it measures a window at a time, and only windows that pass are trained."""
+    """The density gate on online pairs: it measures one window at a time, and only windows that pass are trained."""
 
     window_pairs: int = Field(default=64, ge=MIN_WINDOW_PAIRS)
-    """Pairs of a window; more when they are of fewer than 8 traces. The rest at the end of the states is a window too,
-    if it has 16 pairs of 8 traces."""
+    """Pairs per window; more if they come from fewer than 8 traces. The remaining pairs at the end form a window if
+    there are 16 from 8 traces.
+    """
     min_pairs_a_trace: float = Field(default=5.0, gt=0)
-    """Fewest pairs a trace; short traces cannot give five."""
+    """Minimum pairs per trace; lower it for short traces, which cannot give five."""
 
 
 class SelectConfig(BaseConfig):
-    """Which states of a file are replayed. States that errors followed come first, and every trace has its turn."""
+    """Which states of a file to replay. States followed by errors come first, and traces take turns."""
 
     states: int | None = Field(default=None, ge=1)
-    """Most states of the file; None takes all."""
+    """Maximum states of the file; None: all."""
     per_trace: int | None = Field(default=None, ge=1)
-    """Most states of one trace; None takes all."""
+    """Maximum states of one trace; None: all."""
 
 
 class TeachersConfig(BaseConfig):
     teacher: list[TeacherConfig] = []
-    """Teachers, of at least two families that did not write the traces."""
+    """Teachers of at least two families other than the one that wrote the traces."""
     online: bool = False
-    """Replay during training; pairs go to the run directory's pairs.jsonl."""
+    """Replay during training; writes pairs.jsonl in the run directory."""
     states: Path | None = None
-    """A file of states (`composer ingest`) to replay online; None takes the run's own rollouts."""
+    """States file (`composer ingest`) to replay online; None: the run's own rollouts."""
     voters: int = Field(default=3, ge=2)
-    """N: teachers whose majority decides, unless all of it is of one family."""
+    """N: number of votes; the majority decides, and must include two families."""
     voting: Literal["sequential", "all"] = "sequential"
-    """Request the next vote only while the majority is open, or all at once."""
+    """Request votes one by one until the majority is decided, or all at once."""
     system_prompt: str = (
         "You are a capable software agent. Continue the task from here: give the single next step, by calling a tool "
         "when one is needed, or by answering when the task is done."
     )
-    """First message for traces without a system message."""
+    """System message for traces without one."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature of teachers."""
     samples: int = Field(default=1, ge=1, le=64)
-    """Answers that each teacher draws for a state; its vote is split evenly over them. More than 1 needs a
-    temperature."""
+    """Answers that each teacher draws per state; its vote is split evenly over them. More than 1 needs a temperature
+    above 0.
+    """
     max_tokens: int = Field(default=1024, ge=1)
-    """Tokens of an answer; one that is cut short is no vote."""
+    """Maximum tokens of an answer; a truncated answer is not a vote."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one attempt; the end of a run waits as long for the answers of an online replay."""
+    """Timeout of one attempt; at its end a run waits this long for the answers of an online replay."""
     max_retries: int = Field(default=4, ge=0)
-    """Further attempts after 408, 409, 429, 5xx, a lost connection, a deadline or an unreadable reply."""
+    """Retries after 408, 409, 429, 5xx, a lost connection, a timeout or an unreadable reply."""
     retry_base_s: float = Field(default=1.0, gt=0)
-    """First pause before a retry; it doubles, with jitter."""
+    """First pause before a retry; it doubles each time, with jitter."""
     retry_max_s: float = Field(default=30.0, gt=0)
-    """Longest pause, also where the endpoint asks for a longer one."""
+    """Maximum pause, even if the endpoint asks for a longer one."""
     concurrent_states: int = Field(default=8, ge=1)
-    """States that get votes at the same time."""
+    """Concurrent states."""
     cache_dir: Path = Path("outputs/teacher_cache")
-    """Folder of every answer; the same question is never paid for twice."""
+    """Cache of all answers; the same call is never paid for twice."""
     cache_only: bool = False
-    """Answer from the cache alone; such a replay makes no call."""
+    """Use only cached answers and make no calls."""
     max_length_ratio: float = Field(default=4.0, ge=1)
-    """A pair whose longer answer is more than this times the shorter is dropped; it would teach length."""
+    """Drop a pair if its longer answer exceeds this times the shorter one; it would teach length."""
     assume_family: str | None = None
-    """The family of traces that name no model; without it such states are refused."""
+    """Family of traces that do not name a model; without it these states are refused."""
     score: bool = True
-    """Choose among agreeing answers by the frozen base's likelihood."""
+    """Choose among agreeing answers by their likelihood under the frozen base."""
     frozen_base: FrozenBaseConfig | None = None
-    """Where the frozen base is served; None serves model.path on this machine."""
+    """Endpoint of the frozen base; None serves model.path on this machine."""
     local_threads: int = Field(default=1, ge=1)
     """CPU threads of each local model."""
     local_start_timeout_s: float = Field(default=180.0, gt=0)
-    """How long local models may take to load."""
+    """Time limit for local models to load."""
     select: SelectConfig = SelectConfig()
-    """Which states of a file are replayed; the run's own rollouts are replayed whole."""
+    """Which states of a file to replay; the run's own rollouts are replayed completely."""
     budget: BudgetConfig = BudgetConfig()
-    """Hard caps of cost."""
+    """Hard cost caps."""
     kill: KillSwitchConfig = KillSwitchConfig()
-    """Limits at which replay stops by itself."""
+    """Limits at which a replay stops."""
     gate: GateConfig = GateConfig()
-    """Which of the online pairs may be trained."""
+    """Which online pairs may be trained."""
 
     @property
     def end_timeout_s(self) -> float:

@@ -33,7 +33,7 @@ class ScheduleConfig(BaseConfig):
     type: Literal["constant", "cosine"] = "constant"
     """Shape after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Linear rise from 0 to the peak; a shorter run ends during it."""
+    """Steps of linear warm-up from 0 to the peak; a shorter run ends during it."""
     final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the last step, relative to the peak (cosine)."""
 
@@ -42,7 +42,7 @@ class LoraConfig(BaseConfig):
     rank: int = Field(default=16, ge=1)
     """Rank of the update."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale numerator: the update is multiplied by alpha / rank."""
+    """Scale of the update, which is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
     target_modules: str | list[str] = "all-linear"
@@ -51,43 +51,44 @@ class LoraConfig(BaseConfig):
 
 class CheckpointConfig(BaseConfig):
     every_steps: int = Field(default=50, ge=0)
-    """Write a checkpoint every this many steps, after the last one, and when the run is stopped; 0 only then."""
+    """Steps between checkpoints; one is also written at the end and on a stop. 0 writes only those."""
     stop_timeout_s: float = Field(default=60.0, ge=0)
-    """After Ctrl-C or SIGTERM: how long the current step and a last checkpoint may take together; 0 writes no
-    checkpoint."""
+    """Time limit for the current step and a last checkpoint after Ctrl-C or SIGTERM; 0 writes no checkpoint."""
     keep: int = Field(default=2, ge=1)
-    """Number of newest complete checkpoints that stay on disk."""
+    """Complete checkpoints to keep on disk."""
 
 
 class WeightStoreConfig(BaseConfig):
     keep: int = Field(default=3, ge=2)
-    """Number of newest policy versions that stay in the weight store."""
+    """Policy versions to keep in the weight store."""
     anchor_every: int = Field(default=20, ge=1)
-    """Versions from one whole snapshot in the store to the next. Those between are what differs from it, where that is
-    less than a third of its bytes; 1 writes every version whole."""
+    """Versions between full snapshots in the store. Versions in between are stored as differences if these are smaller
+    than a third of a snapshot; 1 stores every version in full.
+    """
 
 
 class TrainerConfig(BaseConfig):
     address: str | None = None
-    """Where the trainer runs (under torchrun), if not here; None starts it here."""
+    """Address of a trainer on another machine (under torchrun); None starts it here."""
     ranks: int = Field(default=1, ge=1)
-    """FSDP2 processes started here."""
+    """FSDP2 processes to start on this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA when torch sees a GPU."""
+    """auto uses CUDA if torch finds a GPU."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward; masters are always float32. auto: float32 on CPU, bfloat16 on CUDA."""
+    """Precision of forward and backward; master weights are always float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
     head_kernels: HeadKernels = "auto"
     """Element-wise operations of the loss head. auto: torch on the CPU; on CUDA the faster of torch and Triton, timed
     once at first use. Both agree up to rounding."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
-    """Tokens in one packed row; a step is as many micro-batches as its samples need."""
+    """Tokens in one packed row; a step uses as many micro-batches as its samples need."""
     reduce_each_micro_batch: bool | None = None
-    """Sum gradients over ranks after each micro-batch, so that a rank holds only its shard of them. Off: once a step,
-    with less traffic, but 4 bytes a parameter on every rank. None: on for CUDA, off for the CPU."""
+    """Reduce gradients over ranks after each micro-batch, so each rank holds only its shard. Off: once per step, with
+    less traffic, but 4 bytes per parameter on every rank. None: on for CUDA, off for the CPU.
+    """
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -95,15 +96,15 @@ class TrainerConfig(BaseConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all parameters; published weights are merged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When to checkpoint."""
+    """Checkpoints."""
     weights: WeightStoreConfig = WeightStoreConfig()
-    """How many published versions to keep."""
+    """Storage of published versions."""
     max_skipped_steps: int = Field(default=3, ge=0)
-    """How many steps in a row may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
+    """Consecutive steps that may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline of a collective between ranks."""
+    """Timeout of a collective operation between ranks."""
     orchestrator_timeout_s: float = Field(default=120.0, gt=0)
-    """How long the orchestrator may stay silent; it answers every few seconds even when no batch is ready."""
+    """Timeout for messages from the orchestrator, which answers every few seconds even if no batch is ready."""
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:
