@@ -18,29 +18,29 @@ TOOL_LOOP_TURNS = 6
 
 
 class PreferencesConfig(BaseConfig):
-    """Preference pairs that are mixed into the steps, for replay-DPO."""
+    """Preference pairs to add to the steps, for replay-DPO."""
 
     pairs: Path | None = None
-    """A pairs.jsonl; `tiny` and `tiny_code` are embedded, made from toolsmith and micro_code. None takes the run
-    directory's own. A replay may still write to it: new pairs join the next pass."""
+    """A pairs.jsonl, or `tiny` or `tiny_code` (embedded, from toolsmith and micro_code). None uses the run directory's
+    own. The file may grow during the run; new pairs are used from the next pass on.
+    """
     pairs_per_step: int = Field(default=0, ge=0)
-    """Pairs in each optimizer step; 0 mixes none in."""
+    """Pairs in each optimizer step; 0 uses none."""
     max_epsilon: float = Field(default=0.5, ge=0, le=0.5)
-    """Pairs whose label is wrong with a higher probability are left out."""
+    """Skip pairs whose label is wrong with a higher probability."""
 
 
 class DemonstrationsConfig(BaseConfig):
     """Recorded conversations whose assistant turns are imitated (SFT)."""
 
     files: list[Path] = []
-    """JSON Lines: an object a line with `messages` and, where the conversation has some, `tools`."""
+    """JSON Lines files: one object per line with `messages` and, optionally, `tools`."""
     rows_per_step: int = Field(default=32, ge=1)
-    """Rows in each optimizer step. Every pass shuffles the rows anew; the last step of a pass may have fewer."""
+    """Rows in each optimizer step. Each pass reshuffles the rows; its last step may have fewer."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the files; sets run.max_steps. None leaves run.max_steps as it is."""
+    """Passes over the files; sets run.max_steps. None leaves run.max_steps unchanged."""
     too_long: Literal["refuse", "cut", "skip"] = "refuse"
-    """Rows longer than model.max_context: end the run before its first step, train their beginning, or leave them out.
-    """
+    """What to do with rows longer than model.max_context: stop before the first step, truncate them, or skip them."""
     eval_files: list[Path] = []
     """Held-out rows: loss and token accuracy before the first step, every orchestrator.eval.every_steps and after the
     last."""
@@ -58,27 +58,27 @@ class DemonstrationsConfig(BaseConfig):
 
 
 class AuxiliaryConfig(BaseConfig):
-    """A scalar of the rollout that counts towards its reward."""
+    """A scalar of the rollout that counts toward its reward."""
 
     name: str
     """Name of the reward part."""
     scalar: str
     """tool_errors, turn_error_rate, calls, turns, truncated, or a metric or reward part of the environment."""
     weight: float
-    """Reward for one unit of the scalar; negative for what should be avoided."""
+    """Reward per unit of the scalar; negative for a penalty."""
 
 
 class EffortWeights(BaseConfig):
-    """How much each kind of effort adds to x."""
+    """Weights of each kind of effort in x."""
 
     thinking_tokens: float = Field(default=1.0, ge=0)
     """Per token of thinking."""
     tool_call_tokens: float = Field(default=1.0, ge=0)
-    """Per sampled token, thinking aside, of a turn that calls tools."""
+    """Per sampled token, except thinking, of a turn that calls tools."""
     tool_output_tokens: float = Field(default=0.0, ge=0)
     """Per token that tools added to the context."""
     final_message_tokens: float = Field(default=1.0, ge=0)
-    """Per sampled token, thinking aside, of a turn that calls no tool."""
+    """Per sampled token, except thinking, of a turn that calls no tool."""
     calls: float = Field(default=0.0, ge=0)
     """Per tool call."""
     turns: float = Field(default=0.0, ge=0)
@@ -86,10 +86,10 @@ class EffortWeights(BaseConfig):
 
 
 class BehaviorConfig(BaseConfig):
-    """Rewards for how a task was done, beside whether it was done (Composer 2, arXiv 2603.24477)."""
+    """Rewards for how the model solves a task (Composer 2, arXiv 2603.24477)."""
 
     penalty: float = Field(default=0.0, ge=0)
-    """Reward lost per unit of C(x); 0 switches the effort penalty off."""
+    """Reward lost per unit of C(x); 0 disables the effort penalty."""
     k: float = Field(default=0.001, gt=0)
     """Scale of effort: the penalty bends at x of about 1 / k."""
     q: float = Field(default=1.0, ge=0)
@@ -97,9 +97,9 @@ class BehaviorConfig(BaseConfig):
     effort: EffortWeights = EffortWeights()
     """x, as a weighted sum."""
     applies_to: Literal["all", "passed"] = "all"
-    """Whether every rollout pays for effort, or only those whose own reward is above 0."""
+    """Whether the penalty applies to every rollout, or only to those with a task reward above 0."""
     auxiliary: list[AuxiliaryConfig] = []
-    """Further scalars."""
+    """Additional scalars."""
 
     @field_validator("auxiliary")
     @classmethod
@@ -122,47 +122,47 @@ class SamplingConfig(BaseConfig):
     """How the policy samples."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature; the recorded logprobs are those after it."""
+    """Softmax temperature; logprobs are recorded after it is applied."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; below 1 the recorded logprobs are of the renormalized nucleus."""
+    """Nucleus sampling; below 1, logprobs are recorded for the renormalized nucleus."""
     top_k: int = Field(default=0, ge=0)
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     max_tokens: int = Field(default=512, ge=1)
-    """Tokens of one assistant turn."""
+    """Maximum tokens of one assistant turn."""
 
 
 class MakingConfig(BaseConfig):
-    """Harder tasks, made during the run of what `composer tasks make` left over in the source's folder of tasks."""
+    """Harder tasks, made during the run from candidates that `composer tasks make` did not use."""
 
     mastered: float = Field(default=0.5, gt=0, le=1)
-    """Share of the source's tasks that the policy passes nearly always, from which on more are made."""
+    """Share of the source's tasks that must pass nearly always before more are made."""
     tasks: int = Field(default=32, ge=1)
-    """Tasks that are made at one time. Those that are too easy are not played."""
+    """Tasks to make at a time; those that are too easy are not played."""
     jobs: int = Field(default=1, ge=1)
-    """Sandboxes at one time, at the lowest priority."""
+    """Concurrent sandboxes, at the lowest priority."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """How long making them may take. What is done then counts."""
+    """Time limit for making tasks; tasks finished by then are used."""
 
 
 class SourceConfig(BaseConfig):
-    """One source of tasks: a verifiers task set and the agent program that plays it."""
+    """One source of tasks: a verifiers task set and the harness that plays it."""
 
     name: str
     """Name in metrics and rollouts."""
     weight: float = Field(default=1.0, ge=0)
-    """Share of groups drawn from this source, relative to the others; 0 never trains on it, only evaluates it."""
+    """Share of groups from this source, relative to the others; 0 only evaluates it."""
     taskset: dict[str, Any]
-    """verifiers task set: `id` is an importable module, the rest its own settings."""
+    """verifiers task set: `id` is an importable module, the other keys are its settings."""
     eval_taskset: dict[str, Any] = {}
-    """Settings that differ for evaluation (held-out tasks); empty means this source is not evaluated."""
+    """Settings that differ for evaluation (held-out tasks); empty: the source is not evaluated."""
     harness: dict[str, Any] = {"id": TOOL_LOOP}
-    """verifiers harness: `id` is an importable module, the rest its own settings."""
+    """verifiers harness: `id` is an importable module, the other keys are its settings."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Where the source's code runs, and its limits."""
     making: MakingConfig | None = None
-    """Make harder tasks as the policy learns; None makes none. For coding tasks, with the curriculum Frontier."""
+    """Make harder coding tasks as the policy learns (needs the curriculum Frontier); None makes none."""
     workers: int = Field(default=1, ge=0)
-    """Worker processes that run this source's episodes here; with 0, hosts that join run all."""
+    """Worker processes for this source on this machine; 0 runs all episodes on joined worker hosts."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
 
@@ -187,21 +187,21 @@ class EvalConfig(BaseConfig):
     """Interleaved evaluation on held-out tasks."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Evaluate before the first step, then every this many steps and after the last; 0 never."""
+    """Steps between evaluations; also evaluates before the first step and after the last. 0: never."""
     tasks: int = Field(default=64, ge=1)
-    """Held-out tasks of each evaluation, per source (fewer when the set is smaller)."""
+    """Held-out tasks per source in each evaluation (fewer if the set is smaller)."""
     samples: int = Field(default=1, ge=1)
-    """Rollouts a task."""
+    """Rollouts per task."""
     pass_k: list[int] = [1]
     """k of the pass@k estimates; each at most `samples`."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of evaluation rollouts."""
     pass_threshold: float = 1.0
-    """Reward from which a rollout counts as passed."""
+    """Minimum reward of a passed rollout."""
     share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the concurrency that evaluation may take while training rollouts wait."""
+    """Share of the concurrency for evaluation while training rollouts wait."""
     version_timeout_s: float = Field(default=600.0, gt=0)
-    """How long an evaluation waits until the nodes have its weights."""
+    """How long an evaluation waits for the nodes to load its weights."""
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
@@ -221,30 +221,31 @@ class EvalConfig(BaseConfig):
 
 
 class AuditConfig(BaseConfig):
-    """Checks of a share of the answers, by a trusted process that holds the model (docs/explanation/security.md)."""
+    """Audits of a share of the answers by a trusted process with the model (docs/explanation/security.md)."""
 
     enabled: bool = False
-    """Whether answers are audited. Those of new nodes wait for their audit; a node that cheats gets no requests."""
+    """Audit answers. Answers of new nodes wait for their audit; a node that cheats gets no requests."""
     auditors: int = Field(default=1, ge=0)
-    """Auditors that the launcher starts on this machine's CPU; 0 waits for `orchestrator audit`, which takes a GPU."""
+    """Auditors to start on this machine's CPU; 0 waits for `orchestrator audit`, which can use a GPU."""
     address: str = "tcp://127.0.0.1:0"
     """Where auditors connect (CURVE-encrypted, with the trainer's key)."""
     floor: float = Field(default=0.02, gt=0, le=1)
-    """Least share of a known node's answers that is audited; all of a new one's are."""
+    """Minimum share of audited answers of a known node; all answers of a new node are audited."""
     tolerance: float = Field(default=0.02, gt=0, lt=1)
-    """How far a draw may lie outside of its token's interval, as a probability; logprobs may be off by 2.5 times as
-    many nats on average and 25 times at most. 0.02 leaves room for bfloat16; 0.0001 suits float32 alone."""
+    """How far a draw may lie outside of its token's interval, as a probability. Logprobs may differ by 2.5 times this
+    in nats on average, and by 25 times at most. Use 0.02 for bfloat16; 0.0001 is enough for float32.
+    """
     timeout_s: float = Field(default=300.0, gt=0)
-    """How long a rollout waits for the audits of new nodes' answers before it counts as failed."""
+    """How long a rollout waits for audits of new nodes' answers before it fails."""
     quarantine_s: float = Field(default=600.0, gt=0)
-    """How long a node that was caught gets no requests; twice as long each time."""
+    """How long a node gets no requests after a failed audit; doubles each time."""
 
 
 class CurriculumConfig(BaseConfig):
-    """A hook that chooses the next task of a source."""
+    """The class that chooses the next task of a source."""
 
     import_path: str = "orchestrator.tasks.curriculum:Shuffled"
-    """`module:Class` of the curriculum; orchestrator/tasks/curriculum.py has the protocol."""
+    """`module:Class` of the curriculum; see the protocol in orchestrator/tasks/curriculum.py."""
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 
@@ -257,18 +258,20 @@ class CurriculumConfig(BaseConfig):
 
 
 class WeightServiceConfig(BaseConfig):
-    """Where nodes elsewhere pull weights, so that they do not pass through the gateway."""
+    """Where nodes on other machines download weights without the gateway."""
 
     address: str | None = None
-    """HOST:PORT where the launcher has `orchestrator weights` serve them over HTTP; None serves none. Nodes ask this
-    port on the host by which they reach the gateway. Whoever reaches it can read the weights."""
+    """HOST:PORT where `orchestrator weights` serves them over HTTP; None serves none. Nodes use this port on the
+    gateway's host. Anyone who can reach it can read the weights.
+    """
     push: str | None = None
-    """Bucket or folder of this run alone that each version is copied to: s3://, gs://, az://, file://. Nodes ask a
-    bucket as well."""
+    """Bucket or folder to copy each version to, for this run only: s3://, gs://, az://, file://. Nodes also download
+    from the bucket.
+    """
     sources: list[str] = []
-    """Further copies of the weight store that nodes ask: http://, https:// or bucket URLs."""
+    """Additional copies of the weight store for nodes: http://, https:// or bucket URLs."""
     relays: bool = True
-    """Whether nodes learn which others give out weights (inference.relay); false where no node shall ask another."""
+    """Announce nodes that serve weights (inference.relay) to the others; false: nodes never use one another."""
 
     @field_validator("address")
     @classmethod
@@ -295,69 +298,73 @@ class WeightServiceConfig(BaseConfig):
 
 class OrchestratorConfig(BaseConfig):
     address: str | None = None
-    """Address of an orchestrator that runs already (tcp://host:port of its step server); None starts one here."""
+    """Address of a running orchestrator (tcp://host:port of its step server); None starts one here."""
     source: list[SourceConfig] = []
-    """Sources of tasks; at least one, unless groups_per_step is 0."""
+    """Sources of tasks; at least one unless groups_per_step is 0."""
     groups_per_step: int = Field(default=8, ge=0)
-    """Groups that make one optimizer step; 0 plays no training rollouts, so a step is its demonstrations alone."""
+    """Groups per optimizer step; 0 plays no training rollouts, so a step contains only demonstrations."""
     group_size: int = Field(default=8, ge=2)
-    """G: sibling rollouts of one task, compared with one another."""
+    """G: rollouts of one task that are compared with one another."""
     sampling: SamplingConfig = SamplingConfig()
-    """How the policy samples while training."""
+    """Sampling of training rollouts."""
     max_staleness: int = Field(default=1, ge=0)
-    """Batch N trains tokens of policy versions >= N - 1 - max_staleness; older ones of its rollouts are context. 0 is
-    synchronous. [diloco]: in full sweeps."""
+    """Batch N trains tokens of policy versions >= N - 1 - max_staleness; older tokens are context. 0 is synchronous.
+    With [diloco], counted in full sweeps.
+    """
     max_concurrent: int = Field(default=64, ge=1)
-    """Ceiling of rollouts in flight; the adaptive limit moves below it."""
+    """Maximum concurrent rollouts; the adaptive limit stays below it."""
     max_retries: int = Field(default=2, ge=0)
-    """New attempts of a rollout whose environment failed, before its group continues without it."""
+    """Retries of a failed rollout before its group continues without it."""
     min_group: int = Field(default=2, ge=2)
-    """A group with fewer finished rollouts than this is dropped (and counted)."""
+    """Drop (and count) groups with fewer finished rollouts than this."""
     filter_zero_advantage: bool = True
-    """Leave out groups whose rollouts all got the same reward; they carry no signal."""
+    """Drop groups whose rollouts all got the same reward; they carry no signal."""
     train_truncated: bool = True
-    """Whether the policy loss trains rollouts that a limit cut short. Off, they count only for their group's
-    advantages, and with their hinted turns for SDPO (DAPO's overlong filtering, arXiv 2503.14476)."""
+    """Train truncated rollouts with the policy loss. Off: they count only for their group's advantages, and SDPO trains
+    their hinted turns (DAPO's overlong filtering, arXiv 2503.14476).
+    """
     max_filtered_share: float = Field(default=0.9, gt=0, le=1)
-    """Warn when more than this share of the last groups was filtered out."""
+    """Warn if more than this share of the last groups was dropped for equal rewards."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """Which task comes next."""
+    """Order of tasks."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out tasks."""
     audit: AuditConfig = AuditConfig()
-    """Audits of what inference nodes answer."""
+    """Audits of inference nodes' answers."""
     behaviour: BehaviorConfig = BehaviorConfig()
-    """Rewards for how a task was done."""
+    """Rewards for how the model solves a task."""
     hints: HintsConfig | None = None
-    """Hints at turns that went wrong, for SDPO; None looks for none."""
+    """Hints at error turns, for SDPO; None: no hints."""
     preferences: PreferencesConfig = PreferencesConfig()
-    """Preference pairs that are mixed into the steps, for replay-DPO."""
+    """Preference pairs to add to the steps, for replay-DPO."""
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
-    """Recorded conversations that are mixed into the steps, for SFT."""
+    """Recorded conversations to add to the steps, for SFT."""
     gateway_port: int = Field(default=0, ge=0, le=65535)
-    """Loopback HTTP port of the gateway; 0 takes a free one."""
+    """Loopback HTTP port of the gateway; 0 chooses a free one."""
     gateway_processes: int = Field(default=1, ge=1, le=64)
-    """Processes that serve the gateway's HTTP port. Above 1, each parses, renders and encodes in front of the one that
-    routes. Linux only."""
+    """Processes that serve the gateway's HTTP port. Above 1, they parse, render and encode for the process that routes.
+    Linux only.
+    """
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     weights: WeightServiceConfig = WeightServiceConfig()
-    """Where nodes elsewhere pull weights."""
+    """Where nodes on other machines download weights."""
     worker_address: str | None = None
-    """Where hosts of environment workers connect (CURVE-encrypted, `orchestrator join`); None admits none. Their
-    heartbeats are those of inference nodes (inference.heartbeat_s, inference.lost_after_s)."""
+    """Where worker hosts connect (CURVE-encrypted, `orchestrator join`); None admits none. Their heartbeats use
+    inference.heartbeat_s and inference.lost_after_s.
+    """
     step_address: str = "tcp://127.0.0.1:0"
     """Where trainer ranks connect (CURVE-encrypted)."""
     no_node_timeout_s: float = Field(default=300.0, gt=0)
-    """How long requests wait while no inference node is connected, before the run fails."""
+    """How long requests wait for a connected inference node before the run fails."""
     worker_start_timeout_s: float = Field(default=180.0, gt=0)
-    """How long an environment worker may take to load, and how long a source without one waits for a host."""
+    """Time limit for an environment worker to load, and for a source without workers to get a worker host."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
-    """How long a batch may take to fill, before the run fails and names what it waited for."""
+    """Time limit to fill a batch; then the run fails and reports what it was waiting for."""
     trainer_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a ready batch may wait without a message from the trainer, before the run fails."""
+    """How long a ready batch may wait for a message from the trainer before the run fails."""
     max_failed_groups: int = Field(default=32, ge=1)
-    """Groups in a row that may fail for lack of finished rollouts, before the run fails and shows the last error."""
+    """Consecutive groups that may fail for lack of finished rollouts before the run fails with the last error."""
 
     @model_validator(mode="after")
     def _some_source_is_trained(self) -> OrchestratorConfig:
