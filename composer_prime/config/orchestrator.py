@@ -357,7 +357,7 @@ class OrchestratorConfig(BaseConfig):
     """Where trainer ranks connect (CURVE-encrypted)."""
     no_node_timeout_s: float = Field(default=300.0, gt=0)
     """How long requests wait for a connected inference node before the run fails."""
-    worker_start_timeout_s: float = Field(default=180.0, gt=0)
+    worker_start_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit for an environment worker to load, and for a source without workers to get a worker host."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Time limit to fill a batch; then the run fails and reports what it was waiting for."""

@@ -166,8 +166,8 @@ class WorkerProcess(RolloutPlayer):
         except TimeoutError:
             await worker.kill("it did not load in time")
             raise DeadlineError(
-                f"{worker.label} did not load its environment within {start_timeout_s:g} s "
-                f"(orchestrator.worker_start_timeout_s); raise it if the task set is large.{worker.last_words}"
+                f"{worker.label} did not load its environment within {start_timeout_s:g} s: raise "
+                f"orchestrator.worker_start_timeout_s for a large task set or a busy machine.{worker.last_words}"
             ) from None
         except BaseException:
             await worker.kill("start was given up")

@@ -36,7 +36,7 @@ class WorkerPool:
         spec: SourceSpec,
         *,
         workers: int = 1,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = 600.0,
         hang_timeout_s: float = 60.0,
         max_restarts: int = 5,
         backoff_s: float = 0.5,
