@@ -257,17 +257,20 @@ async def test_what_does_not_fit_is_refused_with_both_values(tmp_path: Path) -> 
             assert run.pool.num_tasks() == 8 and len(run.pool.players) == 1
 
 
-async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Path) -> None:
-    """Its requests go to the gateway while the rollout runs there. A cancelled rollout is cancelled on the host."""
-    async with (
-        Peer() as peer,
-        serving(tmp_path, peer.url.removesuffix("/v1")) as run,
-        ScriptedHost(run) as host,
-    ):
+@asynccontextmanager
+async def playing(folder: Path, gateway: Peer) -> AsyncIterator[tuple[ScriptedHost, asyncio.Task[RolloutReply]]]:
+    """A host that plays rollout "r", which asks the gateway."""
+    async with serving(folder, gateway.url.removesuffix("/v1")) as run, ScriptedHost(run) as host:
         await host.attach()
         await run.pool.start()
         call = asyncio.create_task(run.pool.run(rollout("r")))
         await host.expect(ForSource)
+        yield host, call
+
+
+async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Path) -> None:
+    """Its requests go to the gateway while the rollout runs there. A cancelled rollout is cancelled on the host."""
+    async with Peer() as peer, playing(tmp_path, peer) as (host, call):
         body = msgspec.json.encode({"model": "policy", "token_ids": [5, 6], "sampling_params": {"max_tokens": 4}})
         for number, session, path in (
             (1, "r", "/inference/v1/generate"),
@@ -290,15 +293,7 @@ async def test_a_host_reaches_the_policy_for_its_own_rollouts_only(tmp_path: Pat
 
 async def test_a_hosts_request_outlives_the_gateway_process_that_took_it(tmp_path: Path) -> None:
     """Its connection is lost, and another process answers: the rollout does not notice."""
-    async with (
-        Peer(lost_first=2) as peer,
-        serving(tmp_path, peer.url.removesuffix("/v1")) as run,
-        ScriptedHost(run) as host,
-    ):
-        await host.attach()
-        await run.pool.start()
-        call = asyncio.create_task(run.pool.run(rollout("r")))
-        await host.expect(ForSource)
+    async with Peer(lost_first=2) as peer, playing(tmp_path, peer) as (host, call):
         body = msgspec.json.encode({"model": "policy", "token_ids": [5], "sampling_params": {"max_tokens": 4}})
         host.send(GatewayCall(call=1, path="/inference/v1/generate", session="r", body=body))
         assert (await host.expect(GatewayReply)).status == 200 and peer.lost_first == 0
@@ -307,15 +302,7 @@ async def test_a_hosts_request_outlives_the_gateway_process_that_took_it(tmp_pat
 
 async def test_an_open_request_ends_with_its_rollouts_host(tmp_path: Path) -> None:
     """CancelCall and Goodbye close the requests at the gateway: nobody would read the answers."""
-    async with (
-        Peer(delay_s=100) as peer,
-        serving(tmp_path, peer.url.removesuffix("/v1")) as run,
-        ScriptedHost(run) as host,
-    ):
-        await host.attach()
-        await run.pool.start()
-        call = asyncio.create_task(run.pool.run(rollout("r")))
-        await host.expect(ForSource)
+    async with Peer(delay_s=100) as peer, playing(tmp_path, peer) as (host, call):
         body = msgspec.json.encode({"model": "policy", "token_ids": [5], "sampling_params": {"max_tokens": 4}})
         for number in (1, 2):
             host.send(GatewayCall(call=number, path="/inference/v1/generate", session="r", body=body))
