@@ -54,8 +54,10 @@ class PreparedTree:
 
     def lock(self, lock: int) -> None:
         fcntl.flock(self._fd, lock | fcntl.LOCK_NB)
-        if not (self.folder.is_dir() and os.path.samestat(os.fstat(self._fd), os.stat(self.folder))):
-            raise BlockingIOError(f"{self.folder} was moved")
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._fd), os.stat(self.folder)):
+                return
+        raise BlockingIOError(f"{self.folder} was moved")
 
     def clone(self, namespace: io.FileIO) -> str:
         """Lay the tree under the work folder of a box that has run nothing. Return why that failed, or "".
@@ -103,7 +105,7 @@ async def prepare(tree: Path | None, files: Mapping[str, bytes]) -> PreparedTree
                     return await asyncio.to_thread(_take, name, tree, files)
                 await asyncio.sleep(_WAIT_S)  # Another one makes it, which takes as long as a copy.
     except (OSError, TimeoutError) as error:
-        give_up(f"{trees_folder()} could not be used: {error or 'it stays locked'}")
+        give_up(f"one could not be prepared below {trees_folder()}: {str(error) or 'it stays locked'}")
     return None
 
 
@@ -148,7 +150,8 @@ def _take(name: str, tree: Path | None, files: Mapping[str, bytes]) -> PreparedT
         return prepared
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = folder.with_name(f".new-{name}")
-    new.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        new.mkdir(mode=0o700)
     prepared = PreparedTree(new, fcntl.LOCK_EX)
     try:
         if folder.is_dir():
