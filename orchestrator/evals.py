@@ -151,7 +151,7 @@ class Evaluator:
         await self._await_version(step, version)
         self._awaited_version = None
         self.permits.eval_share = 1.0 if step == 0 else self.config.eval.share
-        start = time.monotonic()
+        start, shared_s = time.monotonic(), self.permits.shared_s
         by_source = [self._evaluate_source(source, step, version, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
         rollouts = [(name, rollout) for name, tasks in results.items() for task in tasks for rollout in task]
@@ -162,7 +162,10 @@ class Evaluator:
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
                 step, len(failures), len(rollouts), self.config.max_retries + 1, failures[0].kind, failures[0].message,
             )  # fmt: skip
-        figures = {"time/eval_s": time.monotonic() - start}
+        figures = {
+            "time/eval_s": time.monotonic() - start,
+            "time/eval_beside_training_s": self.permits.shared_s - shared_s,
+        }
         for source, tasks in results.items():
             figures |= eval_summary(source, tasks, self.config.eval)
         await asyncio.to_thread(self.metrics.log, step, figures)

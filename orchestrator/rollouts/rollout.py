@@ -18,6 +18,7 @@ import contextlib
 import heapq
 import itertools
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -98,6 +99,9 @@ class Permits:
     def __init__(self, limit: Callable[[], int], eval_share: float) -> None:
         self.eval_share = eval_share
         self.running = {lane: 0 for lane in Lane}
+        self.shared_s = 0.0
+        """How long rollouts of both lanes have run at the same time."""
+        self._counted_at = 0.0
         self._limit = limit
         self._waiting: dict[Lane, list[tuple[int, int, asyncio.Future[None]]]] = {lane: [] for lane in Lane}
         """Heaps of (order, ticket, future)."""
@@ -113,14 +117,23 @@ class Permits:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.running[lane] -= 1
-                self.grant()
+                self._release(lane)
             raise
         try:
             yield
         finally:
-            self.running[lane] -= 1
-            self.grant()
+            self._release(lane)
+
+    def _release(self, lane: Lane) -> None:
+        self._count(lane, -1)
+        self.grant()
+
+    def _count(self, lane: Lane, change: int) -> None:
+        now = time.monotonic()
+        if all(self.running.values()):
+            self.shared_s += now - self._counted_at
+        self._counted_at = now
+        self.running[lane] += change
 
     def waiting(self, lane: Lane) -> int:
         return sum(not future.done() for _, _, future in self._waiting[lane])
@@ -130,7 +143,7 @@ class Permits:
         limit = max(1, self._limit())
         while sum(self.running.values()) < limit and (lane := self._next_lane(limit)) is not None:
             future = heapq.heappop(self._waiting[lane])[2]
-            self.running[lane] += 1
+            self._count(lane, 1)
             future.set_result(None)
 
     def _next_lane(self, limit: int) -> Lane | None:

@@ -201,6 +201,19 @@ async def test_evaluation_takes_its_share_and_all_that_training_leaves():
     await asyncio.gather(*tasks)
 
 
+async def test_time_counts_as_shared_while_both_lanes_run():
+    """Not while one of them does."""
+    permits, shared = Permits(lambda: 2, eval_share=0.5), []
+    async with permits.hold(Lane.EVAL, 0):
+        await asyncio.sleep(0.01)
+        async with permits.hold(Lane.TRAIN, 0):
+            shared.append(permits.shared_s)
+            await asyncio.sleep(0.01)
+        shared.append(permits.shared_s)
+        await asyncio.sleep(0.01)
+    assert shared[0] == 0.0 < shared[1] == permits.shared_s
+
+
 async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
     """Cancelling before, at and after the grant leaks nothing."""
     limit = 1
