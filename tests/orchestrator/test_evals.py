@@ -182,7 +182,7 @@ async def test_rollouts_start_at_the_version_that_half_of_the_nodes_serve(open_r
 async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):
     """Slow evaluation rollouts run beside training; the trainer is fed meanwhile."""
     pool = ScriptedPool(lambda request: draw(request.rollout_id))
-    pool.pause_s = lambda request: 2.0 if request.taskset == EVAL else 0.0
+    pool.pause_s = lambda request: 100.0 if request.taskset == EVAL else 0.0
     config = make_config(tmp_path, max_steps=4, eval={"every_steps": 4, "tasks": 5}, max_concurrent=8)
     async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
