@@ -4,7 +4,8 @@
     child:  enroll -> pull model files and the newest version -> engine -> version proven -> attached, serves
     a child that crashed is started again after a pause, at most inference.max_restarts times in ten minutes
 
-The parent imports no torch. What cannot be mended by another start (exit status 2) ends that node at once.
+The parent imports no torch. What cannot be mended by another start (exit status 2), such as a refusal of the gateway,
+ends that node at once.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from composer_prime.errors import (
     EngineError,
     LostWeightsError,
     RunMismatchError,
+    WireError,
 )
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.audit import FromAuditor
@@ -139,7 +140,9 @@ class InferenceNode:
             task.cancel()
 
     async def run(self) -> None:
-        """Serve. Raises DeadlineError (no gateway), RunMismatchError (refused) or EngineError (the engine died)."""
+        """Serve. Raises DeadlineError (no gateway), RunMismatchError (refused), WireError (refused for now) or
+        EngineError (the engine died).
+        """
         loops = (self._receive, self._send_heartbeats, self._follow_weights, self._streams.run)
         tasks = [asyncio.create_task(loop()) for loop in loops]
         try:
@@ -257,8 +260,9 @@ class InferenceNode:
                 self._repeat_hello()
             case Rejected() if self._stop_reason.done():
                 pass  # An evicted node is told to drain; a Hello of it that crosses that is refused.
-            case Rejected(reason=reason):
-                raise RunMismatchError(f"the gateway at {self._link.endpoint} turned this node away: {reason}")
+            case Rejected(reason=reason, may_return=may_return):
+                refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
+                raise WireError(refusal) if may_return else RunMismatchError(refusal)
             case Drain(reason=reason):
                 self.drain(reason)
 

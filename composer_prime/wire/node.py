@@ -97,6 +97,8 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
     reason: str
+    may_return: bool = False
+    """Whether the node, started again, may be let in."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):

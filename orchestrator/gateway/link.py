@@ -312,14 +312,11 @@ class NodeLink:
                 self._router.nodes.leave(node, f"evicted: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
-        reason = (
-            self._refusal(hello)
-            or self._enrollment.name_refusal(key, hello.node_id)
-            or self._name_is_taken(identity, key, hello)
-        )
+        refusal = self._refusal(hello) or self._enrollment.name_refusal(key, hello.node_id)
+        reason = refusal or self._served_another_run(hello) or self._name_is_taken(identity, key, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
-            self._socket.send(identity, Rejected(reason=reason))
+            self._socket.send(identity, Rejected(reason=reason, may_return=refusal is None))
             return
         self._router.nodes.attach(identity, hello, key)
         welcome = NodeWelcome(
@@ -363,14 +360,18 @@ class NodeLink:
             "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"
         )
 
+    def _served_another_run(self, hello: NodeHello) -> str | None:
+        if hello.run_id in (None, self._run_id):
+            return None
+        return f"the node served run {hello.run_id!r}, this is run {self._run_id!r}: restart the node"
+
     def _refusal(self, hello: NodeHello) -> str | None:
+        """Return why this node stays out, however often it is started."""
         if hello.node_id in self._router.nodes.refused:
             _, reason = self._router.nodes.refused[hello.node_id]
             return reason
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
-        if hello.run_id not in (None, self._run_id):
-            return f"the node served run {hello.run_id!r}, this is run {self._run_id!r}: restart the node"
         if not 1 <= len(hello.node_id) <= 200 or not hello.node_id.isprintable():
             return f"node id {hello.node_id[:200]!r} is not 1 to 200 printable characters: choose another --node-name"
         if not 1 <= hello.max_concurrent <= MAX_PLACES or hello.version < 0:

@@ -74,6 +74,23 @@ async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
 
 
 @pytest.mark.process
+async def test_a_node_that_is_turned_away_is_not_started_again(open_gateway, keys, store, tmp_path, monkeypatch):
+    """The command ends with the gateway's reason: another start would load the model to be refused again."""
+    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
+    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+        gateway.publish(publisher.publish(3))
+        monkeypatch.setattr(gateway._link, "_refusal", lambda hello: "this node answers too slowly")
+        invite = invite_for(keys, gateway.node_endpoint)
+        command = ["-m", "inference.main", "join", invite.text(), "--state-dir", str(tmp_path), "--threads", "1"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, "--device", "cpu", stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(process.communicate(), 250)
+        assert process.returncode == 2
+        assert b"turned this node away: this node answers too slowly" in said and b"starting it again" not in said
+
+
+@pytest.mark.process
 async def test_a_process_that_crashes_is_started_again_a_few_times_and_no_more(tmp_path):
     """It ends for good with status 0, with a wrong configuration, when it crashes too often, or when asked to."""
     script = f"""

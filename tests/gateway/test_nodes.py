@@ -118,6 +118,7 @@ async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_key
     ):
         assert isinstance(other.welcome, Rejected)
         assert "its own name" in other.welcome.reason and "lost_after_s" in other.welcome.reason
+        assert other.welcome.may_return  # the holder may vanish
         assert (await post(gateway.http_url, generate_body(5)))[0] == 200
         assert (len(holder.generates), len(other.generates)) == (1, 0)
         [described] = gateway.state()["nodes"]
@@ -288,6 +289,7 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
         node.say_hello(**changes)
         await node.until(lambda: node.welcome is not None)
         assert isinstance(node.welcome, Rejected) and complaint in node.welcome.reason
+        assert node.welcome.may_return is ("run_id" in changes)  # a new process would say none
         await node.vanish()
 
 

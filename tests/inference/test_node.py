@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import DeadlineError, LostWeightsError, RunMismatchError
+from composer_prime.errors import DeadlineError, LostWeightsError, RunMismatchError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary
 from composer_prime.wire.node import (
@@ -275,16 +275,18 @@ def test_keys_of_another_run_do_not_get_in(loop, serving, config, tmp_path):
     assert loop.run(scenario()) == []
 
 
-def test_a_rejected_node_ends(loop, serving):
-    # Rejected ends the node with the gateway's reason.
+@pytest.mark.parametrize("may_return", [False, True])
+def test_a_rejected_node_ends(loop, serving, may_return):
+    # Rejected ends the node with the gateway's reason; the error says whether another start may help.
     async def scenario():
         async with serving() as (gateway, _, ended):
             await gateway.until(lambda: gateway.node, "a node")
-            gateway.send(Rejected(reason="give nodes own names"))
+            gateway.send(Rejected(reason="give nodes own names", may_return=may_return))
             await asyncio.wait_for(ended, 100)
 
-    with pytest.raises(RunMismatchError, match="own names"):
+    with pytest.raises(WireError, match="own names") as caught:
         loop.run(scenario())
+    assert isinstance(caught.value, RunMismatchError) is not may_return
 
 
 def test_an_evicted_node_ends_without_an_error(loop, serving):
