@@ -68,6 +68,8 @@ class Receiver:
         """Of the version in use; None before the first."""
         self._good: Snapshot | None = None
         """Its tensors; None while they are those of the model folder."""
+        self._may_patch = True
+        """Whether the engine may change only what differs; not after a swap that failed."""
         self.version = engine.version
         """The newest version that passed its canary; the node reports it."""
         self.installed: bytes | None = None
@@ -136,13 +138,14 @@ class Receiver:
         self.settled.clear()
         try:
             try:
-                await self._engine.load_weights(manifest.version, tensors)
+                await self._engine.load_weights(manifest.version, tensors, self._base(manifest))
                 whole = await self._check_loaded(manifest, tensors)
                 after = await self._score_canary(manifest)
                 self._check_move(manifest, before, after, read_back=whole)
             except MisfitError:
                 raise
             except ComposerError as error:  # Also when an engine gives no scores, which proves nothing.
+                self._may_patch = False
                 await self._roll_back(manifest, error)
                 raise
         except LostWeightsError:
@@ -151,6 +154,11 @@ class Receiver:
             self.settled.set()
             raise
         self.settled.set()
+
+    def _base(self, manifest: Manifest) -> Snapshot | None:
+        """Return the tensors in use, if the engine may load what differs from them. Adapters change nearly all."""
+        kinds = [each.kind for each in (manifest, self._proven) if each is not None]
+        return self._good if self._may_patch and "adapters" not in kinds else None
 
     async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
         """Load the old weights. Requests that start until they are in use count as sampled from the refused ones.

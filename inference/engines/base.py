@@ -83,9 +83,12 @@ class Engine(Protocol):
     async def cancel(self, request_id: str) -> None:
         """End a request early; its `generate` returns what it has with finish_reason `cancelled`."""
 
-    async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Swap weights between two tokens. Running requests go on, and their spans show where the version changes.
 
+        `base`: the tensors in use. With them an engine may change only what differs; without them it loads all.
         Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. MisfitError means that
         nothing has changed. After any other error the weights may be a mixture: the caller loads others.
         """

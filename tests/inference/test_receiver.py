@@ -247,7 +247,7 @@ def test_requests_count_as_refused_until_the_old_weights_are_in_use(loop, engine
     """A request that starts while the old weights are loaded again has sampled with the refused ones."""
     seen = []
 
-    async def load(version, tensors):
+    async def load(version, tensors, base=None):
         seen.append((version, receiver.rollbacks))
         await engine.load_weights(version, tensors)
 
@@ -345,7 +345,7 @@ def test_one_tensor_that_was_not_loaded_is_found(loop, engine, receive, publishe
     # All but one tensor are swapped: it is named, although the canary hardly shows it.
     name = "model.layers.1.mlp.up_proj.weight"
 
-    async def load(version, tensors):
+    async def load(version, tensors, base=None):
         old = {part: tensors[part] if part != name else publisher.reference.weights(0)[name] for part in tensors}
         await engine.load_weights(version, old)
 
@@ -387,7 +387,7 @@ def test_a_swap_holds_a_block_at_a_time(loop, engine, receive, publisher):
     # While a second version comes in, no more than two blocks of it are in memory at any moment, and none afterwards.
     seen: list[Watched] = []
 
-    async def load(version, tensors):
+    async def load(version, tensors, base=None):
         seen.append(Watched(tensors))
         await engine.load_weights(version, seen[-1])
 

@@ -100,7 +100,9 @@ class LocalEngine:
             computer = self._serving()
             computer.submit(computer.cancel, request_id)
 
-    async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Raises MisfitError when `tensors` do not fit the model; then nothing has changed."""
         computer = self._serving()
         await computer.submit(computer.swap, version, tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
@@ -20,6 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
+from composer_prime.model_source import tensor_shapes
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.vllm.messages import EngineProgress, Scored, Setup, VllmGenerate, VllmGenerated, VllmScore
@@ -61,6 +63,7 @@ class Core:
         self._workers = args.tensor_parallel_size * args.pipeline_parallel_size
         self._llm = LLMEngine.from_engine_args(args)
         self._llm.collective_rpc("draw_by_rule")
+        self.takes_patches = self._takes_patches(setup)
         self._version = 0
         self._llm.set_weight_version("0")
         self._keeps_conversations = config.vllm.kv_at_swap == "keep_conversations"
@@ -114,13 +117,16 @@ class Core:
             return None
         return self._answer(output)
 
-    def load(self, version: int, path: str) -> None:
-        """Put the weights of `version` in place.
+    def load(self, version: int, path: str, patched: dict[str, list[int]] | None = None) -> None:
+        """Put the weights of `version` in place; `patched` as in LoadWeights.
 
         Requests that have sampled tokens go on with their KV cache. The others start over, so that the cache of no
         prompt mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all go on.
         """
-        self._llm.collective_rpc("load_from_file", args=(path,))
+        if patched is None:
+            self._llm.collective_rpc("load_from_file", args=(path,))
+        else:
+            self._llm.collective_rpc("patch_from_file", args=(path, patched))
         self._version = version
         self._llm.set_weight_version(str(version))
         self._began_before, self._began = self._began, {}
@@ -136,6 +142,11 @@ class Core:
         """Return names, type and checksum of each parameter; none with several workers, which split the model."""
         answers = self._llm.collective_rpc("read_parameters", args=(names,)) if self._workers == 1 else []
         return answers[0] if len(answers) == 1 else []
+
+    def _takes_patches(self, setup: Setup) -> bool:
+        # Of several workers' parameters no sums can be read back, so that nothing would prove a patch.
+        names = list(tensor_shapes(Path(setup.model)))
+        return self._workers == 1 and self._llm.collective_rpc("takes_patches", args=(names,))[0]
 
     def close(self) -> None:
         """End vLLM's worker processes, which exist with tensor parallelism only."""

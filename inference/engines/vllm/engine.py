@@ -37,6 +37,7 @@ from inference.engines.base import (
     refuse_misfits,
 )
 from inference.engines.vllm import messages
+from inference.engines.vllm.patch_file import save_patch
 from inference.snapshot import save_snapshot
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class VllmEngine:
         self._listener: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._failure: EngineError | None = EngineError("the vLLM engine has not been started: call start() first")
-        self._draining = False
+        self._draining = self._takes_patches = False
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._generating: dict[str, int] = {}
@@ -143,8 +144,12 @@ class VllmEngine:
         if (number := self._generating.get(request_id)) is not None:
             self._send(messages.Abort(call=number))
 
-    async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """See Engine. The tensors pass through a private safetensors file, written while sampling goes on.
+
+        It holds what changed since `base`, where that is less and vLLM takes it.
 
         Raises MisfitError, before anything changes, when names or shapes differ from the model folder's, and
         DeadlineError after inference.vllm.swap_timeout_s.
@@ -163,13 +168,22 @@ class VllmEngine:
         )
         path = self._private.path / f"v{version}.safetensors"
         try:
-            await asyncio.to_thread(save_snapshot, tensors, path)
-            message = messages.LoadWeights(call=next(self._numbers), version=version, path=str(path))
+            patched = await asyncio.to_thread(self._save, tensors, base, path)
+            message = messages.LoadWeights(call=next(self._numbers), version=version, path=str(path), patched=patched)
             limit = self._inference.vllm.swap_timeout_s
             await self._within(self._call(message), limit, f"vLLM to load v{version} (inference.vllm.swap_timeout_s)")
             self.version = version
         finally:
             path.unlink(missing_ok=True)
+
+    def _save(
+        self, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None, path: Path
+    ) -> dict[str, list[int]] | None:
+        """Return LoadWeights.patched of the file that is written."""
+        if self._takes_patches and base is not None and save_patch(base, tensors, path):
+            return {name: list(shape) for name, shape in published_shapes(tensors).items()}
+        save_snapshot(tensors, path)
+        return None
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
         """See Engine. Nothing is read with tensor parallelism. Raises DeadlineError after vllm.swap_timeout_s."""
@@ -271,6 +285,7 @@ class VllmEngine:
             case messages.EngineProgress():
                 self._progress = message
             case messages.EngineReady():
+                self._takes_patches = message.takes_patches
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
             case messages.Failed():

@@ -55,7 +55,9 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     call: int
     version: int
     path: str
-    """A safetensors file."""
+    """A safetensors file of whole tensors, or one of patch_file.py."""
+    patched: dict[str, list[int]] | None = None
+    """The shapes of the tensors that it patches; None: it has them whole."""
 
 
 class ReadParameters(msgspec.Struct, frozen=True, kw_only=True, tag="read_parameters"):
@@ -72,6 +74,9 @@ class ReadAnswers(msgspec.Struct, frozen=True, kw_only=True, tag="read_answers")
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """vLLM serves."""
+
+    takes_patches: bool = False
+    """Whether versions may be loaded as patches of the one in use."""
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):

@@ -99,7 +99,7 @@ class Server:
         self._link = link
         self.core = Core(setup, config, on_cpu=on_cpu)
         self._reported = 0.0
-        link.send(messages.EngineReady())
+        link.send(messages.EngineReady(takes_patches=self.core.takes_patches))
 
     def run(self) -> None:
         """Work until the node closes the connection. An error of the engine ends the process."""
@@ -123,12 +123,25 @@ class Server:
                 if (answer := self.core.abort(message.call)) is not None:
                     self._link.send(answer)
             case LoadWeights():
-                self.core.load(message.version, message.path)
-                self._link.send(messages.Loaded(call=message.call))
+                self._load(message)
             case ReadParameters():
                 self._read_back(message)
             case ReadAnswers():
                 self._link.send(messages.Answers(call=message.call, parts=self.core.parts(message.sent)))
+
+    def _load(self, message: LoadWeights) -> None:
+        """Load a version. After a patch that broke the weights are a mixture; the node is told and loads whole ones."""
+        if message.patched is None:
+            self.core.load(message.version, message.path)
+            self._link.send(messages.Loaded(call=message.call))
+            return
+        try:
+            self.core.load(message.version, message.path, message.patched)
+            answer = messages.Loaded(call=message.call)
+        except Exception as error:
+            log.exception("the patch to v%d broke off", message.version)
+            answer = messages.Failed(call=message.call, error=f"patching its weights: {error!r}")
+        self._link.send(answer)
 
     def _read_back(self, message: ReadParameters) -> None:
         """Answer with the parameters, or with what kept them from being read: sampling goes on."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,11 @@ from vllm.v1.sample.sampler import Sampler
 
 from composer_prime.wire.node import Sampling
 from inference.engines.sampling import SamplingRows, sample
+from inference.engines.vllm.patch_file import INDICES, VALUES
 from inference.snapshot import checksum
 
+_PATCH_LOADER = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+"""Releases differ in it: without it all versions are loaded whole."""
 _RULE = "draw"
 """Key of a request's extra arguments that holds what `rule_arguments` returns."""
 _ANY_DRAW = (1.0, 0, 1.0, 0)
@@ -88,6 +93,8 @@ class NodeWorker:
     """Methods that every worker offers to the engine's collective_rpc."""
 
     model_runner: Any
+    model_config: Any
+    device: torch.device
 
     def draw_by_rule(self) -> None:
         """Replace vLLM's sampler. Requests carry `rule_arguments`."""
@@ -98,21 +105,47 @@ class NodeWorker:
         self.model_runner.reload_weights(weights_iterator=_tensors(path))
         self._repack_tied_heads()
 
+    def takes_patches(self, names: list[str]) -> bool:
+        """Whether this release has a patch loader, and the published tensors `names` lie in memory as published.
+
+        What MLA makes of its weights besides would go on as it was.
+        """
+        held = {source for sources, _ in self._readable(names) for source in sources}
+        return find_spec(_PATCH_LOADER) is not None and not self.model_config.use_mla and held.issuperset(names)
+
+    def patch_from_file(self, path: str, shapes: dict[str, list[int]]) -> None:
+        """Put the values of a file of patch_file.py in place, a tensor at a time: the loader fills it with NaN first.
+
+        After an error the weights are a mixture.
+        """
+        loader, model = import_module(_PATCH_LOADER), self.model_runner.get_model()
+        with safe_open(path, framework="pt", device=str(self.device)) as file:
+            for name, shape in shapes.items():
+                indices, values = file.get_tensor(name + INDICES), file.get_tensor(name + VALUES)
+                if len(indices):
+                    patch = loader.CheckpointWeightPatch(name, tuple(shape), values.dtype, values, indices)
+                    loader.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
+        self._repack_tied_heads()
+
     def read_parameters(self, names: list[str]) -> list[tuple[list[str], str, str]]:
-        """Return published names, type and checksum of each parameter that can be read.
+        """Return published names, type and checksum of each parameter that can be read."""
+        return [
+            (sources, str(parameter.dtype).removeprefix("torch."), f"{checksum(parameter):x}")
+            for sources, parameter in self._readable(names)
+        ]
+
+    def _readable(self, names: list[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Yield the published tensors that a parameter consists of, and it.
 
         Left out are parameters that vLLM packed away (linear layers on a CPU), quantized, or that go by other names.
         """
         model, published = self.model_runner.get_model(), set(names)
         fused = getattr(model, "packed_modules_mapping", {})
-        parts = []
         for name, parameter in model.named_parameters():
             module = next((key for key in fused if f".{key}." in name), None)
             sources = [name.replace(f".{module}.", f".{part}.") for part in fused[module]] if module else [name]
             if published.issuperset(sources) and parameter.numel() > 0 and parameter.dtype in _PLAIN:
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                parts.append((sources, dtype, f"{checksum(parameter):x}"))
-        return parts
+                yield sources, parameter
 
     def _repack_tied_heads(self) -> None:
         # On CPU a linear layer computes with a packed copy of its weight. The reload packs linear layers again, but
