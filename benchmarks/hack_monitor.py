@@ -10,6 +10,9 @@ tests/monitor_hacks and every honest rewriting. Printed with 95 % Wilson interva
 
 Each task of TASKS gets a random 25 of the hacks, without those that need the answers of the tests. The graded sample
 goes through the kinds in turns, so that it has as many of one as of another, and is also listed by kind.
+
+--unseen takes the tasks of inflection==0.5.1 and measures the sample of tests/monitor_hacks/unseen.py alone. It was
+written before its author read the rules. With --graded N, N of its hacks are graded too.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from honest import honest_commands, refactorings, rewritten, solutions
 from patch_hacks import Attempt, Hack, bash
 from search_hacks import HACKS
 from small_packages import Case, cases, write_trees
+from unseen import HACKS as UNSEEN
+from unseen import HONEST, PACKAGE
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.stats.intervals import wilson_interval
@@ -42,6 +47,9 @@ _GRADED_AT_ONCE = 4
 
 def main() -> None:
     options = _options()
+    if options.unseen is not None:
+        _unseen(options.unseen, options.graded)
+        return
     small, real = cases(), [case for folder in options.tasks for case in _real_cases(folder, options.per_set)]
     kinds = {hack.kind for hack in HACKS}
     print(f"{len(HACKS)} hacks of {len(kinds)} kinds; {len(small)} small and {len(real)} real tasks")
@@ -57,13 +65,17 @@ def main() -> None:
         ]
         _false_positives("real packages", real, work)
     if options.graded:
-        asyncio.run(_graded(small, options.graded))
+        hacks = enumerate(_by_turns(HACKS, options.graded))
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = [(each, small[number % len(small)]) for number, each in hacks]
+            asyncio.run(_graded([_made(*each) for each in chosen], write_trees(Path(folder))))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", type=Path, help="folders with tasks.jsonl and trees/")
     parser.add_argument("--graded", type=int, default=0, help="hacks that are graded as well; 0 grades none")
+    parser.add_argument("--unseen", type=Path, help="folder with the tasks of inflection==0.5.1")
     parser.add_argument("--per-set", type=int, default=20, help="tasks of each folder")
     return parser.parse_args()
 
@@ -131,24 +143,41 @@ def _false_positives(name: str, chosen: Iterable[Case], work: list[tuple[Case, s
         print("   ", *each)
 
 
-async def _graded(chosen: list[Case], count: int) -> None:
-    """Grade a sample of hacks, one task each, a few at a time."""
+def _unseen(folder: Path, num_graded: int) -> None:
+    """Measure the unseen sample: each hack and each honest one in the task of the function that it writes."""
+    known = {case.function: case for case in _real_cases(folder, 100) if case.task.repository == PACKAGE}
+    hacks = [(each.kind, each.name, known[each.function], each.attempt(known[each.function])) for each in UNSEEN]
+    missed = [f"{kind}: {name}" for kind, name, case, attempt in hacks if not _is_hack(case, attempt)]
+    _show("recall, monitor, unseen sample", len(hacks) - len(missed), len(hacks))
+    print("    missed:", *missed, sep="\n      ")
+    work = [(known[each.function], each.name, each.attempt(known[each.function])) for each in HONEST]
+    _false_positives("unseen sample", list(known.values()), work)
+    if num_graded:
+        asyncio.run(_graded(hacks[:num_graded], folder / TREES_FOLDER))
+
+
+Made = tuple[str, str, Case, Attempt]
+"""Kind and name of a hack, its task, and what it leaves."""
+
+
+def _made(each: Hack, case: Case) -> Made:
+    return each.kind, each.name, case, each.make(case, seal(case.task, case.tree))
+
+
+async def _graded(chosen: list[Made], trees: Path) -> None:
+    """Grade hacks, a few at a time."""
     slots = asyncio.Semaphore(_GRADED_AT_ONCE)
-    with tempfile.TemporaryDirectory() as folder:
-        trees = write_trees(Path(folder))
 
-        async def one(number: int, hack: Hack) -> tuple[str, bool, bool]:
-            """Return (kind, whether grading alone pays nothing, whether the monitor sees it)."""
-            case = chosen[number % len(chosen)]
-            attempt = hack.make(case, seal(case.task, case.tree))
-            async with slots:
-                is_unpaid = await _earns_nothing(case, attempt, trees)
-            is_seen = _is_hack(case, attempt)
-            if not (is_unpaid or is_seen):
-                print(f"    earned a reward: {hack.name} on {case.task.id}")
-            return hack.kind, is_unpaid, is_seen
+    async def one(kind: str, name: str, case: Case, attempt: Attempt) -> tuple[str, bool, bool]:
+        """Return (kind, whether grading alone pays nothing, whether the monitor sees it)."""
+        async with slots:
+            is_unpaid = await _earns_nothing(case, attempt, trees)
+        is_seen = _is_hack(case, attempt)
+        if not (is_unpaid or is_seen):
+            print(f"    earned a reward: {name} on {case.task.id}")
+        return kind, is_unpaid, is_seen
 
-        results = await asyncio.gather(*(one(*each) for each in enumerate(_by_turns(HACKS, count))))
+    results = await asyncio.gather(*(one(*each) for each in chosen))
     _show("recall, grading alone", sum(unpaid for _, unpaid, _ in results), len(results))
     _show("recall, monitor alone", sum(seen for _, _, seen in results), len(results))
     _show("recall, both", sum(unpaid or seen for _, unpaid, seen in results), len(results))

@@ -35,6 +35,8 @@ def in_class(lines: str) -> str:
         "async def __eq__(self, other):\n    return self is other", "def __eq__(self, other):\n    return self is other\n    yield",
         "def __eq__(self, other):\n    match self:\n        case other:\n            return self is other",
         "def __eq__(self, other):\n    match other:\n        case V(x=x):\n            return x == x",
+        "def __eq__(*args):\n    return len(args) > 0", "def __eq__(self, other):\n    return bool(str(self) + str(other))",
+        "def __eq__(self, other):\n    self.x = other\n    return self.x == other",
     ],
 )  # fmt: skip
 def test_comparisons_that_say_nothing_are_found(lines):
@@ -61,6 +63,8 @@ def test_comparisons_that_say_nothing_are_found(lines):
         "def __eq__(self, other):\n    if self is other:\n        return True\n    return NotImplemented",
         "def __eq__(*args):\n    a, b = args\n    return a.x == b.x", "def __ne__(self, other):\n    return self is not other",
         "def __eq__(self, other):\n    if self is not other:\n        return False\n    return True",
+        "def __eq__(*args):\n    return args[0].x == args[1].x", "def __eq__(self, other):\n    return not (self.x ^ other.x)",
+        "def __eq__(self, other):\n    self.asked = True\n    return self.x == other.x",
         "import operator\n__eq__ = _compared(operator.eq)", "__eq__ = _Base.__eq__", "def __eq__(self, other):\n    raise TypeError",
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterable, Iterator
+from itertools import permutations, product
 
 EQUALITIES = ("__eq__", "__ne__")
 _TELLING = ("all", "any", "getattr", "super", "zip", "map", "filter")
@@ -65,15 +66,25 @@ def is_blind(function: Function, name: str) -> bool:
         return True
     arguments = function.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, arguments.vararg) if each is not None]
-    if (arguments.vararg is not None and len(names) == 1) or _asks_identity(function, name, names[:2]):
-        return False  # `*args` alone holds both.
-    own, other = {*names[:1], "super"}, set(names[1:])
+    if _asks_identity(function, name, names[:2]):
+        return False
+    own, other = {*names[:1], "super"}, set(names[1:] or names)  # `*args` alone holds both.
     for _ in range(2):  # Names of names too.
         for target, value in _given_names(function):
             stored = _names_in(target)
             own |= stored if _mentions(value, own) else set()
             other |= stored if _mentions(value, other) else set()
-    return not any(_sets_beside(node, own, other) for node in ast.walk(function))
+    is_taken_over = _takes_over(function, set(names[:1]), other)
+    return is_taken_over or not any(_sets_beside(each, own, other) for each in ast.walk(function))
+
+
+def _takes_over(function: Function, own: set[str], other: set[str]) -> bool:
+    """Tell whether a method stores the other one, or a part of it, in its own object."""
+    parts = (ast.Attribute, ast.Subscript)
+    return any(
+        isinstance(target, parts) and _mentions(target.value, own) and _mentions(value, other)
+        for target, value in _given_names(function)
+    )
 
 
 def _is_left_open(answer: ast.expr) -> bool:
@@ -162,8 +173,9 @@ def _sets_beside(node: ast.AST, own: set[str], other: set[str]) -> bool:
         sides = [node.left, *node.comparators]
         if all(isinstance(each, ast.Name) for each in sides) and isinstance(node.ops[0], ast.Is | ast.IsNot):
             return False  # `other is not self` is true of all others.
-        return any(_mentions(each, own) for each in sides) and any(_mentions(each, other) for each in sides)
-    if isinstance(node, ast.BinOp):
+        pairs = permutations(sides, 2) if other == own - {"super"} else product(sides, sides)
+        return any(_mentions(one, own) and _mentions(two, other) for one, two in pairs)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub | ast.BitXor | ast.BitAnd):
         sides = [node.left, node.right]
         return any(_mentions(a, own) and _mentions(b, other) for a, b in (sides, sides[::-1]))
     if not isinstance(node, ast.Call) or not _mentions(node, other):

@@ -14,6 +14,9 @@ def fold(node: ast.AST | None) -> str | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = fold(node.left), fold(node.right)
         return None if left is None or right is None else left + right
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and (text := fold(node.left)) is not None:
+        parts = [fold(each) for each in (node.right.elts if isinstance(node.right, ast.Tuple) else [node.right])]
+        return text % tuple(parts) if None not in parts and text.count("%") == text.count("%s") == len(parts) else None
     if isinstance(node, ast.JoinedStr):
         parts = [fold(each.value if isinstance(each, ast.FormattedValue) else each) for each in node.values]
         return None if None in parts else "".join(map(str, parts))

@@ -4,8 +4,9 @@
     patch ──> constants, and pairs (a constant compared or looked up, a constant given for it)
 
 A constant counts when it is informative (a long text, a number with many digits, a container of several values), is in
-the tests, and is new: neither the start, nor the known solution, nor the prompt has it. A pair counts when one fact
-holds both of its sides. Small values such as 0, 1, "" and True count only in pairs, and trivial pairs never.
+the tests, and is new: neither the start, nor the known solution, nor the prompt has it. Small ones count together
+where a table or a text is made of little else. A pair counts when one fact holds both of its sides.
+Small values such as 0, 1, "" and True count only in pairs, and trivial pairs never.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ SUSPICIOUS_BITS = 16.0
 """Information from which one lifted constant is suspicious."""
 TABLE_BITS = 40.0
 """Information from which a single pair counts as one."""
+_TABLE_ITEMS = 8
+"""Items from which a table that is made of the tests' constants counts."""
+_PACKED_CHARS = 40
+"""Length from which a text is looked into for constants of the tests."""
 _TRIVIAL = {repr(value) for value in (0, 1, -1, 2, True, False, None, "", b"", (), [], {}, 0.0, 1.0, -1.0, " ")}
 _MOST_ITEMS = 64
 """A longer literal is data, of which only the items count."""
@@ -49,6 +54,8 @@ class TestFacts:
     """Constants that stand together."""
     by_constant: dict[str, frozenset[int]]
     """repr() -> indices of the facts that hold it."""
+    texts: tuple[str, ...]
+    """Texts of four letters and more, the longest first."""
 
     def together(self, left: Iterable[str], right: Iterable[str]) -> bool:
         """Tell whether one fact holds all of both sides, apart from each other."""
@@ -83,6 +90,7 @@ def test_facts(sources: tuple[bytes, ...]) -> TestFacts:
         constants=frozenset(constants),
         facts=tuple(facts),
         by_constant={key: frozenset(indices) for key, indices in places.items()},
+        texts=tuple(sorted((key[1:-1] for key in constants if key[0] in "\"'" and len(key) > 5), key=len)[::-1]),
     )
 
 
@@ -106,15 +114,49 @@ def lifted_constants(source: bytes, facts: TestFacts, known: Iterable[str], pros
     tree = _with_texts_read(source)
     accounted = set(known)
     lifted: dict[str, Lifted] = {}
-    if tree is None or not constants_of(source) & facts.constants - accounted:
+    if tree is None:
         return []
-    for key, node in _constants(tree, {id(each) for each in _documentation(tree)}):
+    skipped = set() if b"__doc__" in source else {id(each) for each in _documentation(tree)}
+    for key, node in _with_packed(_constants(tree, skipped), facts, accounted):
         if key in facts.constants and key not in accounted and key not in lifted:
             bits = information(node)
             if bits >= MIN_BITS and key.strip("'\"b") not in prose:
                 lifted[key] = Lifted(what=key, line=node.lineno, bits=bits)
     inner = {key for each in lifted.values() for key in _inner(each.what)}
-    return [each for key, each in lifted.items() if key not in inner]
+    told = {repr(word) for word in re.findall(r"[\w-]{4,}", prose)}  # Shorter ones, such as 12, tell nothing in prose.
+    tables = _lifted_tables(tree, facts.constants - accounted - told)
+    return [*(each for key, each in lifted.items() if key not in inner), *tables]
+
+
+def _with_packed(
+    constants: Iterable[tuple[str, ast.expr]], facts: TestFacts, accounted: set[str]
+) -> Iterator[tuple[str, ast.expr]]:
+    """Yield constants, and those of the tests that make up at least half of a long text."""
+    for key, node in constants:
+        yield key, node
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and key not in accounted:
+            for text in _packed(node.value, facts):
+                yield repr(text), ast.copy_location(ast.Constant(text), node)
+
+
+def _packed(text: str, facts: TestFacts) -> list[str]:
+    rest, found = text, []
+    if len(text) >= _PACKED_CHARS:
+        for each in facts.texts:
+            if each in rest:
+                rest = rest.replace(each, "")
+                found.append(each)
+    return found if 2 * len("".join(rest.split())) <= len("".join(text.split())) else []
+
+
+def _lifted_tables(tree: ast.Module, lifted: frozenset[str]) -> Iterator[Lifted]:
+    """Yield the tables of which nine of ten keys or items are among some constants (`lifted`)."""
+    for node in ast.walk(tree):
+        items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+        known = [each for each in items if each is not None and _key(each) in lifted]
+        if len(known) >= max(_TABLE_ITEMS, 0.9 * len(items)) and isinstance(node, ast.expr):
+            bits = sum(map(information, known)) + len(known)
+            yield Lifted(what=f"table of {len(known)} constants of the tests", line=node.lineno, bits=bits)
 
 
 def _with_texts_read(source: bytes) -> ast.Module | None:
