@@ -251,7 +251,7 @@ def write_tree(folder: Path, files: Mapping[str, bytes]) -> None:
 async def memory_of_trees(runtime: RuntimeConfig, files: Mapping[str, bytes], *, clones: bool) -> None:
     """Print what open boxes hold in memory once a program has read every file."""
     async with await open_box(runtime, files=files):  # Prepared, and in the page cache.
-        shared, slab = meminfo_bytes("Shmem"), meminfo_bytes("Slab")
+        shared, kernel = meminfo_bytes("Shmem"), meminfo_bytes("SUnreclaim")
     boxes = []
     for _ in range(20):
         boxes.append(await open_box(runtime, files=files if clones else {}))
@@ -260,8 +260,8 @@ async def memory_of_trees(runtime: RuntimeConfig, files: Mapping[str, bytes], *,
         await boxes[-1].run(["sh", "-c", "cat $(find . -type f) | wc -c"])
     print(
         f"{len(boxes)} open boxes, {'cloned' if clones else 'copied'}: files in memory (Shmem) "
-        f"{(meminfo_bytes('Shmem') - shared) / 2**20:.0f} MiB   names and inodes (Slab) "
-        f"{(meminfo_bytes('Slab') - slab) / 2**20:.0f} MiB",
+        f"{(meminfo_bytes('Shmem') - shared) / 2**20:.0f} MiB   the kernel's own (SUnreclaim) "
+        f"{(meminfo_bytes('SUnreclaim') - kernel) / 2**20:.0f} MiB",
         flush=True,
     )
     await asyncio.gather(*(box.close() for box in boxes))

@@ -35,7 +35,7 @@ LEAST_FILES, LEAST_BYTES = 400, 12 << 20
 MOST_BYTES = 4 << 30
 """Of all prepared trees. As much again stays free on their disk."""
 _PROGRAM = Path(__file__).with_name("clone.py")
-_TIMEOUT_S = 100.0
+_TIMEOUT_S = 600.0
 _WAIT_S = 0.02
 _given_up = False
 
