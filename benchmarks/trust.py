@@ -126,7 +126,12 @@ async def started(folder: Path, dtype: str) -> LocalEngine:
     return made
 
 
-async def check(auditor: LocalEngine, answer: Answer, tolerance: float) -> AuditVerdict:
+async def check(auditor: LocalEngine, answers: list[Answer], tolerance: float) -> list[AuditVerdict]:
+    """Audit answers together. As without an older version, every other one is compared with weights in int8."""
+    return await asyncio.gather(*(_checked(auditor, one, tolerance, number) for number, one in enumerate(answers)))
+
+
+async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, number: int) -> AuditVerdict:
     audit = OpenAudit(
         AuditRequest(
             audit=0,
@@ -137,7 +142,8 @@ async def check(auditor: LocalEngine, answer: Answer, tolerance: float) -> Audit
             finish_reason=answer.finish_reason,
             sampling=answer.sampling,
             tolerance=tolerance,
-        )
+        ),
+        in_int8=number % 2 == 0,
     )
     await audit.score(auditor, 0)
     return judge(audit, await auditor.find_stop(np.array(answer.token_ids, np.int32), answer.sampling))
@@ -207,12 +213,10 @@ class Bench:
             await made.close()
             return answered
         asked = [(ids, msgspec.structs.replace(one, **sampling)) for ids, one in self.requests(name, self.args.pool)]
-        start = time.monotonic()
         answers = await generate(node, asked, name)
-        spent_s = time.monotonic() - start
         wanted = self.requests(name, self.args.pool)
         answers = [replace(one, sampling=sampling) for one, (_, sampling) in zip(answers, wanted, strict=True)]
-        return Audited(name=name, answers=answers, generated_s=spent_s)
+        return Audited(name=name, answers=answers)
 
     async def drawing_cheats(self, node: Engine | Path) -> list[Audited]:
         greedy = await self.answers("greedy", node, temperature=0.0)
@@ -271,9 +275,9 @@ class Bench:
 
 
 async def audit_all(node: Audited, auditor: LocalEngine, tolerance: float) -> float:
-    start = time.monotonic()
-    node.verdicts = [await check(auditor, answer, tolerance) for answer in node.answers]
-    return time.monotonic() - start
+    start = time.process_time()
+    node.verdicts = await check(auditor, node.answers, tolerance)
+    return time.process_time() - start
 
 
 def tokens_to_catch(node: Audited, lives: int) -> list[float]:
@@ -303,17 +307,17 @@ def quarantines(node: Audited, lives: int) -> int:
 async def honest_row(
     bench: Bench, name: str, node: Engine, auditor: LocalEngine, tolerance: float
 ) -> tuple[bool, float]:
-    """Print an honest node. Returns whether it was left alone, and the audit's seconds for one of generation."""
+    """Print an honest node. Returns whether it was left alone, and the audit's CPU seconds for one of generation."""
     args = bench.args
     honest, checked_s = Audited(name=name), 0.0
     wanted = bench.requests(f"honest-{name}", args.answers)
     for batch in (wanted[first : first + 256] for first in range(0, len(wanted), 256)):
-        start = time.monotonic()
+        start = time.process_time()
         honest.answers = await generate(node, batch, name)
-        honest.generated_s += time.monotonic() - start
-        start = time.monotonic()
-        honest.verdicts += [await check(auditor, answer, tolerance) for answer in honest.answers]
-        checked_s += time.monotonic() - start
+        honest.generated_s += time.process_time() - start
+        start = time.process_time()
+        honest.verdicts += await check(auditor, honest.answers, tolerance)
+        checked_s += time.process_time() - start
     refused = sum(not is_clean(verdict) for verdict in honest.verdicts) / len(honest.verdicts)
     caught = quarantines(honest, args.lives)
     gaps = [verdict.gap_mean for verdict in honest.verdicts]
@@ -401,7 +405,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=48, help="longest answer")
     parser.add_argument("--lives", type=int, default=20, help="orders in which a node's answers are met")
     parser.add_argument("--tight", type=float, default=1e-4, help="tolerance where all compute in float32")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="tolerance where some compute in bfloat16")
+    parser.add_argument("--tolerance", type=float, default=0.05, help="tolerance where some compute in bfloat16")
     parser.add_argument("--floor", type=float, default=0.02, help="audited share of a known node's answers")
     parser.add_argument("--stale", type=int, default=3, help="steps that stale weights are behind")
     parser.add_argument("--unswapped", type=int, default=30, help="steps since a node swapped last")

@@ -2,11 +2,12 @@
 
     AuditRequest -> versions of its tokens -> receiver installs one after another -> engine.check_draws
                  -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says,
-                    and how many tokens are nearer to the oldest version that the run keeps
+                    and how many tokens lean to suspect weights
                  -> AuditVerdict | AuditFailed
 
-It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed. It is
-trusted: it runs on the run's host, or elsewhere with the trainer's token.
+Every other answer is scored under suspect weights, too: those of the oldest version that the run keeps, and the named
+version's in int8, in turn. It holds one version at a time. Answers that wait are checked version by version, so that
+few swaps are needed, and share passes. It is trusted: it runs on the run's host, or elsewhere with the trainer's token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from composer_prime.errors import ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
 from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
-from composer_prime.wire.types import floats, ints
+from composer_prime.wire.types import VersionSpan, floats, ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
@@ -32,12 +33,16 @@ from inference.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
-_MEAN_GAP, _GREATEST_GAP = 2.5, 25.0
+_MEAN_GAP, _GREATEST_GAP = 1.5, 12.0
 """Nats by which logprobs may be off on average, and at most, for each unit of the tolerance."""
 _MIXED_CACHE = 4.0
 """Factor on the tolerance behind a swap: the node's cache still holds keys and values of the weights before."""
 _FEW_TOKENS = 8
 """With fewer tokens the mean error says little."""
+_LEANING = 0.25
+"""How far from the named version's logprob to the suspect one a claimed one lies at least to count, as a share."""
+_COMPARED_EVERY = 2
+"""Of so many answers one is compared with suspect weights, which costs as much as the audit itself."""
 _MAX_VERSIONS = 64
 """Manifests that are remembered."""
 
@@ -48,13 +53,15 @@ class OpenAudit:
 
     request: AuditRequest
     older: int | None = None
-    """A version before all that the answer names, which scores its first span too; None where there is none."""
+    """A version before all that the answer names, which scores its first span too; None for none."""
+    in_int8: bool = False
+    """Whether the named version in int8 scores its first span too."""
     misses: np.ndarray = field(init=False)
     """float64 [T_new]."""
     logprobs: np.ndarray = field(init=False)
     """float32 [T_new], this auditor's own."""
-    older_scores: tuple[np.ndarray, np.ndarray] | None = None
-    """Misses and logprobs of the first span, by the older version."""
+    suspect_scores: tuple[np.ndarray, np.ndarray] | None = None
+    """Misses and logprobs of the first span, by the suspect weights."""
     missing: set[int] = field(init=False)
     """Versions whose tokens are not scored yet."""
     seconds: float = 0.0
@@ -73,21 +80,23 @@ class OpenAudit:
 
     async def score(self, engine: LocalEngine, version: int) -> None:
         """Score the tokens of `version`, which the engine holds. Raises what check_draws raises."""
-        start = time.monotonic()
-        prompt, completion = ints(self.request.prompt_ids), ints(self.request.token_ids)
-        tokens = np.concatenate([prompt, completion])
         spans = self.request.version_spans
-        for span in spans[:1] if version == self.older else spans:
-            if version in (span.version, self.older):
-                first, last = len(prompt) + span.start, len(prompt) + span.end
-                sampling, tolerance = self.request.sampling, self.request.tolerance
-                scored = await engine.check_draws(tokens[:last], first, last, sampling, tolerance)
-                if version == self.older:
-                    self.older_scores = scored
-                else:
-                    self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
+        for span in spans:
+            if span.version == version:
+                scored = await self._check(engine, span)
+                self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
+        if version == self.older or (self.in_int8 and version == spans[0].version):
+            self.suspect_scores = await self._check(engine, spans[0], in_int8=self.in_int8)
         self.missing.discard(version)
-        self.seconds += time.monotonic() - start
+
+    async def _check(
+        self, engine: LocalEngine, span: VersionSpan, *, in_int8: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        request, prompt = self.request, ints(self.request.prompt_ids)
+        tokens = np.concatenate([prompt, ints(request.token_ids)[: span.end]])
+        return await engine.check_draws(
+            tokens, len(prompt) + span.start, len(tokens), request.sampling, request.tolerance, in_int8=in_int8
+        )
 
 
 def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
@@ -103,7 +112,7 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     bounds[swap:] *= _MIXED_CACHE
     gaps = np.abs(np.where(np.isfinite(audit.logprobs), claimed - audit.logprobs, 0.0))
     wrong = (audit.misses > bounds) | (gaps > _GREATEST_GAP * bounds)
-    by_logprob, by_draw = _nearer_to_older(audit, claimed)
+    by_logprob, by_draw = _leaning(audit, claimed)
     return AuditVerdict(
         audit=request.audit,
         tokens=len(claimed),
@@ -112,27 +121,28 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
         gap_mean=float(gaps.mean()),
         gap_max=float(gaps.max()),
         seconds=audit.seconds,
+        suspect="int8" if audit.in_int8 else "older",
         by_logprob=by_logprob,
         by_draw=by_draw,
     )
 
 
-def _nearer_to_older(audit: OpenAudit, claimed: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Count the tokens before any swap that are nearer to the older version, and those compared: AuditVerdict.by_*.
+def _leaning(audit: OpenAudit, claimed: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Count the tokens before any swap that lean to the suspect weights, and those compared: AuditVerdict.by_*.
 
-    A draw that only one of the two versions makes is decided by that alone. Behind a swap an honest node's cache makes
-    its tokens look older.
+    A draw that only one of the two makes is decided by that alone. Behind a swap an honest node's cache makes its
+    tokens look older.
     """
-    if audit.older_scores is None:
+    if audit.suspect_scores is None:
         return (0, 0), (0, 0)
-    older_misses, older = audit.older_scores
-    count = len(older)
+    suspect_misses, suspect = audit.suspect_scores
+    count = len(suspect)
     misses, own, claimed = audit.misses[:count], audit.logprobs[:count], claimed[:count]
-    by_draw = (misses > 0.0) != (older_misses > 0.0)
-    compared = ~by_draw & np.isfinite(own) & np.isfinite(older) & (own != older)
-    gap, older_gap = (np.abs(claimed - scored)[compared] for scored in (own, older))
-    nearer = int((older_gap < gap).sum())
-    return (nearer, int(compared.sum())), (int((misses > 0.0)[by_draw].sum()), int(by_draw.sum()))
+    by_draw = (misses > 0.0) != (suspect_misses > 0.0)
+    compared = ~by_draw & np.isfinite(own) & np.isfinite(suspect) & (own != suspect)
+    shift, way = (claimed - own)[compared], (suspect - own)[compared]
+    leaning = int((shift * np.sign(way) > _LEANING * np.abs(way)).sum())
+    return (leaning, int(compared.sum())), (int((misses > 0.0)[by_draw].sum()), int(by_draw.sum()))
 
 
 def _end_fault(request: AuditRequest, tokens: int, stop: int | None, last_is_wrong: bool) -> str | None:
@@ -180,7 +190,7 @@ class Auditor(InferenceNode):
 
     def _handle(self, message) -> None:
         if isinstance(message, AuditRequest):
-            self._audits.append(OpenAudit(message, self._oldest(message)))
+            self._audits.append(self._opened(message))
             self._arrived.set()
         else:
             super()._handle(message)
@@ -214,6 +224,12 @@ class Auditor(InferenceNode):
             while self._audits:
                 await self._check_version(self._next_version())
 
+    def _opened(self, request: AuditRequest) -> OpenAudit:
+        """Choose what an answer is compared with."""
+        turn, is_left_out = divmod(request.audit, _COMPARED_EVERY)
+        oldest = None if is_left_out or turn % 2 else self._oldest(request)
+        return OpenAudit(request, oldest, in_int8=not is_left_out and oldest is None)
+
     def _oldest(self, request: AuditRequest) -> int | None:
         """Return the oldest version that can be had, where it is older than those that the answer names."""
         named = min((span.version for span in request.version_spans), default=0)
@@ -241,14 +257,18 @@ class Auditor(InferenceNode):
                     await self._judge(audit)
             return
         self._unavailable.discard(version)
-        for audit in audits:
-            try:
-                await audit.score(self._local, version)
-            except (ComposerError, ValueError) as error:
-                self._fail(audit, str(error))
-            else:
-                if not audit.missing:
-                    await self._judge(audit)
+        start = time.monotonic()
+        outcomes = await asyncio.gather(
+            *(audit.score(self._local, version) for audit in audits), return_exceptions=True
+        )
+        for audit, outcome in zip(audits, outcomes, strict=True):
+            audit.seconds += (time.monotonic() - start) / len(audits)
+            if isinstance(outcome, (ComposerError, ValueError)):
+                self._fail(audit, str(outcome))
+            elif outcome is not None:
+                raise outcome
+            elif not audit.missing:
+                await self._judge(audit)
 
     async def _judge(self, audit: OpenAudit) -> None:
         try:

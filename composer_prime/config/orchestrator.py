@@ -231,9 +231,9 @@ class AuditConfig(BaseConfig):
     """Where auditors connect (CURVE-encrypted, with the trainer's key)."""
     floor: float = Field(default=0.02, gt=0, le=1)
     """Minimum share of audited answers of a known node; all answers of a new node are audited."""
-    tolerance: float = Field(default=0.02, gt=0, lt=1)
-    """How far a draw may lie outside of its token's interval, as a probability. Logprobs may differ by 2.5 times this
-    in nats on average, and by 25 times at most. Use 0.02 for bfloat16; 0.0001 is enough for float32.
+    tolerance: float = Field(default=0.05, gt=0, lt=1)
+    """How far a draw may lie outside of its token's interval, as a probability. Logprobs may differ by 1.5 times this
+    in nats on average, and by 12 times at most. Use 0.05 for bfloat16; 0.0001 is enough for float32.
     """
     timeout_s: float = Field(default=300.0, gt=0)
     """How long a rollout waits for audits of new nodes' answers before it fails."""

@@ -10,6 +10,8 @@ node (node.py), with the same meaning.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from composer_prime.wire.node import (
@@ -28,6 +30,9 @@ from composer_prime.wire.node import (
     WeightChunk,
 )
 from composer_prime.wire.types import VersionSpan
+
+Suspect = Literal["older", "int8"]
+"""Weights that a node may have in place of the named ones: those of an older version, or rounded to int8."""
 
 
 class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
@@ -65,10 +70,13 @@ class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
     gap_max: float
     seconds: float
     """What the check took."""
+    suspect: Suspect = "older"
+    """What the answer was compared with, if it was."""
     by_logprob: tuple[int, int] = (0, 0)
-    """Tokens whose logprob is nearer to what an older version gives than to the named one's, and all compared."""
+    """Tokens whose logprob leans from what the named version gives to what the suspect weights give, and all
+    compared."""
     by_draw: tuple[int, int] = (0, 0)
-    """Tokens that only the older version draws, and all tokens that exactly one of the two versions draws."""
+    """Tokens that only the suspect weights draw, and all tokens that exactly one of the two draws."""
 
 
 class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed"):

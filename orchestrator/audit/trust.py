@@ -10,13 +10,13 @@ held at 0 from below (Page, Continuous Inspection Schemes, 1954): one over token
 node's rounding makes a token wrong about never (`_P_HONEST` is an upper bound); a cheat's tokens are wrong in
 2 % of cases or more. No sum falls below 0, so a node cannot buy credit with clean answers.
 
-Weights that are a few versions old differ from the claimed ones by less than bfloat16 rounds. Further sums find them:
-of the tokens that the auditor scored under an older version too, how many are nearer to that one? Rounding errs to
-either side, however large it is. Suppose that an honest node's token is nearer with probability at most `_P_NEARER`,
-whatever came before. Then exp(sum of ratios) from any answer on is a supermartingale, and passes exp(OLD_BOUND) with
-probability at most exp(-OLD_BOUND) (Ville, 1939). With a start at each of N audited answers, and four sums, an honest
-node is refused with probability at most 4 N exp(-OLD_BOUND): 3e-4 for 10^5 answers. Rounding is the same each time
-that a prompt comes again, so one answer to it counts.
+Weights that are a few versions old, or in int8, differ from the claimed ones by less than bfloat16 rounds. Further sums
+find them: of the tokens that the auditor scored under such suspect weights too, how many lean to those? Rounding errs
+to either side, however large it is. Suppose that an honest node's token leans with probability at most `_P_LEANS`,
+whatever came before. Then exp(sum of ratios) from any answer on is a supermartingale, and passes exp(SUSPECT_BOUND)
+with probability at most exp(-SUSPECT_BOUND) (Ville, 1939). With a start at each of N audited answers, and four sums, an
+honest node is refused with probability at most 4 N exp(-SUSPECT_BOUND): 3e-4 for 10^5 answers. Rounding is the same
+each time that a prompt comes again, so one answer to it counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from composer_prime.wire.audit import AuditVerdict
+from composer_prime.wire.audit import AuditVerdict, Suspect
 
 _NEW_ANSWERS = 32
 """Clean audited answers after which a node is no longer new."""
@@ -34,17 +34,22 @@ _P_HONEST = 2e-4
 _P_WRONG_TOKEN, _P_WRONG_ANSWER = 0.02, 0.1
 BOUND = 14.0
 """Evidence, in nats, that quarantines: three answers, or four tokens close together."""
-_P_NEARER = 0.52
-"""Share of an honest node's tokens that may be nearer to an older version. Half, and room for systematic rounding."""
-_P_OLD_LOGPROB, _P_OLD_DRAW = (0.57, 0.7, 0.95), (0.8,)
-"""Shares of a node with old weights, one sum each: nearly lost in rounding, visible, plain."""
+_P_LEANS = 0.52
+"""Share of an honest node's tokens that may lean to suspect weights. Half, and room for systematic rounding."""
+_P_SUSPECT_LOGPROB, _P_SUSPECT_DRAW = (0.6, 0.7, 0.95), (0.8,)
+"""Shares of a node with suspect weights, one sum each: nearly lost in rounding, visible, plain."""
 _MOST_OF_AN_ANSWER = 3.0
 """Nats that one answer may add to such a sum: its tokens share a prompt, and so errors."""
 _MAX_PROMPTS = 4096
-OLD_BOUND = 21.0
-"""Evidence for old weights, in nats, that quarantines."""
+SUSPECT_BOUND = 21.0
+"""Evidence for suspect weights, in nats, that quarantines."""
 _LONGEST_QUARANTINE = 2**6
 """Factor on the first quarantine's length."""
+
+_REASONS: dict[Suspect, str] = {
+    "older": "old weights: its answers lean to those of an older version",
+    "int8": "rounded weights: its answers lean to those of the version in int8",
+}
 
 State = Literal["new", "known", "quarantined"]
 
@@ -64,9 +69,9 @@ class NodeTrust:
     token_evidence: float = 0.0
     """Nats."""
     answer_evidence: float = 0.0
-    old_evidence: list[float] = field(default_factory=lambda: [0.0] * len(_P_OLD_LOGPROB + _P_OLD_DRAW))
-    """Nats, of each share in _P_OLD_LOGPROB and _P_OLD_DRAW."""
-    prompts: dict[int, None] = field(default_factory=dict)
+    suspect_evidence: dict[Suspect, list[float]] = field(default_factory=lambda: _no_suspect_evidence())
+    """Nats, of each share in _P_SUSPECT_LOGPROB and _P_SUSPECT_DRAW."""
+    prompts: dict[tuple[Suspect, int], None] = field(default_factory=dict)
     """The last prompts that were counted there, in order."""
 
     def state(self, now: float) -> State:
@@ -103,7 +108,7 @@ class NodeTrust:
         self.answer_evidence = _step(self.answer_evidence, verdict.fault is not None, _P_WRONG_ANSWER)
         if max(highest, self.answer_evidence) >= BOUND:
             return "wrong answers"
-        return "old weights: its answers are nearer to an older version" if self._add_old(verdict, prompt) else None
+        return _REASONS[verdict.suspect] if self._add_suspect(verdict, prompt) else None
 
     def quarantine(self, now: float, seconds: float) -> float:
         """Start a quarantine, twice as long as the one before, and forget what was good. Return its seconds."""
@@ -112,7 +117,7 @@ class NodeTrust:
         self.quarantined_until = now + length_s
         self.clean = self.doubtful = 0
         self.token_evidence = self.answer_evidence = 0.0
-        self.old_evidence = [0.0] * len(self.old_evidence)
+        self.suspect_evidence = _no_suspect_evidence()
         return length_s
 
     def _add_tokens(self, wrong: list[int], tokens: int) -> float:
@@ -126,20 +131,26 @@ class NodeTrust:
         self.token_evidence = max(0.0, self.token_evidence + clean_token * (tokens - position))
         return highest
 
-    def _add_old(self, verdict: AuditVerdict, prompt: int) -> bool:
-        """Add what speaks for an older version. Return whether a sum is above its bound."""
-        if prompt in self.prompts or verdict.by_logprob[1] + verdict.by_draw[1] == 0:
+    def _add_suspect(self, verdict: AuditVerdict, prompt: int) -> bool:
+        """Add what speaks for suspect weights. Return whether a sum is above its bound."""
+        counted = verdict.suspect, prompt
+        if counted in self.prompts or verdict.by_logprob[1] + verdict.by_draw[1] == 0:
             return False
         if len(self.prompts) >= _MAX_PROMPTS:
             del self.prompts[next(iter(self.prompts))]
-        self.prompts[prompt] = None
-        observed = [(p_old, verdict.by_logprob) for p_old in _P_OLD_LOGPROB]
-        observed += [(p_old, verdict.by_draw) for p_old in _P_OLD_DRAW]
-        for number, (p_old, (nearer, count)) in enumerate(observed):
-            ratio = nearer * math.log(p_old / _P_NEARER)
-            ratio += (count - nearer) * math.log((1 - p_old) / (1 - _P_NEARER))
-            self.old_evidence[number] = max(0.0, self.old_evidence[number] + min(ratio, _MOST_OF_AN_ANSWER))
-        return max(self.old_evidence) >= OLD_BOUND
+        self.prompts[counted] = None
+        evidence = self.suspect_evidence[verdict.suspect]
+        observed = [(p_suspect, verdict.by_logprob) for p_suspect in _P_SUSPECT_LOGPROB]
+        observed += [(p_suspect, verdict.by_draw) for p_suspect in _P_SUSPECT_DRAW]
+        for number, (p_suspect, (leaning, count)) in enumerate(observed):
+            ratio = leaning * math.log(p_suspect / _P_LEANS)
+            ratio += (count - leaning) * math.log((1 - p_suspect) / (1 - _P_LEANS))
+            evidence[number] = max(0.0, evidence[number] + min(ratio, _MOST_OF_AN_ANSWER))
+        return max(evidence) >= SUSPECT_BOUND
+
+
+def _no_suspect_evidence() -> dict[Suspect, list[float]]:
+    return {suspect: [0.0] * len(_P_SUSPECT_LOGPROB + _P_SUSPECT_DRAW) for suspect in _REASONS}
 
 
 def _step(evidence: float, is_wrong: bool, p_wrong: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -29,8 +30,8 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, ContextOverflowError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
-from inference.engines.local import compute
 from inference.engines.local import engine as local_engine
+from inference.engines.local import given
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.engines.local.loading import check_supported
@@ -133,7 +134,7 @@ def test_answers_that_do_not_fit_one_pass(folder, monkeypatch):
         made.clear()
         whole = [*await subject.engine.score_answers(context, answers), await subject.engine.score(longest)]
         assert made == [68, MAX_CONTEXT - 1]
-        monkeypatch.setattr(compute, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
+        monkeypatch.setattr(given, "_SCORED_BYTES", 4 * subject.reference.vocab * 16)
         made.clear()
         split = await subject.engine.score_answers(context, answers)
         assert made == [8, 16, 16, 16, 12]
@@ -161,6 +162,36 @@ def test_conversations_outnumber_the_slots(folder):
                 prompt = prompt + done.token_ids + subject.prompt(1000 * k + turn, 6)
 
         await asyncio.gather(*(talk(k) for k in range(14)))
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_answers_that_are_checked_together(folder, monkeypatch):
+    # Of different prompts, settings and lengths, in passes of 64 tokens, they are found what each is found alone. In
+    # int8 their logprobs differ by a little, and the weights are as they were after that.
+    monkeypatch.setattr(given, "_SCORED_BYTES", 0)
+
+    async def scenario():
+        subject = await start(folder, prefill_tokens=64)
+        wanted = [(subject.prompt(k, 5 + 7 * k), sampling(3 + 6 * k, seed=k, top_k=9 * (k % 2))) for k in range(6)]
+        done = await asyncio.gather(*(subject.generate(*pair) for pair in wanted))
+
+        async def check(index: int, **how):
+            (prompt, options), tokens = wanted[index], done[index].token_ids
+            whole = np.array(prompt + tokens, np.int32)
+            return await subject.engine.check_draws(whole, len(prompt), len(whole), options, 0.01, **how)
+
+        alone = [await check(index) for index in range(6)]
+        together = await asyncio.gather(
+            *(check(index) for index in range(6)), *(check(index, in_int8=True) for index in range(6))
+        )
+        for index, (misses, logprobs) in enumerate(alone):
+            assert len(misses) == len(done[index].token_ids) and misses.max() < 1e-4
+            assert together[index][1] == pytest.approx(logprobs, abs=1e-5)
+            gap = np.abs(together[6 + index][1] - logprobs)
+            assert 1e-5 < gap[np.isfinite(gap)].mean() < 0.1
+        assert (await check(3))[1] == pytest.approx(alone[3][1], abs=1e-6)
         await subject.engine.close()
 
     run(scenario())

@@ -61,29 +61,30 @@ async def test_old_weights_under_a_new_name_are_told_from_new_ones(open_gateway,
                 gateway.publish(publisher.publish(version))
             for name, version in (("old", 1), ("new", 2)):
                 await node.load_weights(version, publisher.reference.weights(version))
-                for start in (5, 50, 90):
+                for start in range(5, 101, 8):  # Each fourth is compared with the oldest version.
                     gateway.audits.offer(await sampled(node, name, [start, 6, 7], 2), f"{name}{start}")
                     assert await gateway.audits.cleared(f"{name}{start}") is None
-            old, new = (gateway.router.nodes.trust[name].old_evidence for name in ("old", "new"))
+            old, new = (gateway.router.nodes.trust[name].suspect_evidence["older"] for name in ("old", "new"))
             assert min(old[:3]) > 3.0 and max(new) == 0.0
-            assert gateway.router.nodes.trust["old"].clean == 3
+            assert gateway.router.nodes.trust["old"].clean == 12
 
             chunks = {chunk.sha256 for chunk in publisher.manifest(2).chunks}
             away = [path for path in (store.root / "chunks").iterdir() if path.name not in chunks]
             for path in away:
                 path.rename(store.root / path.name)
-            gateway.audits.offer(await sampled(node, "late", [30, 6, 7], 2), "late")
-            assert await gateway.audits.cleared("late") is None
-            assert gateway.router.nodes.trust["late"].old_evidence[0] == 0.0
+            for number in range(4):
+                gateway.audits.offer(await sampled(node, "late", [30, 6, number], 2), f"late{number}")
+                assert await gateway.audits.cleared(f"late{number}") is None
+            assert gateway.router.nodes.trust["late"].suspect_evidence["older"][0] == 0.0
 
             for path in away:
                 (store.root / path.name).rename(path)
             await node.load_weights(1, publisher.reference.weights(1))
-            for version in (1, 2):
-                gateway.audits.offer(await sampled(node, "again", [30, 6, version], version), f"again{version}")
-                assert await gateway.audits.cleared(f"again{version}") is None
-            assert gateway.router.nodes.trust["again"].clean == 2
-            assert gateway.router.nodes.trust["again"].old_evidence[0] > 0.0
+            for number, version in enumerate((1, 2, 2, 2)):
+                gateway.audits.offer(await sampled(node, "again", [30, 6, number], version), f"again{number}")
+                assert await gateway.audits.cleared(f"again{number}") is None
+            assert gateway.router.nodes.trust["again"].clean == 4
+            assert gateway.router.nodes.trust["again"].suspect_evidence["older"][0] > 0.0
         finally:
             auditor.cancel()
             await asyncio.gather(auditor, return_exceptions=True)

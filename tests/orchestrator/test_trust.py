@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.audit import AuditVerdict
-from orchestrator.audit.trust import BOUND, OLD_BOUND, NodeTrust
+from composer_prime.wire.audit import AuditVerdict, Suspect
+from orchestrator.audit.trust import BOUND, SUSPECT_BOUND, NodeTrust
 
 FLOOR = 0.02
 
@@ -86,16 +86,16 @@ def test_nothing_is_known_of_a_node_that_was_never_audited():
     assert NodeTrust().expectation(0.0) is None
 
 
-# -- old weights ---------------------------------------------------------------------------------------------------
+# -- suspect weights -----------------------------------------------------------------------------------------------
 
 
-def compared(nearer: int, count: int, draws: tuple[int, int] = (0, 0)) -> AuditVerdict:
-    """A clean answer of which `nearer` of `count` logprobs are nearer to the version before."""
-    return msgspec.structs.replace(verdict(max(1, count)), by_logprob=(nearer, count), by_draw=draws)
+def compared(leaning: int, count: int, draws: tuple[int, int] = (0, 0), suspect: Suspect = "older") -> AuditVerdict:
+    """A clean answer of which `leaning` of `count` logprobs lean to the suspect weights."""
+    return msgspec.structs.replace(verdict(max(1, count)), by_logprob=(leaning, count), by_draw=draws, suspect=suspect)
 
 
 def answers_until_caught(share: float, tokens: int, answers: int, seed: int) -> float:
-    """Answers of a node until it is refused, each token nearer to the version before with probability `share`."""
+    """Answers of a node until it is refused, each token leaning with probability `share`."""
     trust = NodeTrust()
     for number, nearer in enumerate(np.random.default_rng(seed).binomial(tokens, share, answers)):
         if note(trust, compared(int(nearer), tokens), number):
@@ -110,16 +110,16 @@ def test_an_honest_answer_multiplies_evidence_by_at_most_one_on_average(count, s
     # mean is over the binomial distribution, from its definition, on sums that are far above the floor at 0.
     mean = np.zeros(4)
     for nearer in range(count + 1):
-        trust = NodeTrust(old_evidence=[1e4] * 4)
+        trust = NodeTrust(suspect_evidence={"older": [1e4] * 4})
         trust.note(compared(0, 0, (nearer, count)) if is_draw else compared(nearer, count), 0)
         chance = math.comb(count, nearer) * share**nearer * (1.0 - share) ** (count - nearer)
-        mean += chance * np.exp(np.array(trust.old_evidence) - 1e4)
+        mean += chance * np.exp(np.array(trust.suspect_evidence["older"]) - 1e4)
     assert (mean <= 1.0 + 1e-6).all()
 
 
 @pytest.mark.parametrize(("share", "most_answers"), [(0.6, 120), (0.75, 20), (1.0, 7)])
 def test_old_weights_are_found_though_rounding_hides_most_of_them(share, most_answers):
-    # 60 of 100 tokens nearer to the version before are enough, over many answers. No answer alone is.
+    # 60 of 100 tokens that lean to the version before are enough, over many answers. No answer alone is.
     found = [answers_until_caught(share, 100, 400, seed) for seed in range(20)]
     assert min(found) >= 7 and max(found) <= most_answers
 
@@ -140,12 +140,21 @@ def test_a_prompt_that_comes_again_counts_once():
     # Rounding repeats itself there, and would pass for evidence. The same answer to other prompts does count.
     trust = NodeTrust()
     assert not any(note(trust, compared(40, 40), 7) for _ in range(100))
-    assert max(trust.old_evidence) < OLD_BOUND
+    assert max(trust.suspect_evidence["older"]) < SUSPECT_BOUND
     assert any(note(trust, compared(40, 40), prompt) for prompt in range(8, 16))
 
 
 def test_a_quarantine_forgets_the_evidence_for_old_weights():
     # It has led to the quarantine already.
-    trust = NodeTrust(old_evidence=[20.0] * 4)
+    trust = NodeTrust(suspect_evidence={"older": [20.0] * 4})
     trust.quarantine(0.0, 60.0)
     assert not note(trust, compared(40, 40), 1)
+
+
+def test_evidence_for_each_suspect_adds_up_apart():
+    # Seven answers that lean to either one quarantine, with that one as the reason; four of each do not.
+    trust = NodeTrust()
+    for number in range(4):
+        assert not note(trust, compared(40, 40), number) and not note(trust, compared(40, 40, suspect="int8"), number)
+    reasons = [trust.note(compared(40, 40, suspect="int8"), number) for number in range(4, 7)]
+    assert reasons[:2] == [None, None] and "in int8" in (reasons[2] or "")

@@ -3,7 +3,7 @@
 engine.py     async surface (read first)        scheduling.py   which request computes what in a step
 compute.py    the compute thread                slots.py        owners of KV slots, prefixes, families
 attention.py  attention over the slot cache     kv_cache.py     the slot cache's tensors
-loading.py    load the model, swap weights
+loading.py    load the model, swap weights           given.py        score given tokens, check draws
 
 The rule of drawing is in inference/engines/sampling.py: an auditor checks it.
 """

@@ -22,9 +22,9 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import EngineCompletion, ReadBack
 from inference.engines.local.attention import Segment, StepPlan
+from inference.engines.local.given import DrawCheck, GivenTokens, in_int8
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.loading import (
     check_context,
@@ -49,12 +50,10 @@ from inference.engines.local.loading import (
 )
 from inference.engines.local.scheduling import EngineStep, plan_step
 from inference.engines.local.slots import SlotTable
-from inference.engines.sampling import SamplingRows, StopRule, draw_misses, sample
+from inference.engines.sampling import SamplingRows, StopRule, sample
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
-_SCORED_BYTES = 1 << 30
-"""Most bytes of float32 logits of one pass over given tokens."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -106,6 +105,7 @@ class Computer:
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, EngineRequest] = {}
         self._drains: list[asyncio.Future] = []
+        self._checks: list[tuple[asyncio.Future, DrawCheck]] = []
         self._resolved: list[tuple[asyncio.Future, object]] = []
         self._open = True
         self.version = 0
@@ -172,6 +172,7 @@ class Computer:
         self._resolve(future, parts)
 
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._check_waiting()
         swap_weights(self._model, self._targets, tensors)
         self.version = version
         kept = self._config.local.kv_at_swap
@@ -186,71 +187,28 @@ class Computer:
 
     def score(self, future: asyncio.Future, token_ids: list[int]) -> None:
         """Resolve with the log-probability of each token after the first."""
-        self._resolve(future, self._scores([], [token_ids], start=1)[0])
+        self._resolve(future, self._given.scores([], [token_ids], start=1)[0])
 
     def score_answers(self, future: asyncio.Future, context: list[int], answers: list[list[int]]) -> None:
         """Resolve with the log-probabilities of each answer's tokens behind `context`."""
-        self._resolve(future, self._scores(context, answers, start=0))
+        self._resolve(future, self._given.scores(context, answers, start=0))
 
-    def check_draws(
-        self,
-        future: asyncio.Future,
-        token_ids: np.ndarray,
-        start: int,
-        end: int,
-        sampling: Sampling,
-        tolerance: float,
-    ) -> None:
-        """Resolve with misses and logprobs, each [E - S], of tokens [S, E) of a sequence, as draws of `sampling`."""
-        misses, logprobs = [], []
-        for [(_, first, last)], logits in self._given([], [token_ids[:end].tolist()], start):
-            count = last - first
-            rows = SamplingRows(
-                temperature=np.full(count, sampling.temperature, dtype=np.float32),
-                top_k=np.full(count, sampling.top_k, dtype=np.int64),
-                top_p=np.full(count, sampling.top_p, dtype=np.float32),
-                seed=np.full(count, (sampling.seed or 0) & (2**64 - 1), dtype=np.uint64),
-                position=np.arange(first, last, dtype=np.uint64),
-            )
-            missed, scored = draw_misses(logits, rows, token_ids[first:last], tolerance)
-            misses.append(missed)
-            logprobs.append(scored)
-        self._resolve(future, (np.concatenate(misses), np.concatenate(logprobs)))
+    def check_draws(self, future: asyncio.Future, check: DrawCheck) -> None:
+        """Resolve with misses and logprobs, each [end - start], together with the checks that are in the inbox too."""
+        self._checks.append((future, check))
 
-    def _scores(self, context: list[int], answers: list[list[int]], start: int) -> list[list[float]]:
-        """Return the log-probabilities of each answer's tokens from number `start` on."""
-        scores = [list[float]() for _ in answers]
-        for pieces, logits in self._given(context, answers, start):
-            drawn = [token for index, first, last in pieces for token in answers[index][first:last]]
-            chosen = torch.tensor(drawn, device=self._device)[:, None]
-            logp = iter(logits.float().log_softmax(-1).gather(-1, chosen)[:, 0].tolist())
-            for index, first, last in pieces:
-                scores[index] += islice(logp, last - first)
-        return scores
-
-    def _given(
-        self, context: list[int], answers: list[list[int]], start: int
-    ) -> Iterator[tuple[list[tuple[int, int, int]], torch.Tensor]]:
-        """Yield pieces (answer, first token, last token + 1) and the logits [R, V] that their tokens are drawn from.
-
-        A pass reads the context once, for as many answers as its logits have room for. A longer answer takes several.
-        The answers' tokens before number `start` have no logits.
-        """
-        at_once = max(16, _SCORED_BYTES // (4 * self.vocab))
-        known = len(context)
-        for pieces in _passes([len(answer) for answer in answers], start, at_once):
-            segments = [Segment(0, known, 0, 0)] if known else []
-            positions, tokens, wanted = list(range(known)), list(context), list[int]()
-            for index, first, last in pieces:
-                row = len(tokens)
-                segments.append(Segment(row, last, 0, known))
-                positions += range(known, known + last)
-                tokens += answers[index][:last]
-                wanted += [known - 1, *range(row, row + last - 1)][first:]
-            ids = torch.tensor([tokens], device=self._device)
-            plan = StepPlan(cache=self._cache, segments=segments, places=None)
-            rows = torch.tensor(wanted, device=self._device)
-            yield pieces, self._forward(ids, torch.tensor([positions]), plan, rows)
+    def _check_waiting(self) -> None:
+        """Carry out what `check_draws` was asked, in as few passes as fit."""
+        waiting, self._checks = sorted(self._checks, key=_kind_of_check), []
+        for (rounded, _), group in groupby(waiting, _kind_of_check):
+            futures, checks = zip(*group, strict=True)
+            try:
+                with _memory_errors(), in_int8(self._model) if rounded else nullcontext():
+                    found = self._given.misses(checks)
+            except ComposerError as error:
+                found = [error] * len(checks)
+            for future, outcome in zip(futures, found, strict=True):
+                self._resolve(future, outcome)
 
     def find_stop(self, future: asyncio.Future, completion: np.ndarray, sampling: Sampling) -> None:
         """Resolve with the number of tokens after which a stop rule ends `completion`; None where none does."""
@@ -299,7 +257,7 @@ class Computer:
         self._deliver()
         self._running, self._waiting = {}, deque()
         with suppress(AttributeError):  # Loading may have failed before.
-            del self._model, self._cache, self._targets
+            del self._model, self._cache, self._targets, self._given
         self.failure = failure
         self._on_loop(self._fail_all)
 
@@ -318,6 +276,10 @@ class Computer:
         check_supported(self._model, len(self._cache.layers))
         self._targets = published_views(self._model)
         self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
+        room = self._config.local.prefill_tokens
+        self._given = GivenTokens(
+            forward=self._forward, cache=self._cache, device=self._device, vocab=self.vocab, tokens=room
+        )
         capacity = self._capacity()
         self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
@@ -355,6 +317,7 @@ class Computer:
             try:
                 future, command, args = self._inbox.get(block=block)
             except queue.Empty:
+                self._check_waiting()
                 return
             block = False
             try:
@@ -468,21 +431,9 @@ def _memory_errors() -> Iterator[None]:
         ) from error
 
 
-def _passes(lengths: list[int], start: int, at_once: int) -> list[list[tuple[int, int, int]]]:
-    """Divide answers of `lengths` tokens into passes of at most `at_once`: pieces (answer, first token, last + 1).
-
-    Each answer is left out before token `start`. Only one with more than `at_once` tokens behind it is divided.
-    """
-    passes, left = [], 0
-    for index, length in enumerate(lengths):
-        for first in range(start, length, at_once):
-            count = min(at_once, length - first)
-            if count > left:
-                passes.append([])
-                left = at_once
-            passes[-1].append((index, first, first + count))
-            left -= count
-    return passes
+def _kind_of_check(waiting: tuple[asyncio.Future, DrawCheck]) -> tuple[bool, float]:
+    """What checks of one pass have in common."""
+    return waiting[1].in_int8, waiting[1].tolerance
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:

@@ -20,6 +20,7 @@ from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.wire.node import Sampling
 from inference.engines.base import EngineCompletion, EngineStats, ReadBack, check_prompt, check_sampling
 from inference.engines.local.compute import Computer, EngineRequest
+from inference.engines.local.given import DrawCheck
 
 logger = logging.getLogger(__name__)
 
@@ -128,17 +129,28 @@ class LocalEngine:
         return await computer.submit(computer.score_answers, context, answers)
 
     async def check_draws(
-        self, token_ids: np.ndarray, start: int, end: int, sampling: Sampling, tolerance: float = 0.0
+        self,
+        token_ids: np.ndarray,
+        start: int,
+        end: int,
+        sampling: Sampling,
+        tolerance: float = 0.0,
+        *,
+        in_int8: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return misses and logprobs, each [end - start], of tokens start..end - 1 of `token_ids`, int32 [T].
 
-        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Raises BadRequestError
-        or ContextOverflowError.
+        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. `in_int8`: as if the
+        linear layers were in int8. Calls at the same time share passes. Raises BadRequestError or
+        ContextOverflowError.
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
         check_sampling(sampling)
-        return await computer.submit(computer.check_draws, token_ids, start, end, sampling, tolerance)
+        check = DrawCheck(
+            token_ids=token_ids, start=start, end=end, sampling=sampling, tolerance=tolerance, in_int8=in_int8
+        )
+        return await computer.submit(computer.check_draws, check)
 
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:
         """Return after how many tokens a stop rule ends `completion`, int32 [T_new]; None where none does."""
