@@ -184,7 +184,7 @@ def _refuse_stray_files(words: list[str]) -> None:
         if word.partition("=")[0] in _FILE_FLAGS:
             raise ConfigError(f"{word} needs a file: {program()} @ FILE.toml")
         if word.endswith(".toml") and not before.startswith("--") and not word.startswith("--"):
-            raise ConfigError(f"{word}: a configuration file stands after an @ sign: {program()} @ {word}")
+            raise ConfigError(f"{word}: put @ before a configuration file: {program()} @ {word}")
 
 
 def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
@@ -252,7 +252,7 @@ def _print_help(topic: str) -> NoReturn:
     """
     sections = _help_by_section(max(100, columns() or 0) if topic else 200)
     if topic and topic != "all" and not (chosen := [name for name in sections if _is_within(name, topic)]):
-        raise ConfigError(f"--help {topic}: there is no such section; there are {', '.join(sections)}")
+        raise ConfigError(f"--help {topic}: no such section; choose one of {', '.join(sections)}")
     print(f"usage: {program()} @ FILE.toml [@ FILE.toml ...] [--section.key VALUE ...] [--resume] [--dry-run]\n")
     if topic:
         print("\n".join(sections[name] for name in (sections if topic == "all" else chosen)))

@@ -150,7 +150,7 @@ def check_port(host: str, port: int, key: str) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUseError(
                     f"{key}: port {port} at {host} is held by another process; stop it, or set another port "
-                    "(0 takes a free one)"
+                    "(0 chooses a free one)"
                 ) from None
             reason = error.strerror
             if error.errno == errno.EADDRNOTAVAIL:
@@ -210,7 +210,7 @@ def place_processes(config: Config, gpus: int) -> Placement:
     if (node_cuda and nodes and gpus_per_node > gpus) or for_ranks > gpus:
         raise ConfigError(
             f"the configuration asks for {for_nodes} GPU(s) for inference ({nodes} node(s) of {gpus_per_node}) and "
-            f"{for_ranks} for trainer.ranks, and this machine shows {gpus}: lower inference.nodes, "
+            f"{for_ranks} for trainer.ranks, but this machine has {gpus}: lower inference.nodes, "
             "inference.vllm.tensor_parallel or trainer.ranks, or set inference.device / trainer.device to 'cpu'"
         )
     first_rank = for_nodes if for_nodes + for_ranks <= gpus else 0

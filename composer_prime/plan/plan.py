@@ -94,10 +94,10 @@ def _run(config: Config) -> Rows:
     state = folder_state(RunDir(config.run_directory))
     objective = channels.policy.import_path or channels.policy.objective
     constant = channels.policy.denominator == "constant"
-    divisor = f" (divided by {config.completion_length:,} tokens a sequence)" if constant else ""
+    divisor = f" (divided by {config.completion_length:,} tokens per sequence)" if constant else ""
     rows = [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
-        *([("price", f"${run.usd_per_hour:g} an hour for this machine")] if run.usd_per_hour else []),
+        *([("price", f"${run.usd_per_hour:g} per hour for this machine")] if run.usd_per_hour else []),
         ("sources", sources or "none"),
         ("loss", f"{objective}{divisor}, off-policy correction {channels.policy.correction}"),
     ]
@@ -107,11 +107,11 @@ def _run(config: Config) -> Rows:
         rows.append(("", f"+ {sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}"))
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step
-        rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs a step"))
+        rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs per step"))
     if channels.sft.weight:
         settings = config.orchestrator.demonstrations
         files = ", ".join(map(str, settings.files))
-        text = f"{channels.sft.weight:g} x sft on {files} ({settings.too_long} what is longer than model.max_context)"
+        text = f"{channels.sft.weight:g} x sft on {files} ({settings.too_long} rows longer than model.max_context)"
         if config.orchestrator.groups_per_step:
             rows.append(("", f"+ {text}"))
         else:  # no rollouts, so no policy loss
@@ -212,7 +212,7 @@ def eval_rows(config: Config, num_tasks: Mapping[str, int] | None = None) -> Row
     counts = {name: (num_tasks or {}).get(name, evaluation.tasks) for name in names}
     listed = "; ".join(
         f"{', '.join(name for name in names if counts[name] == count)}: {count} tasks"
-        + (f" (all that it has; orchestrator.eval.tasks is {evaluation.tasks})" if count < evaluation.tasks else "")
+        + (f" (all available; orchestrator.eval.tasks is {evaluation.tasks})" if count < evaluation.tasks else "")
         for count in dict.fromkeys(counts.values())
     )
     return [("eval", f"{listed} x {evaluation.samples} samples, {passes}; {when}"), *scored]
@@ -270,8 +270,8 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findi
             findings.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
     total = sum(count * need.host_bytes for count, need in needs)
     if machine.imagined:
-        return [*rows, ("", f"about {gib(total)} of main memory at the worst")]
-    rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} at the worst"))
+        return [*rows, ("", f"about {gib(total)} of main memory in the worst case")]
+    rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} in the worst case"))
     if total > machine.memory_bytes:
         findings.notes.append(
             f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
@@ -294,7 +294,7 @@ def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Finding
     per_node = node_disk_bytes(config, shape, cuda=bool(machine.gpus))
     here, folder = config.inference.nodes * per_node, Path(tempfile.gettempdir())
     if per_node:
-        rows.append(("", f"about {gib(per_node)} for versions of the weights in TMPDIR, each node"))
+        rows.append(("", f"about {gib(per_node)} for versions of the weights in TMPDIR per node"))
     if here > free_bytes(folder) and not machine.imagined:
         findings.problems.append(
             f"the nodes here keep about {gib(here)} of weights in {folder}, which has {gib(free_bytes(folder))} free: "

@@ -96,7 +96,7 @@ def _model(config: Config, findings: Findings) -> None:
     if template is not None and not template.is_file():
         findings.problems.append(f"model.chat_template is {template}, but there is no such file")
     file = Path(config.model.path).expanduser() / "config.json"
-    findings.unknown_shape = f"{file} is not there (that file is enough, weights are not needed)"
+    findings.unknown_shape = f"{file} is missing (only this file is needed, not the weights)"
     if file.is_file():
         findings.shape = ModelShape.read(file.parent)
     first_step = model_ready(config.model.path)
@@ -226,7 +226,7 @@ def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
             return file
     raise EnvironmentNotInstalledError(
         f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): install the package that brings it into "
-        f"this environment, put {name}.py beside the configuration file, or correct the id"
+        f"this environment, put {name}.py next to the configuration file, or correct the id"
     )
 
 
@@ -322,7 +322,7 @@ def _density_gate(config: Config, findings: Findings) -> None:
         reason = "teachers.cache_only is true" if teachers.cache_only else "teachers.score is false"
         findings.problems.append(
             f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but {reason}: without the frozen "
-            "base the density gate measures no margins and lets none of them through; change that, or set the weight "
+            "base the density gate measures no margins and passes no pairs; change that, or set the weight "
             "to 0"
         )
 
@@ -356,7 +356,7 @@ def _joint_run(config: Config, findings: Findings) -> None:
 def _devices(config: Config, findings: Findings, gpus: int) -> None:
     for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
         if device == "cuda" and gpus == 0:
-            findings.problems.append(f"{key}.device is 'cuda', but this machine shows no CUDA GPU: set it to 'auto'")
+            findings.problems.append(f"{key}.device is 'cuda', but no CUDA GPU is visible here: set it to 'auto'")
     trains_here = config.trainer.address is None and config.run.max_steps > 0
     if trains_here and config.trainer.head_kernels == "triton" and not uses_cuda(config.trainer.device, gpus):
         findings.problems.append(

@@ -358,7 +358,7 @@ def test_help_is_short_and_tells_more_by_section(capsys):
     assert "  channels      The terms of the loss" in short
     with pytest.raises(SystemExit) as ended:
         parse_command_line(["--help", "trainr"])
-    assert ended.value.code == 2 and "--help trainr: there is no such section" in capsys.readouterr().err
+    assert ended.value.code == 2 and "--help trainr: no such section" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--config {}", "--config={}", "-c {}", "@ {}", "@{}"])

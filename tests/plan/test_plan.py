@@ -237,7 +237,7 @@ def test_full_disk_is_a_problem(tmp_path):
 
 def test_nodes_need_room_for_their_weights(tmp_path):
     # The plan names what each node keeps beside the run directory, and refuses more nodes than the disk has room for.
-    assert "versions of the weights in TMPDIR, each node" in str(build_plan(quickstart(tmp_path), LAPTOP).rows)
+    assert "versions of the weights in TMPDIR per node" in str(build_plan(quickstart(tmp_path), LAPTOP).rows)
     config = quickstart(tmp_path, "--inference.nodes", "300000")
     assert "set TMPDIR to a larger disk" in "\n".join(build_plan(config, LAPTOP).problems)
 
@@ -332,7 +332,7 @@ def test_gpu_configuration_plans_on_its_machine(tmp_path, eight_billion):
 def test_gpu_configuration_names_everything_missing_here(tmp_path):
     # On a laptop the dry run still lists everything: the folder, the GPUs.
     text = "\n".join(build_plan(shipped("qwen3-8b/a1", tmp_path), LAPTOP).problems)
-    assert "models/Qwen3-8B" in text and "this machine shows 0" in text
+    assert "models/Qwen3-8B" in text and "this machine has 0" in text
 
 
 def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):

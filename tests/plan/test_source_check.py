@@ -71,7 +71,7 @@ def test_a_plan_counts_the_held_out_tasks_that_there_are(tmp_path):
     plan = build_plan(config, LAPTOP)
     check_sources(config, plan)
     (row,) = [text for label, text in plan.rows if label == "eval"]
-    assert row.startswith("toolsmith: 256 tasks (all that it has; orchestrator.eval.tasks is 100000) x ")
+    assert row.startswith("toolsmith: 256 tasks (all available; orchestrator.eval.tasks is 100000) x ")
     (note,) = [note for note in plan.notes if "held-out" in note]
     assert note.startswith("source 'toolsmith': 256 of 256 held-out tasks have the prompt of a training task")
 
