@@ -63,7 +63,8 @@ def test_ctrl_c_stops_everything_and_resume_goes_on_with_two_ranks(run):
     assert run.wait(100) == 130
     run.wait_until_gone()
     (saved,) = run.run_dir.complete_checkpoints()
-    assert saved == max(line["step"] for line in run.trainer_lines()) and f"go on after step {saved}\n" in run.output()
+    assert saved == max(line["step"] for line in run.trainer_lines())
+    assert f"continue after step {saved}\n" in run.output()
     run.settings += ["--trainer.ranks", "2"]
     assert run.start("--resume").wait() == 0, run.output()[-3000:]
     assert_trained_exactly_once(run)

@@ -104,7 +104,7 @@ def test_finished_run_stops_nodes_and_leaves_nothing(stand):
     status, output = run.finish()
     assert status == 0, output
     assert "step 3/3" in output and "stand finished after 3 of 3 steps" in output
-    assert "mean reward 0.200 of 3 steps, each on other tasks: too few for a trend" in output
+    assert "mean reward 0.200 of 3 steps; too few for a trend" in output
     assert run.members() == []
 
 
@@ -118,7 +118,7 @@ def test_resume_of_a_finished_run_says_so(stand):
     first = stand({"orchestrator": "", "trainer-0": made})
     assert first.finish()[0] == 0
     status, output = stand({"orchestrator": "sys.exit(9)", "trainer-0": "sys.exit(9)"}, "--resume").finish()
-    assert status == 0 and "stand is finished already: 3 of 3 steps" in output, output
+    assert status == 0 and "stand is already finished: 3 of 3 steps" in output, output
 
 
 def test_failing_role_ends_the_run_with_its_last_lines(stand):
@@ -183,7 +183,7 @@ def test_dead_node_is_started_again(stand):
     flaky = "first = not os.path.exists('seen'); open('seen', 'a').close()\nif first: sys.exit(7)\n" + STEADY
     status, output = stand({"orchestrator": patient, "node-0": flaky, "trainer-0": TRAINS}).finish()
     assert status == 0, output
-    assert "node-0 ended with exit status 7; starting it again in 1 s (1 of 5)" in output
+    assert "node-0 ended with exit status 7; restarting it in 1 s (1 of 5)" in output
 
 
 def test_node_that_keeps_dying_ends_the_run(stand):
@@ -197,7 +197,7 @@ def test_node_that_keeps_dying_ends_the_run(stand):
 def test_node_with_a_wrong_configuration_is_not_retried(stand):
     # Exit status 2 (usage) of a node fails the run at once.
     status, output = stand({"orchestrator": STEADY, "node-0": "sys.exit(2)"}).finish()
-    assert status == 1 and "starting it again" not in output
+    assert status == 1 and "restarting it" not in output
 
 
 def test_a_run_goes_on_without_teachers(stand):
@@ -221,7 +221,7 @@ def test_a_run_goes_on_without_teachers(stand):
             "diloco/bytes_sent": 30,
         }
     )
-    assert "teachers ended with exit status 2; given up after 1 restarts" in output and run.members() == []
+    assert "teachers ended with exit status 2; gave up after 1 restarts" in output and run.members() == []
 
 
 @pytest.mark.parametrize("online", [True, False])
@@ -271,8 +271,8 @@ def test_ranks_save_before_anything_else_is_stopped(stand):
     run.wait_for_roles(3)
     run.process.send_signal(signal.SIGTERM)
     status, output = run.finish()
-    assert status == 143 and "a checkpoint be written, at most 1 s" in output, output
-    assert "--resume   go on after step 2\n" in output and len(list(run.run_dir.glob("told-*"))) == 2, output
+    assert status == 143 and "writing a checkpoint, at most 1 s" in output, output
+    assert "--resume   continue after step 2\n" in output and len(list(run.run_dir.glob("told-*"))) == 2, output
 
 
 def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
@@ -281,7 +281,7 @@ def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
     words = ("--trainer.checkpoint.stop_timeout_s", "900")
     run = stand({"orchestrator": SOMEONE_READY + "sys.exit(1)", "trainer-0": logged + STUBBORN}, *words)
     status, output = run.finish()
-    assert status == 1 and "start over: no checkpoint holds the 1 step taken" in output, output
+    assert status == 1 and "start over: no checkpoint has the 1 step taken" in output, output
     assert run.members() == []
 
 
@@ -295,7 +295,7 @@ def test_the_orchestrator_may_wait_for_teachers(stand):
     run.wait_for_roles(1)
     run.process.send_signal(signal.SIGINT)
     status, output = run.finish()
-    assert status == 130 and "teachers may answer what they were asked, at most 250 s" in output, output
+    assert status == 130 and "waiting for pending answers of teachers, at most 250 s" in output, output
     assert (run.run_dir / "answered").exists(), output
 
 

@@ -102,8 +102,8 @@ def test_a_stop_after_the_last_step_leaves_only_the_model(tmp_path):
         (tmp_path / "rollouts").mkdir()
         run_dir.eval_rollouts(0).touch()
         not_evaluated = run_summary(prepared, RunProgress(), 143, 0)
-    assert "with --resume   only final/ is missing: writes it" in only_final
-    assert "with --resume   makes the last evaluation, and writes final/" in not_evaluated
+    assert "with --resume   writes the missing final/" in only_final
+    assert "with --resume   runs the last evaluation and writes final/" in not_evaluated
 
 
 def test_panel_shows_progress_pace_and_who_waits():
@@ -138,7 +138,7 @@ def test_the_summary_leads_with_the_held_out_figures(tmp_path):
     assert lines[0].startswith("  held-out    0.000 [") and lines[0].endswith("after step 0, over 40 tasks")
     assert lines[1].startswith("              0.500 [") and lines[2].startswith("              change +0.500 [+0.")
     assert lines[2].endswith("], paired by task")
-    assert lines[3] == "  training    mean reward 0.313 of 3 steps, each on other tasks: too few for a trend"
+    assert lines[3] == "  training    mean reward 0.313 of 3 steps; too few for a trend"
     progress.update([line(step, **{"reward/mean": step / 10}) for step in range(1, 11)])
     with (tmp_path / "lock").open("wb") as lock:
         prepared = Prepared(run_dir=run_dir, config=Config.model_validate(CONFIG), start_step=0, notes=(), lock=lock)
@@ -232,4 +232,4 @@ def test_the_panel_shows_the_start_the_nodes_and_failures():
     figures = {"gateway/nodes": 2, "rollouts/failed/task": 3, "rollouts/failed/timeout": 1}
     progress.update([line(1), {"step": 1, "role": "orchestrator", **figures}])
     rows = dict(panel_rows(config, progress, time.time(), None))
-    assert "start" not in rows and rows["nodes"] == "2 connected, 4 failed tries of rollouts"
+    assert "start" not in rows and rows["nodes"] == "2 connected, 4 failed attempts of rollouts"

@@ -61,8 +61,8 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     config, run_dir = prepared.config, prepared.run_dir
     if 0 < config.run.max_steps <= prepared.start_step and run_dir.final.is_dir():
         print(
-            f"{config.run.name} is finished already: {prepared.start_step} of {config.run.max_steps} steps, model in "
-            f"{run_dir.final}. To train on, raise run.max_steps"
+            f"{config.run.name} is already finished: {prepared.start_step} of {config.run.max_steps} steps, model in "
+            f"{run_dir.final}. To train further, raise run.max_steps"
         )
         prepared.lock.close()
         return 0
@@ -95,7 +95,7 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
     failure = None
     names = ", ".join(role.name for role in supervisor.roles) or "no role"
     monitor.view.event(f"starting {names}; their logs are in {supervisor.run_dir.root / 'logs'}")
-    monitor.view.event(f"look at it in a browser: {COMPOSER} view {supervisor.config.run.output_dir}")
+    monitor.view.event(f"to watch it in a browser: {COMPOSER} view {supervisor.config.run.output_dir}")
     try:
         supervisor.start()
         monitor.start_trackers()
@@ -118,16 +118,16 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
 def _stopping_text(supervisor: Supervisor) -> str:
     ranks = any(child.role.kind == "rank" and child.running for child in supervisor.children)
     save_s = supervisor.config.trainer.checkpoint.stop_timeout_s
-    save = f"the step at hand may end and a checkpoint be written, at most {save_s:g} s" if ranks else ""
+    save = f"finishing the step and writing a checkpoint, at most {save_s:g} s" if ranks else ""
     waits = "; then ".join(filter(None, [save, _answers_text(supervisor)]))
-    return f"stopping{waits and ': '}{waits} (again Ctrl-C kills at once{', without one' if ranks else ''})"
+    return f"stopping{waits and ': '}{waits} (press Ctrl-C again to kill{', without a checkpoint' if ranks else ''})"
 
 
 def _answers_text(supervisor: Supervisor) -> str:
     """Return what the orchestrator may still wait for; empty where no teacher charges."""
     asks = any(child.role.kind == "orchestrator" and child.running for child in supervisor.children)
     answers_s = supervisor.config.teachers.end_timeout_s
-    return f"teachers may answer what they were asked, at most {answers_s:g} s" if asks and answers_s else ""
+    return f"waiting for pending answers of teachers, at most {answers_s:g} s" if asks and answers_s else ""
 
 
 def _write_pages(prepared: Prepared, status: int, state: str) -> None:

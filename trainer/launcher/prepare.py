@@ -95,7 +95,7 @@ def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
                 path.unlink()
         return steps[-1], [f"resuming after step {steps[-1]}", *changes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
-    note = "no complete checkpoint yet: starting over from step 0 (keys, logs and what was paid for are kept)"
+    note = "no complete checkpoint yet: starting over from step 0 (keys, logs and paid answers are kept)"
     return 0, [note, *changes]
 
 

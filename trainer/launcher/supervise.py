@@ -280,11 +280,11 @@ class Supervisor:
                     f"{child.role.name} died {max_restarts + 1} times and no other node is left "
                     f"(inference.max_restarts is {max_restarts})\n{self._report([child])}"
                 )
-            self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {max_restarts} restarts")
+            self.on_event(f"{child.role.name} {exit_text(child.code)}; gave up after {max_restarts} restarts")
             return
         child.restart_at = time.monotonic() + pause_s
         self.on_event(
-            f"{child.role.name} {exit_text(child.code)}; starting it again in {pause_s:g} s "
+            f"{child.role.name} {exit_text(child.code)}; restarting it in {pause_s:g} s "
             f"({child.restarts.count} of {max_restarts})"
         )
 

@@ -88,7 +88,7 @@ class PlainView:
             print(f"[{time.strftime('%H:%M:%S')}] {printable(text)}", flush=True)
         except BrokenPipeError:
             silence()
-            print("trainer: nobody reads this output any more; the run goes on, its logs are in logs/", file=sys.stderr)
+            print("trainer: the output was closed; the run continues, and its logs are in logs/", file=sys.stderr)
 
     def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
         """Show progress. Called each tick; `fresh` holds the steps since the last call."""
@@ -164,7 +164,9 @@ class LiveView:
             table.add_row(label, Text(text))
         for event in self._events:
             table.add_row("", Text(event, style="dim"))
-        return Panel(table, title=self._config.run.name, subtitle="Ctrl-C stops; --resume goes on", title_align="left")
+        return Panel(
+            table, title=self._config.run.name, subtitle="Ctrl-C stops; --resume continues", title_align="left"
+        )
 
 
 View = PlainView | LiveView
@@ -197,7 +199,7 @@ def panel_rows(
         rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
     if progress.nodes is not None:
         failed = int(progress.failed_tries)
-        tries = f", {pluralize(failed, 'failed try', 'failed tries')} of rollouts" if failed else ""
+        tries = f", {pluralize(failed, 'failed attempt')} of rollouts" if failed else ""
         rows.append(("nodes", f"{progress.nodes:g} connected{tries}"))
     if memory_bytes:
         peaks = "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
@@ -243,12 +245,12 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
     length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
     lines = ["", f"{config.run.name} {state}{length}", *_evaluations(prepared, progress), *_rewards(progress)]
     if peak_bytes:
-        lines.append(f"  memory      {gib(peak_bytes)} at most, all processes together")
+        lines.append(f"  memory      {gib(peak_bytes)} at most in all processes")
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
         lines.append(f"  model       {run_dir.final} (Hugging Face format)")
     if progress.ended is not None and status == 0:
         lines.append(f"  joint model {progress.ended.text}")
-    lines += [f"  everything  {run_dir.root}", "", "next:"]
+    lines += [f"  run folder  {run_dir.root}", "", "next:"]
     if status != 0 and config.run.max_steps:
         lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken, config.run.max_steps)}")
     where = config.run_directory
@@ -263,7 +265,7 @@ def _rewards(progress: RunProgress) -> list[str]:
         return []
     if len(rewards) < TREND_STEPS:
         count = pluralize(len(rewards), "step")
-        return [f"  training    mean reward {fmean(rewards):.3f} of {count}, each on other tasks: too few for a trend"]
+        return [f"  training    mean reward {fmean(rewards):.3f} of {count}; too few for a trend"]
     first, last = ends(rewards)
     return [
         f"  training    mean reward of the first {pluralize(len(first), 'step')} {fmean(first):.3f}, "
@@ -294,10 +296,10 @@ def _resume_text(run_dir: RunDir, taken: int, max_steps: int) -> str:
     saved = max(run_dir.complete_checkpoints(), default=None)
     if saved is None:
         return "start over: " + (
-            f"no checkpoint holds the {pluralize(taken, 'step')} taken" if taken else "nothing was trained yet"
+            f"no checkpoint has the {pluralize(taken, 'step')} taken" if taken else "nothing was trained yet"
         )
     if saved == max_steps and not run_dir.final.is_dir():
         evaluated = run_dir.eval_rollouts(saved).is_file() or not run_dir.eval_rollouts(0).is_file()
-        return "only final/ is missing: writes it" if evaluated else "makes the last evaluation, and writes final/"
-    again = f"; {pluralize(taken - saved, 'step')} after it must be taken again" if taken > saved else ""
-    return f"go on after step {saved}{again}"
+        return "writes the missing final/" if evaluated else "runs the last evaluation and writes final/"
+    again = f"; {pluralize(taken - saved, 'step')} after it must be repeated" if taken > saved else ""
+    return f"continue after step {saved}{again}"
