@@ -1,4 +1,4 @@
-"""`composer doctor`: check this machine and this installation, and name what works and what to type next.
+"""`composer doctor`: check this machine and installation, and show what works and what to run next.
 
 The checks come first, cheap ones at the top; `main` is at the end.
 """
@@ -73,7 +73,7 @@ def checks(output_dir: Path, *, full: bool) -> Iterator[Check]:
     yield Check("ok", "python", text)
     yield Check("ok" if machine.cores > 1 else "note", "cores", f"{machine.cores} usable")
     small = machine.memory_bytes < 6 * GIB
-    text = f"{machine.memory_bytes / GIB:.1f} GiB{'; the quickstart wants about 6 GiB' if small else ''}"
+    text = f"{machine.memory_bytes / GIB:.1f} GiB{'; the quickstart needs about 6 GiB' if small else ''}"
     yield Check("note" if small else "ok", "memory", text)
     sizes = ", ".join(f"{size / GIB:.0f} GiB" for size in machine.gpus)
     none = "none visible to the CUDA driver; everything runs on the CPU"
@@ -221,7 +221,7 @@ _USES = (
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer doctor", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs would be written")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="folder for runs")
     parser.add_argument("--full", action="store_true", help="also load torch and compute with it (some seconds)")
     parser.add_argument("--gpu", action="store_true", help="compute on the GPU: every part, in under ten minutes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with --gpu: cpu tries the checks")
@@ -247,7 +247,7 @@ def what_works(levels: dict[str, Level]) -> list[str]:
     """Return lines that say what to type. `levels`: the results, by name of the check."""
     bad = [name for name, level in levels.items() if level == "bad"]
     if bad:
-        return [f"{pluralize(len(bad), 'problem')} to repair before anything runs: {', '.join(bad)}"]
+        return [f"{pluralize(len(bad), 'problem')} to fix before anything can run: {', '.join(bad)}"]
     lines = ["works here:"]
     for what, needs, command in _USES:
         lacking = [name for name in needs if levels.get(name, "ok") != "ok"]

@@ -33,16 +33,15 @@ from composer_prime.stats.intervals import difference_interval, mean_interval, p
 from composer_prime.view.catalog import read_settings
 
 USAGE = """\
-usage: composer eval RUN                                    the run's final model against the model it began with
+usage: composer eval RUN                                    the run's final model against its initial model
        composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
        composer eval MODEL [MODEL ...] --env ENV            any verifiers task set: a module, or a module's file
 
-MODEL is a model folder, a run directory (its final/ is taken), an id of the Hugging Face Hub, tiny, or smollm2. All
-models get the same tasks with the same seeds. Each keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. What a
-run has evaluated itself is read instead of evaluated again, unless a flag changes the evaluation. So `composer eval
-outputs/a1` may start nothing.
---resume continues the newest evaluation of the same name; --run.overwrite true replaces it. --dry-run checks the words
-and says what would be evaluated.
+MODEL is a model folder, a run directory (its final/ is used), a Hugging Face Hub id, tiny, or smollm2. All models
+get the same tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. A run's own evaluations are
+reused unless a flag changes the evaluation, so `composer eval outputs/a1` may have nothing to run.
+--resume continues the newest evaluation of the same name; --run.overwrite true replaces it. --dry-run only
+checks the command and prints what it would evaluate.
 Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
 with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
 

@@ -1,4 +1,4 @@
-"""The console script `composer`: everything one does around a run.
+"""The console script `composer`: everything around a run.
 
 A command's module is imported only when the command is called, so `composer --help` answers at once.
 """
@@ -13,7 +13,7 @@ from composer_prime.console import exit_on_version_flag, fail, until_the_reader_
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
-    "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
+    "plan": ("composer_prime.cli.plan_command", "check a configuration and print its plan (@ file.toml ...)"),
     "try": (
         "composer_prime.cli.environments.try_command",
         "play a few episodes of an environment (ENV)",
@@ -28,16 +28,16 @@ COMMANDS = {
     ),
     "export": ("composer_prime.cli.export_command", "write a trained model as a folder or a GGUF file (RUN|MODEL -o)"),
     "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
-    "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
-    "ladder": ("composer_prime.cli.ladder_command", "train arms with several seeds (run CONFIGS -o), compare them"),
-    "view": ("composer_prime.cli.view_command", "a web page over all runs, live and ended (outputs/)"),
-    "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
-    "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.zst)"),
+    "report": ("composer_prime.cli.report_command", "report on runs: rewards, time, hints, pairs, joint rounds"),
+    "ladder": ("composer_prime.cli.ladder_command", "train and compare arms with several seeds (run CONFIGS -o)"),
+    "view": ("composer_prime.cli.view_command", "open a web page with all runs, live and finished (outputs/)"),
+    "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
+    "ingest": ("composer_prime.traces.ingest.command", "read agent sessions (PATHS... -o states.zst)"),
     "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
-    "tasks": ("composer_prime.cli.tasks_command", "make coding tasks from packages, check them, look at them"),
+    "tasks": ("composer_prime.cli.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
-    "completion": ("composer_prime.cli.completion_command", "completion of commands and settings for a shell (bash)"),
+    "completion": ("composer_prime.cli.completion_command", "print or install shell completion (bash)"),
 }
 """Each command's module, which has main(words), and its line in the help."""
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def composer_usage() -> str:
-    lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help says more)", ""]
+    lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help for details)", ""]
     return "\n".join(lines + [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()])
 
 

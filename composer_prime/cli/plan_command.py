@@ -14,15 +14,15 @@ from composer_prime.plan.plan import build_plan
 USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
 
-Checks a configuration and says what a run of it would be: roles and where they run, what a step is, memory, disk, what
-teachers would cost, what the link to other clusters allows. No role is started and nothing is written;
-another process loads the task sets and the chat template. All that is wrong is listed at once.
+Checks a configuration and prints its plan: roles and where they run, batch sizes, memory, disk, the cost of teachers
+and the link to other clusters. It starts no role and writes nothing; another process loads the task sets and the chat
+template. All problems are listed at once.
 
-  --gpus 8x80    as if this machine had 8 GPUs of 80 GiB each; without it, for this machine as it is
-  --resume       check that the run in its folder can go on with this configuration
+  --gpus 8x80    assume 8 GPUs of 80 GiB each instead of this machine's
+  --resume       check that the run in its folder can continue with this configuration
 
 `trainer @ FILE.toml --dry-run` does the same for this machine; `trainer --help` lists every key.
-Exit status: 0 the run can start here, 2 it cannot."""
+Exit status: 0 if the run can start here, else 2."""
 
 
 def main(words: list[str]) -> int:

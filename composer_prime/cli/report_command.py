@@ -1,6 +1,6 @@
 """`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts.
 
-SDPO, replay-DPO and a joint run have lines of their own where they are on.
+SDPO, replay-DPO and joint runs have separate lines.
 """
 
 from __future__ import annotations
@@ -160,10 +160,10 @@ def _mean(part: list[Line], name: str, shape: str) -> str:
 def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
     text = []
     if (pace := progress.seconds_a_step(window=None)) is not None:
-        text.append(f"  pace         {pace:.2f} s from one step's end to the next one's (median)")
+        text.append(f"  pace         {pace:.2f} s between step ends (median)")
     text += _shares(trained)
     if (rate := progress.tokens_per_s()) is not None:
-        text.append(f"  throughput   {rate:,.0f} trained tokens/s, waiting included")
+        text.append(f"  throughput   {rate:,.0f} trained tokens/s, including waits")
     return text
 
 
@@ -188,7 +188,7 @@ def _health(trained: list[Line]) -> list[str]:
     if masked := _values(trained, "policy/masked_fraction"):
         text.append(f"  masked       {fmean(masked):.2%} of tokens by the off-policy correction")
     if failed := sum(_values(trained, "rollout/failed")):
-        text.append(f"  failures     {failed:.0f} rollout tries failed ({COMPOSER} rollouts RUN --all --failed)")
+        text.append(f"  failures     {failed:.0f} rollout attempts failed ({COMPOSER} rollouts RUN --all --failed)")
     return text
 
 
@@ -200,7 +200,7 @@ def hint_lines(trained: list[Line]) -> list[str]:
     share = f" ({hinted / wrong_turns:.0%})" if wrong_turns else ""
     turns = _values(trained, "sdpo/turns")
     text = [
-        f"  hints        {hinted:,.0f} of {pluralize(int(wrong_turns), 'wrong turn')} got one{share}; "
+        f"  hints        {hinted:,.0f} of {pluralize(int(wrong_turns), 'error turn')} got a hint{share}; "
         f"{sum(turns):,.0f} distilled, in {sum(count > 0 for count in turns)} of {pluralize(len(trained), 'step')}"
     ]
     text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
@@ -215,13 +215,13 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
     if any("loss/replay_dpo" in line for line in trained):
         last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
         held, refused = numeric_field(last, "pairs/in_file") or 0, numeric_field(last, "pairs/refused") or 0
-        passes = f", round {last['pairs/pass'] + 1:.0f} through the file" if "pairs/pass" in last else ""
+        passes = f", pass {last['pairs/pass'] + 1:.0f} over the file" if "pairs/pass" in last else ""
         text.append(
             f"  pairs        {sum(_values(trained, 'dpo/pairs')):,.0f} trained; {held:,.0f} in the file, "
             f"{refused:,.0f} of them refused{passes}"
         )
         text += _counts("refused", [last], "pairs/refused/")
-        text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs preferred as by the teachers")
+        text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs agree with the teachers")
         text += _moved("displacement", trained, "dpo/displacement", "+.3f", "of the chosen answers, nats a token")
     return text + _replay(lines)
 
@@ -232,10 +232,10 @@ def _replay(lines: list[Line]) -> list[str]:
     failed = bool(replayed and replayed[-1].get("replay/failed"))
     last = next((line for line in reversed(replayed) if "replay/states" in line), None)
     if last is None:
-        return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
+        return ["  replay       failed: see logs/orchestrator.log"] if failed else []
     figures = {name: numeric_field(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
     early = failed or figures.get("replay/stopped")
-    stopped = f"; {'failed' if failed else 'stopped early'}, logs/orchestrator.log says why" if early else ""
+    stopped = f"; {'failed' if failed else 'stopped early'}, see logs/orchestrator.log" if early else ""
     text = [
         f"  replay       {figures['replay/pairs']:,.0f} pairs of {figures['replay/states']:,.0f} states; "
         f"{figures['replay/calls']:,.0f} calls, {figures['replay/cached']:,.0f} answers from the cache{stopped}"
@@ -287,12 +287,12 @@ def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
         f"{pluralize(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
         f"{pluralize(rounds.rejected, 'delta')} rejected",
         f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
-        f"{_INDENT}hashes: equal on all peers of each of these rounds, else they are not averaged",
-        f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received a rank"
+        f"{_INDENT}hashes: equal on all peers in each of these rounds (others are not averaged)",
+        f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received per rank"
         f"{_bits(run_dir, rounds)}",
         f"{_INDENT}waiting: {rounds.waited_s:,.1f} s for rounds to end{waited}",
-        f"{_INDENT}tokens: work of {last.get('diloco/carried_tokens', 0):,.0f} was late and carried on, of "
-        f"{last.get('diloco/overwritten_tokens', 0):,.0f} given up (that of the delay's steps too)",
+        f"{_INDENT}tokens: {last.get('diloco/carried_tokens', 0):,.0f} late and carried over, "
+        f"{last.get('diloco/overwritten_tokens', 0):,.0f} discarded (including the delay's steps)",
         *([f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []),
     ]
 
@@ -362,7 +362,7 @@ def _bits(run_dir: RunDir, rounds: RoundTotals) -> str:
         return ""
     own_rounds = rounds.by_peer[config.diloco.peer_id] or 1
     parameters = trained_parameters(config, shape) / config.diloco.fragments / config.trainer.ranks * own_rounds
-    return f"; {8 * rounds.sent / parameters:.2f} bits a parameter and sync ({config.diloco.codec.type})"
+    return f"; {8 * rounds.sent / parameters:.2f} bits per parameter and sync ({config.diloco.codec.type})"
 
 
 def _ledger(run_dir: RunDir) -> list[str]:
@@ -400,7 +400,7 @@ def _costs(run_dir: RunDir) -> list[str]:
     expected = f"; the forecast was {forecast.text()}" if forecast else ""
     state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
     if paid.failed or paid.unsettled:
-        state += " (one whose reply was lost counts at what was held, twice its bound)"
+        state += " (a call with a lost reply counts as its reservation, twice its bound)"
     return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}{expected}"]
 
 

@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer rollouts", description=__doc__)
     parser.add_argument("run", help="run directory")
-    parser.add_argument("id", nargs="?", help="show this rollout whole")
+    parser.add_argument("id", nargs="?", help="show this whole rollout")
     parser.add_argument("--step", type=int, help="only the batch of this step (the newest by default)")
     parser.add_argument("--all", action="store_true", help="every step")
     parser.add_argument("--eval", action="store_true", help="held-out evaluations instead of training")
@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
     parser.add_argument("--failed", action="store_true", help="every rollout that failed (it has no reward)")
     parser.add_argument("--tool-errors", action="store_true", help="only rollouts in which a tool call was an error")
-    parser.add_argument("--hacks", action="store_true", help="findings of the monitor, of every step")
+    parser.add_argument("--hacks", action="store_true", help="findings of the hack monitor, all steps")
     parser.add_argument("--status", help="only trained, filtered, stale, failed or evaluated ones")
-    parser.add_argument("--messages", type=Path, metavar="FILE", help="write all chosen ones to FILE, as rows for SFT")
+    parser.add_argument("--messages", type=Path, metavar="FILE", help="write all selected ones to FILE as SFT rows")
     parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
     parser.add_argument("--last", action="store_true", help="the last ones instead of the first")
     return parser

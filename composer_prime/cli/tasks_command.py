@@ -68,15 +68,15 @@ def _refuse_small(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and look at coding tasks.")
+    parser = argparse.ArgumentParser(prog="composer tasks", description="Make, check and show coding tasks.")
     commands = parser.add_subparsers(required=True, metavar="make | import | check | show")
     make = commands.add_parser("make", description=_MAKE, help="make tasks from packages")
     make.set_defaults(work=make_tasks)
     make.add_argument("source", nargs="+", help="NAME==VERSION, archive, folder or git repository")
     make.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
     make.add_argument("--kinds", default=",".join(KINDS), help="delete, mutate, or both (default)")
-    make.add_argument("--history", type=int, default=0, metavar="N", help="tasks of the N newest commits, too")
-    make.add_argument("--limit", type=int, help="tasks of each source")
+    make.add_argument("--history", type=int, default=0, metavar="N", help="also make tasks from the N newest commits")
+    make.add_argument("--limit", type=int, help="maximum tasks per source")
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
     make.add_argument("--min-lines", type=int, default=3, help="lines of statements of a deleted body (default 3)")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
     make.add_argument("--cache", type=Path, default=Path.home() / ".cache/composer-prime/sources", help="archives")
     make.add_argument("--overwrite", action="store_true", help="remove what an earlier run wrote to the folder")
-    published = commands.add_parser("import", description=_IMPORT, help="make tasks of a published task file")
+    published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
     published.add_argument("-o", "--output", type=Path, required=True, help="folder of the tasks")
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     published.add_argument("--shown-tests", type=int, default=1, help="MBPP: assertions in the prompt (default 1)")
     published.add_argument("--timeout", type=float, default=300.0, help="SWE-bench: seconds of a task's tests")
     published.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
-    published.add_argument("--unproven", action="store_true", help="take tasks without a run of their tests")
+    published.add_argument("--unproven", action="store_true", help="import tasks without running their tests")
     published.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sandboxes at a time (default: CPUs)")
     check = commands.add_parser("check", help="grade a sample of tasks again: stability, empty and tests-only patches")
     check.set_defaults(work=check_folder)
@@ -144,7 +144,7 @@ def make_tasks(options: argparse.Namespace) -> int:
         try:
             report = asyncio.run(_until_stopped(factory, options.source))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            console.print(f"interrupted: {options.output} keeps what is done; the same command goes on")
+            console.print(f"interrupted: {options.output} keeps finished tasks; repeat the command to continue")
             return INTERRUPTED
         finally:
             journal.close()

@@ -23,7 +23,7 @@ def test_doctor_names_what_each_use_lacks():
     assert "no   SmolLM2-135M, on a CPU    see smollm2 above" in lines
     assert "no   training on GPUs          see torch above" in lines and "yes  vLLM as the engine" in lines
     (line,) = what_works({"tiny": "bad", "disk": "bad", "GPUs": "note"})
-    assert line == "2 problems to repair before anything runs: tiny, disk"
+    assert line == "2 problems to fix before anything can run: tiny, disk"
 
 
 def test_doctor_knows_a_torch_that_cannot_use_the_gpus():

@@ -113,7 +113,7 @@ def test_no_answer_to_the_question(
     words = [A1, "-o", str(tmp_path / "ladder"), "--seeds", "1", "--steps", "1", "--orchestrator.eval.tasks", "1000"]
     assert main([*words, "--orchestrator.source.0.eval_taskset.num_tasks", "20"]) == INTERRUPTED
     told = capsys.readouterr()
-    assert "interrupted: the same command goes on" in told.err
+    assert "interrupted: repeat the command to continue" in told.err
     assert "outcome   held-out toolsmith after step 1: 20 tasks" in told.out
     assert not (tmp_path / "ladder").exists()
 
@@ -124,7 +124,7 @@ def test_hours_and_dollars_follow_from_earlier_runs(tmp_path: Path) -> None:
     options, common = parse([*words, "--run.usd_per_hour", "36"])
     commands = plan_arms(options, common)
     planned = preregistration(options, [command.arm for command in commands])
-    assert "not known before a run" in forecast_text(tmp_path / "ladder", planned, commands)
+    assert "unknown until a run" in forecast_text(tmp_path / "ladder", planned, commands)
     earlier = RunDir(tmp_path / "a1")
     settings = commands[0].arm.settings | {"run": {"max_steps": 10}}
     earlier.eval_rollouts(10).parent.mkdir(parents=True)
@@ -137,7 +137,7 @@ def test_hours_and_dollars_follow_from_earlier_runs(tmp_path: Path) -> None:
     )
     other = settings | {"model": {"path": "another"}}
     earlier.config.write_text(json.dumps(other))
-    assert "not known before a run" in forecast_text(tmp_path / "ladder", planned, commands)
+    assert "unknown until a run" in forecast_text(tmp_path / "ladder", planned, commands)
 
 
 # What cannot be compared is refused before anything is written, with both values and the remedy.
@@ -184,6 +184,6 @@ def test_a_ladder_runs_once(tmp_path: Path) -> None:
     steps = [line for line in (folder / "a1-seed0" / "metrics.jsonl").read_text().splitlines() if "loss/total" in line]
     assert len(steps) == 1 and json.loads((folder / "preregistration.json").read_text())["seeds"] == [0]
     again = run()
-    assert again.returncode == 0 and "a1-seed0: finished already" in again.stdout
+    assert again.returncode == 0 and "a1-seed0: already finished" in again.stdout
     with pytest.raises(ConfigError, match=r"minimal_effect: registered 0.05, now 0.2"):
         main([*words, "--effect", "0.2"])

@@ -57,7 +57,7 @@ def test_hints_are_listed_by_kind_writer_and_reason():
         trainer_line(3, **{"loss/sdpo": 0.0, "sdpo/turns": 0.0}),
     ]
     text = "\n".join(hint_lines(steps))
-    assert "4 of 10 wrong turns got one (40%); 4 distilled, in 2 of 3 steps" in text
+    assert "4 of 10 error turns got a hint (40%); 4 distilled, in 2 of 3 steps" in text
     assert "kinds: bad_json 10" in text and "left out: max_turns 6" in text
     assert "jsd: first 1 0.4000, last 1 0.2000" in text
     assert hint_lines([trainer_line(1, **{"sdpo/turns": 0.0})]) == []
@@ -134,7 +134,7 @@ def test_lost_calls_are_listed_with_their_cost(tmp_path):
     MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1, "time/step_s": 1.0})
     (row,) = [line for line in report_run(RunDir(tmp_path), 1) if "teachers" in line]
     assert "$4.5000 in 3 calls (x $4.5000), 1 failed, 1 without an end" in row
-    assert "counts at what was held, twice its bound" in row
+    assert "counts as its reservation, twice its bound" in row
 
 
 def test_tasks_that_are_never_trained_on_stand_apart(tmp_path):

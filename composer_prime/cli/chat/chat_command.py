@@ -22,10 +22,10 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import resolve_model
 
 _COMMANDS = """\
-/new           forget the conversation
-/system TEXT   set the system message, and begin anew
+/new           start a new conversation
+/system TEXT   set the system message and start over
 /task [I]      ask task I of the environment (with --env)
-/quit          leave; so does Ctrl-D"""
+/quit          leave (or Ctrl-D)"""
 _TASK_DIGITS = 18
 
 
@@ -56,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
     parser.add_argument("--env", help="environment whose tools the model gets: a module, its file, or a run directory")
     parser.add_argument("--task", type=int, default=0, help="task of the environment that the tools belong to")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0.01 is nearly always the likeliest token")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0.01 is nearly greedy")
+    parser.add_argument("--max-tokens", type=int, default=256, help="maximum tokens of an answer (default 256)")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--page", action="store_true", help="talk on a web page; only this machine can open it")
     parser.add_argument("--port", type=int, help="the page's port on 127.0.0.1 (default: the first free from 8410)")
@@ -135,7 +135,7 @@ async def _obey(talk: Conversation, live: LiveAnswer, first_task: int, text: str
             await _say(talk, live, text.strip())
     except ComposerError as error:
         live.end()
-        print(f"  {error}; /new begins anew", file=sys.stderr)
+        print(f"  {error}; /new starts over", file=sys.stderr)
     return True
 
 
@@ -159,7 +159,7 @@ async def _say(talk: Conversation, live: LiveAnswer, text: str) -> None:
             print(printable(message["content"]))
     if entry is not None and entry.usage is not None:
         usage = entry.usage
-        print(f"  [{usage['completion_tokens']} tokens, {usage['total_tokens']} in all]", file=sys.stderr)
+        print(f"  [{usage['completion_tokens']} tokens, {usage['total_tokens']} in total]", file=sys.stderr)
     else:
         print(f"  [stopped after {TOOL_ROUNDS} rounds of tool calls]", file=sys.stderr)
 

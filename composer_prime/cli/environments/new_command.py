@@ -57,7 +57,7 @@ def write_new(kind: str, name: str, folder: Path) -> list[Path]:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} cannot be a module's name: use lower-case letters, digits and underscores")
     if kind != "hint" and module_file(name) is not None and not (folder / f"{name}.py").exists():
-        raise ConfigError(f"there is a module {name!r} in this environment already, which would win: use another name")
+        raise ConfigError(f"a module {name!r} is already installed and would take precedence: use another name")
     texts = {folder / _filled(file, name, folder): _filled(_template(template), name, folder)
              for template, file in KINDS[kind].items()}  # fmt: skip
     if present := [str(path) for path in texts if path.exists()]:

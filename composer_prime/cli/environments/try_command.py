@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("env", metavar="ENV", help=argparse.SUPPRESS)
-    parser.add_argument("-n", "--episodes", type=int, default=4, help="episodes, side by side (default 4)")
+    parser.add_argument("-n", "--episodes", type=int, default=4, help="number of concurrent episodes (default 4)")
     parser.add_argument(
         "--model", help="model folder, Hub id, tiny, smollm2, or run directory (default: ENV's, or tiny)"
     )
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", help="source of the configuration (default: the first)")
     parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
     parser.add_argument("--runtime", help="sandbox of the environment's programs: bubblewrap, subprocess, docker, ...")
-    parser.add_argument("--schemas", action="store_true", help="print the tools' whole JSON schemas")
+    parser.add_argument("--schemas", action="store_true", help="print the full JSON schemas of the tools")
     parser.add_argument("--all", action="store_true", help=f"print all transcripts (default: {_SHOWN} at most)")
     parser.add_argument("--json", action="store_true", help="print the rollouts as JSON lines")
     return parser
@@ -248,7 +248,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
         shown = lines if options.all else chosen(lines)
         print(printable("\n".join([*_transcripts(shown, schemas=options.schemas), *_summary(lines)])))
         if left_out := len(lines) - len(shown):
-            print(f"{pluralize(left_out, 'transcript')} left out: --all prints every one")
+            print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
         print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
     for warning in trial_warnings(episodes, pool.ready.overlap if pool.ready else None):
         print(f"warning: {printable(warning)}", file=sys.stderr if options.json else sys.stdout)

@@ -56,10 +56,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def parser() -> argparse.ArgumentParser:
     text = argparse.ArgumentParser(
         prog="composer ladder run",
-        description="Train several configurations with several seeds, one run after another, and compare them. The "
-        "same command goes on where it was stopped.",
-        epilog="`@ FILE` and `--section.key VALUE` count for every run. `composer ladder FOLDER` repeats the report; "
-        "its --help has the rule of the verdicts.",
+        description="Train several configurations with several seeds, one run after another, and compare them. "
+        "Repeat the command to continue where it stopped.",
+        epilog="`@ FILE` and `--section.key VALUE` apply to every run. `composer ladder FOLDER` repeats the report; "
+        "its --help explains the verdicts.",
     )
     text.add_argument("config", nargs="+", type=Path, help="configuration files or folders of them, the baseline first")
     text.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder's runs")
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--baseline", metavar="ARM", help="arm to compare with (default: the first that trains)")
     text.add_argument("--held-out", metavar="SOURCE", help="source of the primary outcome (default: the first)")
     text.add_argument("--effect", type=float, default=0.05, help="smallest difference of interest (default 0.05)")
-    text.add_argument("--alpha", type=float, default=0.05, help="chance of an interval to miss (default 0.05)")
+    text.add_argument("--alpha", type=float, default=0.05, help="error rate of the intervals (default 0.05)")
     text.add_argument("--rewards", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"),
                       help="bounds of held-out rewards (default 0 1)")  # fmt: skip
     text.add_argument("--seed-spread", type=float, default=0.03, help="assumed standard deviation of a difference over "

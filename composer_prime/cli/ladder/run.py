@@ -48,7 +48,7 @@ def main(words: list[str]) -> int:
     try:
         return _plan_and_run(words)
     except (KeyboardInterrupt, EOFError):
-        print("\ninterrupted: the same command goes on", file=sys.stderr)
+        print("\ninterrupted: repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -78,7 +78,7 @@ def _plan_and_run(words: list[str]) -> int:
     if not (options.yes or _confirmed()):
         return 0
     with _only_ladder_in(folder):
-        print(f"{'wrote' if register(folder, planned) else 'agrees with'} {folder / FILE}", flush=True)
+        print(f"{'wrote' if register(folder, planned) else 'matches'} {folder / FILE}", flush=True)
         status = run_all(folder, planned, commands)
     if status == 0:
         from composer_prime.cli import ladder_command
@@ -121,7 +121,7 @@ def forecast_text(folder: Path, planned: Preregistration, commands: Sequence[Arm
     paces = _paces(folder, planned, commands)
     if not paces:
         return (
-            "not known before a run of one of these arms has ended, here or beside this folder; "
+            "unknown until a run of one of these arms has finished, here or next to this folder; "
             f"{_price_text(commands)}"
         )
     left_s = usd = 0.0
@@ -141,7 +141,7 @@ def forecast_text(folder: Path, planned: Preregistration, commands: Sequence[Arm
 
 def _price_text(commands: Sequence[ArmCommand]) -> str:
     price = max(command.config.run.usd_per_hour for command in commands)
-    return f"${price:g} an hour" if price else "dollars are not known without run.usd_per_hour"
+    return f"${price:g} an hour" if price else "set run.usd_per_hour for a cost in dollars"
 
 
 def _paces(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> dict[str, float]:
@@ -213,15 +213,15 @@ def run_all(folder: Path, planned: Preregistration, commands: Sequence[ArmComman
             run_dir = _run_dir(folder, planned, command, seed)
             state = _state(run_dir, command.arm.steps)
             if state == "finished":
-                print(f"{run_dir.root.name}: finished already", flush=True)
+                print(f"{run_dir.root.name}: already finished", flush=True)
                 continue
             words = command.run_words(seed, run_dir)
             print(f"\n{run_dir.root.name} ({state}): trainer {' '.join(words)}", flush=True)
             _await_launcher(run_dir)
             if status := train(words):
                 print(
-                    f"\n{run_dir.root.name} {exit_text(status)}, so the ladder stops here. The same command goes on "
-                    f"with it; its logs are in {run_dir.root / 'logs'}",
+                    f"\n{run_dir.root.name} {exit_text(status)}, so the ladder stops here. Repeat the command to "
+                    f"resume it; its logs are in {run_dir.root / 'logs'}",
                     file=sys.stderr,
                 )
                 return status if status > 0 else 128 - status
@@ -247,7 +247,7 @@ def _await_launcher(run_dir: RunDir) -> None:
             raise ConfigError(
                 f"process {holder} has trained in {run_dir.root} for {_LAUNCHER_ENDS_S:g} s: stop it first"
             )
-        print(f"{run_dir.root.name}: waiting for process {holder}, which still saves", flush=True)
+        print(f"{run_dir.root.name}: waiting for process {holder}, which is still saving", flush=True)
         time.sleep(_LAUNCHER_POLL_S)
 
 
@@ -279,12 +279,12 @@ def _only_ladder_in(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another `composer ladder run` is at work in {folder}: wait for it, or stop it"
+                f"another `composer ladder run` is running in {folder}: wait for it, or stop it"
             ) from None
         yield
 
 
 def _confirmed() -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("nobody is there to answer whether to start: add --yes")
+        raise ConfigError("cannot ask for confirmation without a terminal: add --yes")
     return input("start? [y/N] ").strip().lower() in ("y", "yes")

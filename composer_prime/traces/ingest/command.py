@@ -61,7 +61,7 @@ def ingest_parser() -> argparse.ArgumentParser:
         "--family", type=family_named, help="the model's family (claude, gpt, qwen ...); overrides the traces"
     )
     parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
-    parser.add_argument("--processes", type=int, help="files read at the same time; by default one a core")
+    parser.add_argument("--processes", type=int, help="files read at the same time; default: one per core")
     parser.add_argument("--plain", action="store_true", help="write whole states as JSON lines, for other programs")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     return parser

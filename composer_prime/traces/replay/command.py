@@ -49,12 +49,12 @@ USAGE = """\
 usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--samples N]
                        [--teachers.key VALUE ...]
 
-Asks the teachers of [teachers] what they would have done at each state and writes preference pairs. Beside PAIRS.jsonl:
-PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to go on where it stopped.
+Asks the teachers of [teachers] for an action at each state and writes preference pairs. It also writes
+PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to continue where it stopped.
 
-A file of teachers is enough. With a run's file before it, the run's model chooses among agreeing answers, and states
-that no step of the run can hold are left out. --states and --per-trace replay some of the states, those that errors
-followed first. --samples lets each teacher draw several answers, over which its vote is split."""
+A teacher file is enough. If you put a run's file before it, the run's model chooses among agreeing answers, and states
+that are too long for the run's steps are skipped. --states and --per-trace limit the states, with those followed by
+errors first. --samples makes each teacher draw several answers and split its vote over them."""
 _SHORT = {
     "--states": "--teachers.select.states",
     "--per-trace": "--teachers.select.per_trace",

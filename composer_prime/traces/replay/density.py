@@ -246,7 +246,7 @@ def pairs_parser() -> argparse.ArgumentParser:
     parser.add_argument("--base-url", help="endpoint that serves --base, with vLLM's prompt_logprobs")
     parser.add_argument("--base-key-var", help="environment variable that holds the endpoint's key; none by default")
     parser.add_argument(
-        "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
+        "--min-pairs", type=_above_zero, help=f"required pairs per trace (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
     parser.add_argument("--chart", type=Path, help="SVG or PNG to draw (PAIRS.svg by default; extra plot)")
     parser.add_argument("--timeout-s", type=_above_zero, default=300.0, help="for loading the base, and for each score")
