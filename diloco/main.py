@@ -48,9 +48,9 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="diloco", description="Several clusters train one model over a thin link.")
+    parser = argparse.ArgumentParser(prog="diloco", description="Train one model on several clusters over a slow link.")
     add = parser.add_subparsers(required=True, metavar="COMMAND")
-    keygen = add.add_parser("keygen", help="make the key of a joint run", description="Make the key of a joint run.")
+    keygen = add.add_parser("keygen", help="make a joint run's key", description="Make the key of a joint run.")
     keygen.add_argument("file", type=Path, help="where to write it; copy it to every cluster")
     keygen.set_defaults(run=_keygen)
     lighthouse = add.add_parser(
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         help="address to listen on; give the overlay network's, not 0.0.0.0 (default tcp://127.0.0.1:29600)",
     )  # fmt: skip
     lighthouse.add_argument("--min-peers", type=int, default=1, help="a round needs this many deltas (default 1)")
-    lighthouse.add_argument("--start-peers", type=int, default=1, help="the first round waits for so many (default 1)")
+    lighthouse.add_argument("--start-peers", type=int, default=1, help="peers needed for the first round (default 1)")
     lighthouse.add_argument("--beat-timeout-s", type=float, default=10.0, help="silence after which a peer is gone")
     lighthouse.add_argument(
         "--gather-s", type=float, default=60.0,

@@ -95,39 +95,38 @@ def join_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inference join",
         allow_abbrev=False,
-        description="Serve a run from this machine. The node connects outwards, pulls weights over the same encrypted "
-        "link, and may leave at any time.",
+        description="Serve a run from this machine. The node connects outwards, downloads weights over the same "
+        "encrypted link, and may leave at any time.",
     )
     parser.add_argument("address", nargs="?", metavar="INVITE | tcp://HOST:PORT",
-                        help="what `orchestrator invite` printed (default: $COMPOSER_INVITE), nothing else is needed; "
+                        help="the output of `orchestrator invite` (default: $COMPOSER_INVITE), which needs no options; "
                         "or the orchestrator's node address, with --model and a join token")  # fmt: skip
     parser.add_argument(
         "--state-dir", type=Path, help="with an invite: where the node keeps its key, model and weights"
     )
     parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
                         help="with an invite: how long to try to reach the run; default 60")  # fmt: skip
-    parser.add_argument("--model", help="with an address: the run's model.path: a model folder, a Hub id, ...")
-    parser.add_argument("--token", help=f"join token (keys/node.token of the run); better in ${TOKEN_VARIABLE}")
+    parser.add_argument("--model", help="with an address: the run's model.path (a model folder, a Hub id, ...)")
+    parser.add_argument("--token", help=f"join token (keys/node.token of the run); prefer ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
     parser.add_argument("--name", help="this node's name in the run")
-    parser.add_argument("--settings", type=Path, help="TOML file whose [inference] table is used; flags here win")
+    parser.add_argument("--settings", type=Path, help="TOML file with an [inference] table; flags override it")
     parser.add_argument("--engine", choices=["local", "vllm"])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
-    parser.add_argument("--max-concurrent", type=int, help="requests taken at a time")
+    parser.add_argument("--max-concurrent", type=int, help="concurrent requests")
     parser.add_argument("--max-context", type=int, help="the run's model.max_context; default: the model's own limit")
     parser.add_argument("--price", type=float, dest="usd_per_hour", metavar="USD",
-                        help="dollars an hour: with an invite of one GPU of this machine (of a machine without GPUs as "
-                        "a whole), else of this node")  # fmt: skip
+                        help="dollars per hour: with an invite per GPU of this machine (or for a whole machine without "
+                        "GPUs), else for this node")  # fmt: skip
     parser.add_argument(
-        "--weights-from", action="append", metavar="URL", help="pull weights there: http(s)://, s3://, ..."
+        "--weights-from", action="append", metavar="URL", help="download weights from here: http(s)://, s3://, ..."
     )
     parser.add_argument(
         "--relay",
         metavar="HOST:PORT",
-        help="serve the weights that this node holds to others, over HTTP; further "
-        "nodes of the machine take the ports behind it",
+        help="serve this node's weights to others over HTTP; further nodes of the machine use the next ports",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
@@ -312,7 +311,7 @@ async def keep_running(
             logger.error("%s %s; given up after %s", name, exit_text(status), pluralize(limit, "restart"))
             return FAILED
         text = exit_text(status)
-        logger.warning("%s %s; starting it again in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
+        logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
         try:
             await asyncio.wait_for(stopping.wait(), pause_s)
             return 0

@@ -27,9 +27,9 @@ from inference.serving import Assignment, run_node
 
 _USAGE = """usage:
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
-inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
-inference join INVITE                                on any machine: what `orchestrator invite` printed
-inference join tcp://HOST:PORT --model PATH ...      the same with a join token and the model at hand
+inference @ file.toml [--node-name NAME]             a single node, on the machine of the run directory
+inference join INVITE                                on any machine, with the output of `orchestrator invite`
+inference join tcp://HOST:PORT --model PATH ...      the same with a join token and a local copy of the model
 inference audit --run-dir DIR | tcp://HOST:PORT ...  as `orchestrator audit` starts it: checks what nodes sample
 
 More: inference join --help, trainer --help (the keys of file.toml)"""
@@ -83,7 +83,7 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
         config, run_dir, dry_run = command.config, RunDir(command.config.run_directory.absolute()), command.dry_run
     else:
         if unknown := [word for word in others if word != "--dry-run"]:
-            parser.error(f"with --run-dir, {' '.join(unknown)} is not understood: give --node-name or --dry-run only")
+            parser.error(f"with --run-dir, {' '.join(unknown)} is not allowed; only --node-name and --dry-run are")
         run_dir, dry_run = RunDir(options.run_dir.absolute()), bool(others)
         config = load.read_config(run_dir.config)
         load.make_importable(config)

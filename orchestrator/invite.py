@@ -250,22 +250,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator invite",
         allow_abbrev=False,
-        description="Print one string with which machines elsewhere join a run as inference nodes, and the lines to "
-        "start them with. The run may be up or not.",
+        description="Print a string that lets other machines join a run as inference nodes, and the commands to "
+        "start them. The run need not be up.",
     )
     parser.add_argument("run_dir", type=Path, help="the run's folder, such as outputs/a1")
-    parser.add_argument("--nodes", type=int, default=1, help="how many nodes it admits (a node a GPU); default 1")
-    parser.add_argument("--expires", default="24h", help="how long: 45m, 24h, 7d; default 24h")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes to admit (one per GPU); default 1")
+    parser.add_argument("--expires", default="24h", help="validity: 45m, 24h, 7d; default 24h")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
-                        help="where nodes reach the run; default: where it listens. Several are tried")  # fmt: skip
+                        help="address of the run for nodes; default: where it listens. Repeat for several")  # fmt: skip
     parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",
-                        help="a box with `orchestrator relay`, for a run that cannot be reached from outside: the run "
-                        "and the nodes that reach no address connect there. Several are tried")  # fmt: skip
+                        help="a box with `orchestrator relay`, for a run that accepts no inbound connections: the run "
+                        "and nodes that reach no address connect there. Repeat for several")  # fmt: skip
     parser.add_argument("--iroh", nargs="?", const="", metavar="IP:PORT",
-                        help="also over iroh, tried before relays; needs the extra iroh on both sides. Alone: found by "
-                        "the public servers of n0; with an address: at that UDP port of the run's host")  # fmt: skip
+                        help="also use iroh, before relays; needs the extra iroh on both sides. Without an address: "
+                        "the public servers of n0; with one: that UDP port of the run's host")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
-    parser.add_argument("--withdraw", action="store_true", help="make none: end all invites of the run instead; with "
-                        "--relay, the run also leaves that relay, and so do the nodes behind it")  # fmt: skip
+    parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none; with "
+                        "--relay, the run and its nodes also leave that relay")  # fmt: skip
     return parser

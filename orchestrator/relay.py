@@ -265,15 +265,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator relay",
         allow_abbrev=False,
-        description="Join nodes with runs whose hosts cannot be reached from outside, on a box that both reach. It "
-        "passes ciphertext and holds no secret.",
+        description="Connect nodes with runs that accept no inbound connections, on a box that both reach. The "
+        "relay sees only ciphertext and has no secrets.",
     )
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="such as 0.0.0.0:5600")
     parser.add_argument("--name", action="append", default=[], metavar="HOST:PORT",
-                        help="where hosts dial it, as `orchestrator invite RUN_DIR --relay HOST:PORT` had it; default: "
+                        help="the relay's address, as in `orchestrator invite RUN_DIR --relay HOST:PORT`; default: "
                         "the address that a connection reached; may be repeated")  # fmt: skip
     parser.add_argument("--run", required=True, action="append", metavar="KEY",
                         help="public key of a run to serve: `orchestrator invite RUN_DIR --relay HOST:PORT`; "
                         "may be repeated")  # fmt: skip
-    parser.add_argument("--streams", type=int, default=256, help="at most at a time, a node needs one; default 256")
+    parser.add_argument("--streams", type=int, default=256, help="maximum connections, one per node; default 256")
     return parser

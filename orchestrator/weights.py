@@ -267,10 +267,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator weights",
         allow_abbrev=False,
-        description="Give out the weights of a run that trains here: over HTTP, to a bucket, or both.",
+        description="Serve the weights of a run on this machine over HTTP, copy them to a bucket, or both.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory; it may still be training")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="serve over HTTP, read-only; port 0 takes a free one")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="serve over HTTP, read-only; port 0 chooses a free one")
     parser.add_argument("--push", metavar="URL", help="copy to a bucket or folder: s3://, gs://, az://, file://")
     parser.add_argument("--once", action="store_true", help="push the newest version and stop")
     return parser

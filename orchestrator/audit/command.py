@@ -12,9 +12,9 @@ from composer_prime.console import EXIT_USAGE, console_script
 _USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
        orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
 
-Checks a share of the answers of a run that has orchestrator.audit.enabled. HOST:PORT is orchestrator.audit.address, the
-token keys/trainer.token of the run: whoever has it is trusted with the run's weights. The other options are those of
-`inference join`."""
+Checks a share of the answers of a run with orchestrator.audit.enabled. HOST:PORT is orchestrator.audit.address; the
+token is the run's keys/trainer.token, which gives full trust over the run's weights. For other options see
+`inference join --help`."""
 
 
 def main(words: list[str]) -> int:

@@ -1,7 +1,7 @@
-"""`orchestrator nodes [RUN_DIR]` shows a run's inference nodes; drain, evict, ban and unban change who serves it.
+"""`orchestrator nodes [RUN_DIR]` shows a run's inference nodes; drain, evict, ban and unban control who serves it.
 
-They speak to the run's orchestrator over loopback with keys/operator.token, so they work on its machine, for its owner.
-`nodes` of a run that is over reads what the run recorded.
+They talk to the run's orchestrator over loopback with keys/operator.token, so run them on its machine, as its owner.
+After the run, `nodes` shows what the run recorded.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def live_run(folder: str | None) -> RunConnection:
 def nodes(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator nodes", allow_abbrev=False, description=__doc__)
     parser.add_argument("run_dir", nargs="?", help="run directory; by default the only live run below outputs/")
-    parser.add_argument("--watch", action="store_true", help="draw the table again and again, until Ctrl-C")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two drawings")
+    parser.add_argument("--watch", action="store_true", help="redraw the table until Ctrl-C")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between updates")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, once")
     options = parser.parse_args(words)
     if options.watch and options.json:
@@ -165,15 +165,15 @@ def _watch(connection: RunConnection, every_s: float) -> int:
 
 
 def drain(words: list[str]) -> int:
-    return _act("drain", words, "give a node no new request, and let it leave once it has answered what it holds")
+    return _act("drain", words, "send a node no new requests, and stop it after it answered its current ones")
 
 
 def evict(words: list[str]) -> int:
-    return _act("evict", words, "send a node away at once, and refuse it until the orchestrator starts again")
+    return _act("evict", words, "remove a node at once, and refuse it until the orchestrator restarts")
 
 
 def ban(words: list[str]) -> int:
-    return _act("ban", words, "evict a node, and refuse it after restarts too")
+    return _act("ban", words, "evict a node, and refuse it even after restarts")
 
 
 def unban(words: list[str]) -> int:

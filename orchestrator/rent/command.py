@@ -402,15 +402,17 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         "--run", type=Path, required=True, metavar="DIR", help="the run's directory; records what is rented"
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--status", action="store_true", help="list this run's machines and what they cost")
-    action.add_argument("--stop", action="store_true", help="end the billing of all this run's machines, and verify it")
+    action.add_argument("--status", action="store_true", help="list this run's machines and their cost")
+    action.add_argument(
+        "--stop", action="store_true", help="stop all machines of this run, and check that billing ended"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print every call and make none")
     parser.add_argument("--provider", choices=names)
     parser.add_argument("--count", type=_count, help="machines")
-    parser.add_argument("--max-price", type=_positive, metavar="USD", help="dollars an hour for one machine")
+    parser.add_argument("--max-price", type=_positive, metavar="USD", help="maximum dollars per hour for one machine")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
-                        help="where the machines reach the run; default: where it listens")  # fmt: skip
-    parser.add_argument("--invite", metavar="STRING", help="what `orchestrator invite` printed; default: a new one")
+                        help="address of the run for the machines; default: where it listens")  # fmt: skip
+    parser.add_argument("--invite", metavar="STRING", help="an existing invite; default: a new one")
     parser.add_argument("--yes", action="store_true", help="rent without asking")
     needs = parser.add_argument_group("what a machine must have")
     needs.add_argument("--gpu", metavar="MODEL", help="such as H100 or 'RTX 4090'; default: any")
@@ -419,7 +421,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     needs.add_argument("--disk", type=_count, default=100, metavar="GB", help="default: 100")
     needs.add_argument("--min-reliability", type=float, default=0.95, metavar="SHARE", help="Vast only; default: .95")
     start = parser.add_argument_group("how a machine starts")
-    start.add_argument("--package", metavar="SPEC", help="what uv installs there; default: this release with vllm")
+    start.add_argument("--package", metavar="SPEC", help="package for uv to install; default: this release with vllm")
     start.add_argument("--image", help="container image (Vast, RunPod) or Prime's image name")
     start.add_argument(
         "--ssh-key", metavar="KEY", help="Lambda: name of a registered key; Prime: path of the private key"

@@ -366,16 +366,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="orchestrator join",
         allow_abbrev=False,
-        description="Play a run's rollouts on this machine. The host connects outwards, gets the sources' settings and "
+        description="Run a run's rollouts on this machine. The host connects outwards, gets the sources' settings and "
         "the tokenizer over the encrypted link, and may leave at any time. It needs the packages of the task sets.",
     )
     parser.add_argument("address", help="the run's orchestrator.worker_address, tcp://HOST:PORT")
-    parser.add_argument("--token", help=f"join token (keys/worker.token of the run); better in ${TOKEN_VARIABLE}")
+    parser.add_argument("--token", help=f"join token (keys/worker.token of the run); prefer ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this host's name in the run")
-    parser.add_argument("--workers", type=int, help="processes of each source; default: the CPUs")
-    parser.add_argument("--slots", type=int, help="rollouts at a time, of all sources; default: 8 for each worker")
-    parser.add_argument("--connect-timeout", type=float, default=120.0, help="seconds without an orchestrator")
-    parser.add_argument("--drain-timeout", type=float, default=60.0, help="seconds that rollouts get at the end")
+    parser.add_argument("--workers", type=int, help="processes per source; default: number of CPUs")
+    parser.add_argument("--slots", type=int, help="concurrent rollouts over all sources; default: 8 per worker")
+    parser.add_argument("--connect-timeout", type=float, default=120.0, help="seconds to try to reach the orchestrator")
+    parser.add_argument("--drain-timeout", type=float, default=60.0, help="seconds to finish rollouts when stopping")
     parser.add_argument("--dry-run", action="store_true", help="check the options, print them and stop")
     return parser

@@ -226,7 +226,7 @@ class WorkerPool:
                 self._fail(EnvironmentWorkerError(message))
                 return
             wait_s = backoff_s(restarts - 1, first_s=self._backoff_s, longest_s=_LONGEST_BACKOFF_S)
-            logger.warning("%s; starting it again in %.1f s (restart %d)", reason, wait_s, restarts)
+            logger.warning("%s; restarting it in %.1f s (restart %d)", reason, wait_s, restarts)
             self.restarts += 1
             await asyncio.sleep(wait_s)
 

@@ -87,7 +87,7 @@ async def test_a_node_that_is_turned_away_is_not_started_again(open_gateway, key
         )
         _, said = await asyncio.wait_for(process.communicate(), 250)
         assert process.returncode == 2
-        assert b"turned this node away: this node answers too slowly" in said and b"starting it again" not in said
+        assert b"turned this node away: this node answers too slowly" in said and b"restarting it" not in said
 
 
 @pytest.mark.process
