@@ -182,7 +182,8 @@ def _rule_of(dotted: str) -> tuple[str, str] | None:
                 return rule, name
     root, _, rest = dotted.partition(".")
     public = "os" if root in ("posix", "nt") else root.lstrip("_")  # C twins: posix._exit, _io.open.
-    return _rule_of(f"{public}.{rest}") if rest and public != root else _rule_within(dotted.split("."))
+    is_twin = rest and public != root and root in sys.stdlib_module_names
+    return _rule_of(f"{public}.{rest}") if is_twin else _rule_within(dotted.split("."))
 
 
 def _rule_within(parts: list[str]) -> tuple[str, str] | None:
