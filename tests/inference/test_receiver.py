@@ -292,6 +292,29 @@ def close_versions(publisher, folder):
     return Publisher(publisher.store.root, publisher.keys, Reference(folder, scale=1e-6))
 
 
+def test_what_differs_is_offered_until_a_swap_fails(loop, engine, receive, publisher):
+    # The engine gets the tensors in use beside the new ones; none before the first version, for adapters or afterwards.
+    offered = []
+
+    async def load(version, tensors, base=None):
+        offered.append(base)
+        await engine.load_weights(version, tensors, base)
+
+    receiver = receive(Altered(engine, load_weights=load))
+    install(loop, receiver, publisher, publisher.publish(1))
+    first = receiver._good
+    install(loop, receiver, publisher, publisher.publish(2))
+    install(loop, receiver, publisher, sign(publisher.adapters(3), publisher.keys.signer()))
+    install(loop, receiver, publisher, publisher.publish(2))
+    install(loop, receiver, publisher, publisher.publish(1))
+    assert offered[:4] == [None, first, None, None] and offered[4] is not None
+    with pytest.raises(CanaryError):
+        install(loop, receiver, publisher, publisher.publish(4, canary=Canary(token_ids=CANARY, logprobs=[-1.0] * 7)))
+    assert offered[5] is not None and offered[6] is None
+    install(loop, receiver, publisher, publisher.publish(3))
+    assert offered[7] is None
+
+
 async def nothing(*_):
     return []
 
