@@ -41,9 +41,9 @@ async def opened(files: Mapping[str, bytes], tree: Path | None = None) -> Bubble
     return box
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty folder for prepared trees."""
+    """Return an empty folder for prepared trees, so that tests leave none in the user's cache."""
     monkeypatch.setattr(prepared, "trees_folder", lambda: tmp_path / "trees")
     monkeypatch.setattr(prepared, "_given_up", False)
     return tmp_path / "trees"
@@ -63,7 +63,7 @@ async def test_a_clone_is_like_a_copy(tmp_path: Path) -> None:
     async with await open_box(SMALL) as copy:
         await copy.write_files({**LARGE, **on_top})
         expected = await copy.list_files(), (await copy.run(["python", "-c", SHOWS])).stdout
-    tree = write(tmp_path, {**LARGE, "folder1/__pycache__/file.pyc": b"stale"})
+    tree = write(tmp_path / "tree", {**LARGE, "folder1/__pycache__/file.pyc": b"stale"})
     (tree / "link").symlink_to("/etc/passwd")
     async with await opened(on_top, tree) as clone:
         assert (await clone.list_files(), (await clone.run(["python", "-c", SHOWS])).stdout) == expected
@@ -74,7 +74,7 @@ async def test_a_clone_is_like_a_copy(tmp_path: Path) -> None:
 # Claim: what one clone writes or removes is in no other, and a tree that changed is not taken for the old one.
 async def test_clones_share_nothing(tmp_path: Path) -> None:
     await need_clones()
-    tree = write(tmp_path, LARGE)
+    tree = write(tmp_path / "tree", LARGE)
     async with await opened({}, tree) as first:
         command = "rm -r folder0; mkdir folder0; echo x > folder1/file1.txt; mv folder2 moved; flock . sleep 0.1"
         assert (await first.run(["sh", "-c", command])).exit_code == 0
