@@ -182,6 +182,6 @@ class RunWatchdog:
             trainer_is_due = starved_since is None and not (all_trained and self.completion.checkpoint_saved)
             if trainer_is_due and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(
-                    f"no word from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "
+                    f"no message from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "
                     f"{self.completion.next_order()}"
                 )

@@ -381,19 +381,19 @@ class OrchestratorConfig(BaseConfig):
         idle = [source.name for source in self.source if not source.workers]
         if idle and self.worker_address is None:
             raise ValueError(
-                f"orchestrator.source.workers is 0 for {idle}, but orchestrator.worker_address is None: nobody would "
-                "play; set workers to 1, or --orchestrator.worker_address tcp://127.0.0.1:5501 for hosts that join"
+                f"orchestrator.source.workers is 0 for {idle}, but orchestrator.worker_address is None: no worker "
+                "plays it; set workers to 1, or --orchestrator.worker_address tcp://127.0.0.1:5501 for worker hosts"
             )
         if self.worker_address is not None and not self.source:
             raise ValueError(
-                f"orchestrator.worker_address is {self.worker_address!r}, but orchestrator.source is empty: hosts that "
-                "join would have nothing to play; leave worker_address out, or add an [[orchestrator.source]] table"
+                f"orchestrator.worker_address is {self.worker_address!r}, but orchestrator.source is empty: worker "
+                "hosts would have nothing to play; remove worker_address, or add an [[orchestrator.source]] table"
             )
         growing = [source.name for source in self.source if source.making is not None]
         if growing and self.worker_address is not None:
             raise ValueError(
                 f"orchestrator.source {growing} have making, but orchestrator.worker_address is "
-                f"{self.worker_address!r}: hosts that join lack the tasks that this run makes; leave out making, or "
+                f"{self.worker_address!r}: worker hosts would lack the tasks that this run makes; remove making or "
                 "worker_address"
             )
         return self
@@ -403,7 +403,7 @@ class OrchestratorConfig(BaseConfig):
         if self.gateway_processes > max(1, self.max_concurrent):
             raise ValueError(
                 f"orchestrator.gateway_processes is {self.gateway_processes}, but orchestrator.max_concurrent is "
-                f"{self.max_concurrent}: no more rollouts ask at a time; set gateway_processes <= {self.max_concurrent}"
+                f"{self.max_concurrent}: more processes have no use; set gateway_processes <= {self.max_concurrent}"
             )
         return self
 

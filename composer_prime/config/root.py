@@ -320,8 +320,8 @@ def _of_joining_nodes(config: Config) -> Iterator[str]:
     ):
         if value:
             yield (
-                f"inference.{name} is {value!r}, but that is of a node that joins, and this is a run's configuration: "
-                f"pass {option} to `inference join`, or name it in the file of its --settings"
+                f"inference.{name} is {value!r}, but only nodes that join use it: pass {option} to "
+                f"`inference join`, or set it in the file of its --settings"
             )
 
 

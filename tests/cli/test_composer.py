@@ -307,7 +307,7 @@ def test_plan_says_what_it_cannot_know(tmp_path):
     words = ["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--gpus", "8x80", "--model.path", str(tmp_path)]
     machine, words = plan_command.imagined(words)
     text = build_plan(resolve(words).config, machine).text()
-    assert f"no estimate of memory and disk: {tmp_path / 'config.json'} is not there" in text
+    assert f"no estimate of memory and disk: {tmp_path / 'config.json'} is missing" in text
     assert "keep this run from starting on this machine (the plan is for another)" in text
     (tmp_path / "config.json").write_text((ROOT / "composer_prime/assets/tiny/policy/config.json").read_text())
     text = build_plan(resolve(words).config, machine).text()

@@ -34,7 +34,7 @@ def test_written(kind, tmp_path):
 # Names that cannot be imported, or that another module would hide, are refused; files are never replaced.
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("My-Env", "cannot be a module's name"), ("class", "cannot be"), ("json", "a module 'json' in this environment")],
+    [("My-Env", "cannot be a module's name"), ("class", "cannot be"), ("json", "a module 'json' is already installed")],
 )
 def test_refused_name(name, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):

@@ -76,7 +76,7 @@ async def test_a_trainer_that_vanishes_is_missed_at_a_deadline(open_run, run_dir
         async with asyncio.timeout(60):
             [error] = await asyncio.gather(run.task, return_exceptions=True)
         assert isinstance(error, DeadlineError)
-        assert "no word from the trainer for 1 s" in str(error)
+        assert "no message from the trainer for 1 s" in str(error)
         assert "train step 2" in str(error)
 
 
