@@ -117,7 +117,7 @@ def table_lines(rows: list[NodeRow]) -> list[str]:
     text += [f"{printable(row.name)}: {printable(row.why)}" for row in rows if row.why]
     if unpriced := [printable(row.name) for row in rows if row.usd_per_hour is None and row.totals.usd is None]:
         named = ", ".join(unpriced[:4]) + (f" and {len(unpriced) - 4} more" if len(unpriced) > 4 else "")
-        text.append(f"no price known of {named}: pass --price (dollars an hour) to `inference join`")
+        text.append(f"price unknown for {named}: pass --price (dollars per hour) to `inference join`")
     return text
 
 

@@ -42,7 +42,7 @@ class Offer:
     gpus: int
     gpu_memory_gb: float | None
     disk_gb: float | None
-    """The most that can be had, None where the provider does not tell."""
+    """How many are available; None if the provider does not report it."""
     usd_per_hour: float
     place: str = ""
     reliability: float | None = None
@@ -161,7 +161,7 @@ def choose(offers: list[Offer], needs: Needs, count: int) -> list[Offer]:
     dearer = [offer for offer in suitable if offer.usd_per_hour > needs.max_price]
     remedy = f"the next costs ${dearer[0].usd_per_hour:.2f}: raise --max-price" if dearer else "ask for fewer or less"
     raise ProviderError(
-        f"{len(machines)} of {count} machines ({kind}) can be had for at most ${needs.max_price:.2f} an hour; {remedy}"
+        f"{len(machines)} of {count} machines ({kind}) available for at most ${needs.max_price:.2f} an hour; {remedy}"
     )
 
 

@@ -167,7 +167,7 @@ def test_errors_of_commands(tmp_path, capsys):
         commands.drain(["peer-1", "--run", str(tmp_path)])
     assert commands.nodes([str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "this is what it recorded" in told and "no price known of peer-1: pass --price" in told
+    assert "this is what it recorded" in told and "price unknown for peer-1: pass --price" in told
 
 
 # On a terminal the table is drawn anew, with a node that joins meanwhile, until Ctrl-C; the cursor is then shown again.

@@ -18,7 +18,7 @@ def test_the_table_names_what_is_unknown():
                              "500,000", "270.0", "MB", "3", "2"]  # fmt: skip
     assert second.split() == ["late", "loading", "-", "-", "5", "(-2)", *["-"] * 5, "0", "0", "B", "0", "0"]
     assert why == "late: has policy version 5, needs 7"
-    assert price == "no price known of late: pass --price (dollars an hour) to `inference join`"
+    assert price == "price unknown for late: pass --price (dollars per hour) to `inference join`"
     assert head.index("engine") == first.index("vllm") == second.index("-", second.index("-") + 1)
 
 
