@@ -35,9 +35,10 @@ from inference.engines.local import given
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.engines.local.loading import check_supported
-from tests.engines.contract import Subject, conversations_outlive_a_swap, sampling
+from tests.engines.contract import conversations_outlive_a_swap
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
+from tests.engines.subject import Subject, sampling
 
 SMALL = dict(
     vocab_size=320,

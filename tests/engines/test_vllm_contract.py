@@ -15,9 +15,10 @@ import pytest
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from inference.engines.vllm.engine import VllmEngine
-from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, Subject, conversations_outlive_a_swap, sampling
+from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, conversations_outlive_a_swap
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
+from tests.engines.subject import Subject, sampling
 
 pytestmark = [
     pytest.mark.vllm,
