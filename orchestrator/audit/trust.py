@@ -34,7 +34,7 @@ _P_HONEST = 2e-4
 _P_WRONG_TOKEN, _P_WRONG_ANSWER = 0.02, 0.1
 BOUND = 14.0
 """Evidence, in nats, that quarantines: three answers, or four tokens close together."""
-_P_LEANS = 0.52
+_P_LEANS = 0.54
 """Share of an honest node's tokens that may lean to suspect weights. Half, and room for systematic rounding."""
 _P_SUSPECT_LOGPROB, _P_SUSPECT_DRAW = (0.6, 0.7, 0.95), (0.8,)
 """Shares of a node with suspect weights, one sum each: nearly lost in rounding, visible, plain."""
