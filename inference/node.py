@@ -235,6 +235,7 @@ class InferenceNode:
                 device=self._device,
                 usd_per_hour=self._config.usd_per_hour,
                 keeps_prompts=True,
+                keeps_conversations=self._config.keeps_conversations,
             )
         )
 

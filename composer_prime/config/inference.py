@@ -122,6 +122,11 @@ class InferenceConfig(BaseConfig):
             )
         return self
 
+    @property
+    def keeps_conversations(self) -> bool:
+        """Whether a conversation's KV cache outlives a swap."""
+        return (self.local if self.engine == "local" else self.vllm).kv_at_swap == "keep_conversations"
+
     def canary_limit(self, *, on_cuda: bool) -> float:
         """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""
         if self.canary_tolerance is not None:

@@ -326,16 +326,11 @@ def _of_joining_nodes(config: Config) -> Iterator[str]:
 
 
 def _auditable_caches(config: Config) -> Iterator[str]:
-    kept = [
-        f"inference.{name}.kv_at_swap"
-        for name, engine in (("local", config.inference.local), ("vllm", config.inference.vllm))
-        if name == config.inference.engine and engine.kv_at_swap == "keep_conversations"
-    ]
-    if kept and config.orchestrator.audit.enabled:
+    if config.inference.keeps_conversations and config.orchestrator.audit.enabled:
         yield (
-            f"{kept[0]} is 'keep_conversations' and orchestrator.audit.enabled is true: an audit computes each prompt "
-            "with the version that its answer names, so it would refuse honest nodes; use kv_at_swap = 'keep' or "
-            "orchestrator.audit.enabled = false"
+            f"inference.{config.inference.engine}.kv_at_swap is 'keep_conversations' and orchestrator.audit.enabled is "
+            "true: an audit computes each prompt with the version that its answer names, so it would refuse honest "
+            "nodes; use kv_at_swap = 'keep' or orchestrator.audit.enabled = false"
         )
 
 

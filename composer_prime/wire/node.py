@@ -79,6 +79,8 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Where it serves weight chunks to other nodes, at the address that its connection comes from; 0 for nowhere."""
     keeps_prompts: bool = False
     """Whether a prompt may come as what follows a Prefix; an older release gets every prompt whole."""
+    keeps_conversations: bool = False
+    """Whether a conversation's cache outlives a swap (kv_at_swap = keep_conversations)."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

@@ -150,6 +150,7 @@ class Gateway:
             heartbeat_s=self._config.inference.heartbeat_s,
             sources=self._config.orchestrator.weights.urls,
             relays=self._config.orchestrator.weights.relays,
+            audited=self._config.orchestrator.audit.enabled,
         )
 
     def _build_generator(self, vocab_size: int) -> Generator:

@@ -106,8 +106,12 @@ class NodeLink:
         heartbeat_s: float,
         sources: Sequence[str] = (),
         relays: bool = True,
+        audited: bool = False,
     ) -> None:
-        """`verify_key`: with it nodes check manifests. `relays`: whether nodes learn of one another."""
+        """`verify_key`: with it nodes check manifests. `relays`: whether nodes learn of one another.
+
+        `audited`: whether answers are audited, which nodes with caches of mixed weights would not pass.
+        """
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.evicted = 0
@@ -125,6 +129,7 @@ class NodeLink:
         self._heartbeat_s = heartbeat_s
         self._sources = list(sources)
         self._tells_relays = relays
+        self._audited = audited
         self._relays: dict[bytes, str] = {}
         """Where a connection's node serves its chunks to others."""
         self._loopback: set[bytes] = set()
@@ -381,6 +386,11 @@ class NodeLink:
             )
         if hello.max_context is not None and hello.max_context < 2:
             return f"max_context is {hello.max_context}: a node needs room for a prompt and a token (--max-context)"
+        if self._audited and hello.keeps_conversations:
+            return (
+                f"inference.{hello.engine}.kv_at_swap is 'keep_conversations' and this run audits answers, which would "
+                "find its caches wrong: start the node with kv_at_swap = 'keep'"
+            )
         return None
 
 

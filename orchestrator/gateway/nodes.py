@@ -199,6 +199,8 @@ class AttachedNode:
     """When its heartbeats began to report no request at all; None while it has some."""
     keeps_prompts: bool = False
     """Whether it takes a turn's new tokens only; one of an older release gets every prompt whole."""
+    keeps_conversations: bool = False
+    """Whether a conversation's cache outlives a swap there."""
     streams: bool = False
     """Whether it has ever delivered a part of an answer."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
@@ -356,6 +358,7 @@ class Nodes:
             usd_per_hour=hello.usd_per_hour,
             is_known=hello.run_id is not None,
             keeps_prompts=hello.keeps_prompts,
+            keeps_conversations=hello.keeps_conversations,
         )
         if former is not None:
             for counter in _COUNTERS:

@@ -42,7 +42,7 @@ class WarmPrefix:
     node_id: str
     tokens: int
     version: int
-    """Weights that computed it: a cache of older ones is not used."""
+    """Weights that computed the end of it. Most nodes do not use a cache of older ones."""
 
 
 class Placing:
@@ -174,7 +174,9 @@ class Placing:
     def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
         """Return how many prompt tokens `node` has to compute for `request`."""
         warm = self._sessions.get(request.session)
-        if warm is None or warm.node_id != node.node_id or warm.version != node.version:
+        if warm is None or warm.node_id != node.node_id:
+            return request.num_prompt
+        if warm.version != node.version and not node.keeps_conversations:
             return request.num_prompt
         return max(1, request.num_prompt - warm.tokens)
 

@@ -32,7 +32,8 @@ request in 0.1 s, and a loaded machine may oversleep that."""
 async def conversations_outlive_a_swap(subject: Subject) -> int:
     """With kv_at_swap = keep_conversations a turn behind a swap has the logprobs of new weights over the old cache.
 
-    A stranger with the same tokens computes all of them with the new weights. Returns the tokens that were cached.
+    A stranger with the same tokens computes all of them with the new weights. When weights are taken back, nothing is
+    kept. Returns the tokens that were cached.
     """
     options = sampling(8)
     first = subject.prompt(1, 60)
@@ -49,6 +50,12 @@ async def conversations_outlive_a_swap(subject: Subject) -> int:
     spans = [VersionSpan(0, 1, old), VersionSpan(1, len(rest), new)]
     expected = subject.reference.rescore(second[:cached], rest, spans, options)[0, -len(done.token_ids) :]
     assert (expected - torch.tensor(done.logprobs)).abs().max() < TOLERANCE
+    await subject.load(old)
+    for session in ("talk", "stranger", "another"):
+        done = await subject.generate(second, options, session)
+        assert done.prompt_cached == 0 or session != "talk"
+        subject.verify(second, options, done)
+    await subject.load(new)
     return cached
 
 

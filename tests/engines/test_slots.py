@@ -23,7 +23,8 @@ class Mirror:
         self.table = SlotTable(capacity, CONTEXT, reuse=reuse, keep_idle=keep_idle)
         self.columns: list[list[tuple[int, int]]] = [[] for _ in range(capacity)]
         self.sessions = [""] * capacity
-        self.version = 0
+        self.version = self.oldest = 0
+        """The weights in use, and the first ones after those that were refused last."""
 
     @property
     def running(self) -> list[int]:
@@ -38,8 +39,8 @@ class Mirror:
             return False
         held = self.columns[found.slot if found.source is None else found.source][: found.cached]
         assert [token for token, _ in held] == prompt[: found.cached], "reuses what is not there"
-        is_next_turn = found.source is None and self.sessions[found.slot] == session
-        assert {version for _, version in held} <= {self.version} or (is_next_turn and self.table.keep_idle)
+        is_next_turn = found.source is None and self.sessions[found.slot] == session and self.table.keep_idle
+        assert all(version >= (self.oldest if is_next_turn else self.version) for _, version in held)
         assert found.cached < len(prompt)
         self.columns[found.slot], self.sessions[found.slot] = list(held), session
         return True
@@ -60,9 +61,10 @@ class Mirror:
     def release(self, slot: int) -> None:
         self.table.release(slot)
 
-    def swap(self, again: list[int]) -> None:
+    def swap(self, again: list[int], *, taken_back: bool = False) -> None:
         self.version += 1
-        self.table.weights_changed(again)
+        self.oldest = self.version if taken_back else self.oldest
+        self.table.weights_changed(again, taken_back=taken_back)
         for slot in again:
             self.columns[slot] = []
 
@@ -72,7 +74,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("place"), st.integers(0, 2), st.integers(1, 80), st.integers(0, 5), st.sampled_from("abcd")),
     st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 50)),
     st.tuples(st.just("release"), st.integers(0, 9)),
-    st.tuples(st.just("swap"), st.integers(0, 31)),
+    st.tuples(st.just("swap"), st.integers(0, 31), st.booleans()),
 )
 
 
@@ -82,7 +84,7 @@ def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
     # Whatever order requests come, progress, end and weights change in: a request reuses exactly columns that current
     # weights computed for its own tokens, and waits only for a running slot or a prefix that is being computed.
     # At a swap any running ones compute their columns again. With keep_idle, a conversation's next turn, and no other
-    # request, reuses columns of older weights too.
+    # request, reuses columns of older weights too, but of none before a swap that took weights back.
     mirror = Mirror(capacity, reuse=reuse, keep_idle=keep_idle)
     for action in actions:
         running = mirror.running
@@ -93,8 +95,8 @@ def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
                 mirror.compute(running[index % len(running)], count)
             case ("release", index) if running:
                 mirror.release(running[index % len(running)])
-            case ("swap", chosen):
-                mirror.swap([slot for slot in running if chosen >> slot & 1])
+            case ("swap", chosen, taken_back):
+                mirror.swap([slot for slot in running if chosen >> slot & 1], taken_back=taken_back)
         assert mirror.table.high <= capacity
         for family in mirror.table.families(np.array(mirror.running, dtype=np.int64)):
             slots = [mirror.running[row] for row in family.rows]

@@ -293,6 +293,17 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
         await node.vanish()
 
 
+async def test_an_audited_run_takes_no_node_with_caches_of_mixed_weights(open_gateway, node_keys):
+    """Its answers would fail their audits, though it is honest."""
+    async with open_gateway(orchestrator={"audit": {"enabled": True, "auditors": 0}}) as gateway:
+        node = PeerNode(gateway.node_endpoint, node_keys, "a")
+        node.connect()
+        node.say_hello(keeps_conversations=True)
+        await node.until(lambda: isinstance(node.welcome, Rejected))
+        assert "kv_at_swap is 'keep_conversations' and this run audits answers" in node.welcome.reason
+        await node.vanish()
+
+
 async def test_a_published_version_reaches_all_nodes_and_late_comers(open_gateway, node_keys, keys):
     """NewVersion goes to the attached, Welcome carries the newest manifest to the others."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:

@@ -174,11 +174,12 @@ class Computer:
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check_waiting()
         swap_weights(self._model, self._targets, tensors)
+        taken_back = version <= self.version
         self.version = version
         kept = self._config.local.kv_at_swap
         begun = () if kept == "keep_conversations" else self._running.items()
         again = [slot for slot, request in begun if kept == "recompute" or not request.logprobs]
-        self._table.weights_changed(again)
+        self._table.weights_changed(again, taken_back=taken_back)
         self._resolve(future, None)
 
     def read_back(self, names: list[str]) -> list[ReadBack]:
@@ -392,7 +393,8 @@ class Computer:
         if self._drains and not self._running and not self._waiting:
             self._resolved += [(future, None) for future in self._drains]
             self._drains.clear()
-        self.kv_used = float(self._table.computed.sum()) / self._table.tokens.size
+        held = self._table.computed[self._table.running]  # Idle slots give way to whoever needs theirs.
+        self.kv_used = float(held.sum()) / self._table.tokens.size
         self._deliver()
 
     def _resolve(self, future: asyncio.Future, outcome: object) -> None:

@@ -50,6 +50,8 @@ class SlotTable:
         """Number of swaps before the first `_pure` columns were computed (all of `computed` while fresh)."""
         self._pure = np.zeros(capacity, dtype=np.int64)
         self._swaps = 0
+        self._refused = 0
+        """Swaps up to the last one that took weights back. What was computed before it is not reused."""
         self.running = np.zeros(capacity, dtype=bool)
         self.session: list[str | None] = [None] * capacity
         self._idle_since = np.zeros(capacity, dtype=np.int64)
@@ -99,7 +101,7 @@ class SlotTable:
         differs = self.tokens[: self.high, :width] != prompt[:width]
         common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.high, dtype=np.int64)
         usable = self.fresh[: self.high].copy()
-        usable[own] = True
+        usable[own] |= self.origin[own] >= self._refused
         common = common * usable
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
@@ -126,7 +128,7 @@ class SlotTable:
         """End the slot's request. Its cache stays for the next turn, unless older weights computed it."""
         self._changes += 1
         self.running[slot] = False
-        if self.reuse and (self.fresh[slot] or self.keep_idle):
+        if self.reuse and (self.fresh[slot] or (self.keep_idle and self.origin[slot] >= self._refused)):
             self._clock += 1
             self._idle_since[slot] = self._clock
             self.known[slot] = self.computed[slot]  # The rest will not be computed: no request may wait for it.
@@ -138,12 +140,17 @@ class SlotTable:
         self.known[slot] = self.computed[slot] = 0
         self.fresh[slot] = False
 
-    def weights_changed(self, again: Collection[int]) -> None:
-        """Drop idle slots unless they are kept. Running ones keep their old entries; `again` are computed again."""
+    def weights_changed(self, again: Collection[int], *, taken_back: bool = False) -> None:
+        """Drop idle slots unless they are kept. Running ones keep their old entries; `again` are computed again.
+
+        `taken_back`: the weights before were refused, so that nothing computed until now is kept for a later turn.
+        """
         self._swaps += 1
         self._changes += 1
+        if taken_back:
+            self._refused = self._swaps
         for slot in range(self.high):
-            if not self.running[slot] and not self.keep_idle:
+            if not self.running[slot] and (taken_back or not self.keep_idle):
                 self._forget(slot)
             elif slot in again:
                 self.computed[slot], self.fresh[slot], self.origin[slot] = 0, True, self._swaps

@@ -65,10 +65,12 @@ class Core:
         self._llm.collective_rpc("draw_by_rule")
         self.takes_patches = self._takes_patches(setup)
         self._version = 0
+        self._loads = 0
+        """Swaps so far. Unlike a version, no two stretches of weights share the number."""
         self._llm.set_weight_version("0")
         self._keeps_conversations = config.vllm.kv_at_swap == "keep_conversations"
         self._began: dict[str, int] = {}
-        """Version at which each conversation began that had a turn since the last swap."""
+        """Load under which each conversation began that had a turn since the last swap."""
         self._began_before: dict[str, int] = {}
         """The same of those that had one between the last two swaps."""
         self._calls: dict[str, _Running] = {}
@@ -82,7 +84,7 @@ class Core:
     def add(self, message: VllmGenerate | VllmScore) -> None:
         """Start a request. Raises BadRequestError when vLLM refuses it."""
         prompt = message.prompt_ids if isinstance(message, VllmGenerate) else message.token_ids
-        salted = tokens_input(prompt, cache_salt=str(self._first_version(message)))
+        salted = tokens_input(prompt, cache_salt=str(self._first_load(message)))
         try:
             params = _params(message.sampling) if isinstance(message, VllmGenerate) else _SCORE
             internal_id = self._llm.add_request(str(message.call), salted, params)
@@ -92,11 +94,11 @@ class Core:
         if isinstance(message, VllmGenerate) and message.sampling.stop and message.sampling.resumed:
             self._resume_text(running, message)
 
-    def _first_version(self, message: VllmGenerate | VllmScore) -> int:
-        """Return the oldest version whose cache blocks a call may reuse. As a salt it keeps older ones out."""
+    def _first_load(self, message: VllmGenerate | VllmScore) -> int:
+        """Return the first load whose cache blocks a call may reuse. As a salt it keeps older ones out."""
         if isinstance(message, VllmScore) or not self._keeps_conversations:
-            return self._version
-        known = self._began_before.get(message.session, self._version)
+            return self._loads
+        known = self._began_before.get(message.session, self._loads)
         return self._began.setdefault(message.session, known)
 
     def step(self) -> list[VllmGenerated | Scored]:
@@ -121,16 +123,19 @@ class Core:
         """Put the weights of `version` in place; `patched` as in LoadWeights.
 
         Requests that have sampled tokens go on with their KV cache. The others start over, so that the cache of no
-        prompt mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all go on.
+        prompt mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all go on, unless the weights
+        before were refused: those of a new version have a higher number.
         """
         if patched is None:
             self._llm.collective_rpc("load_from_file", args=(path,))
         else:
             self._llm.collective_rpc("patch_from_file", args=(path, patched))
+        is_newer = version > self._version
         self._version = version
+        self._loads += 1
         self._llm.set_weight_version(str(version))
-        self._began_before, self._began = self._began, {}
-        if self._keeps_conversations:
+        self._began_before, self._began = self._began if is_newer else {}, {}
+        if self._keeps_conversations and is_newer:
             return
         for running in list(self._calls.values()):
             if self._sampled(running) == 0:
