@@ -147,7 +147,7 @@ class Enrollment:
             async with self._hashing:  # Who waits for the first one's files keeps no thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:
-            return Rejected(reason=str(error))
+            return Rejected(reason=str(error), may_return=False)
         except (ComposerError, OSError) as error:
             logger.error("node %s cannot be enrolled now, it will ask again: %s", message.name, error)
             return None

@@ -6,7 +6,8 @@
     GET  /v1/models  /health  /metrics
     /control/...                  for the run's operator (orchestrator/fleet)
 
-Bad input gets a 4xx status and OpenAI's error body. A client that closes its connection cancels its request.
+Bad input gets a 4xx status. Every exception of a route gets OpenAI's error body. A client that closes its
+connection cancels its request.
 """
 
 from __future__ import annotations
@@ -107,13 +108,13 @@ class HttpServer:
 
     async def start(self, listener: socket.socket) -> None:
         """Serve at a bound socket."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        answering = lambda handle: _answering(self._token, handle)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_with_error_bodies])
+        with_token = lambda handle: _with_token(self._token, handle)
         app.add_routes(
             [
-                web.post("/inference/v1/generate", answering(self._generate)),
-                web.post("/v1/chat/completions", answering(self._chat_complete)),
-                web.get("/v1/models", answering(self._get_models)),
+                web.post("/inference/v1/generate", with_token(self._generate)),
+                web.post("/v1/chat/completions", with_token(self._chat_complete)),
+                web.get("/v1/models", with_token(self._get_models)),
                 *self._others,
             ]
         )
@@ -215,9 +216,9 @@ def state_routes(
 
     return [
         web.get("/health", get_health),
-        web.get("/metrics", _answering(token, get_metrics)),
+        web.get("/metrics", _with_token(token, get_metrics)),
         *control,
-        web.route("*", "/{path:.*}", _answering(token, refuse_path)),
+        web.route("*", "/{path:.*}", _with_token(token, refuse_path)),
     ]
 
 
@@ -237,13 +238,27 @@ def to_request_error(error: Exception, request: str) -> RequestError:
     return RequestError("the gateway failed; see the orchestrator's log", status=500, code="internal")
 
 
-def _answering(token: str | None, handle: Handler) -> Handler:
+@web.middleware
+async def _with_error_bodies(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.RequestPayloadError:
+        # aiohttp would read on after the reply and log this as its own error. Its parser takes no further request.
+        request.content.feed_eof()
+        encoding = request.headers.get("Content-Encoding", "")
+        reply = _error(RequestError(f"the body does not decode as its Content-Encoding says: {encoding[:40]!a}"))
+        reply.force_close()
+        return reply
+    except Exception as error:
+        return _error(to_request_error(error, f"{request.method} {request.path[:200]!a}"))
+
+
+def _with_token(token: str | None, handle: Handler) -> Handler:
     async def answer(request: web.Request) -> web.Response:
-        try:
-            _authorize(request, token)
-            return await handle(request)
-        except Exception as error:
-            return _error(to_request_error(error, f"{request.method} {request.path[:200]!a}"))
+        _authorize(request, token)
+        return await handle(request)
 
     return answer
 

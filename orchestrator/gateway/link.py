@@ -284,7 +284,7 @@ class NodeLink:
     def _cut_off(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
         self.evicted += 1
         logger.warning("cut off: %s", reason)
-        self._socket.send(identity, Rejected(reason=reason))
+        self._socket.send(identity, Rejected(reason=reason, may_return=True))
         if node is not None:
             self._router.nodes.leave(node, why)
 
@@ -313,7 +313,8 @@ class NodeLink:
         self._enrollment.refresh()
         for node in self._router.nodes.attached():
             if (reason := self._enrollment.revoked.get(node.key)) is not None:
-                self._socket.send(node.identity, Rejected(reason=f"this node was turned away for good: {reason}"))
+                refusal = f"this node was turned away for good: {reason}"
+                self._socket.send(node.identity, Rejected(reason=refusal, may_return=False))
                 self._router.nodes.leave(node, f"evicted: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:

@@ -17,12 +17,13 @@ class HeldPort:
 
         Raises PortInUseError when another process holds it.
         """
+        self.number = port
         self.socket = socket.socket()
         self._lock = socket.socket(socket.AF_UNIX)
         try:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind((host, port))
-            self.number: int = self.socket.getsockname()[1]
+            self.number = self.socket.getsockname()[1]
             if sys.platform == "linux":
                 # One socket at a time has an abstract name. SO_REUSEADDR lets two that do not listen have one port.
                 self._lock.bind(f"\0composer-prime/gateway-port/{self.number}")
@@ -31,7 +32,7 @@ class HeldPort:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise PortInUseError(
-                f"http://{host}:{port} is held by another process: stop it, or set orchestrator.gateway_port to "
+                f"http://{host}:{self.number} is held by another process: stop it, or set orchestrator.gateway_port to "
                 "another port (0 takes a free one)"
             ) from None
         self.url = f"http://{host}:{self.number}"

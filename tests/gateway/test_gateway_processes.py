@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
 import aiohttp
 import pytest
@@ -27,7 +28,7 @@ from orchestrator.gateway import Gateway
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.gateway.generation import SamplingFields, TurnAnswer, TurnRequest
-from orchestrator.gateway.http import HttpServer
+from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.port import HeldPort
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.processes.http_end import RouterLink, forward_route
@@ -198,9 +199,11 @@ def process_settings(port: int) -> ProcessSettings:
     )
 
 
-def http_server(answer: Callable[[TurnRequest], Awaitable[TurnAnswer]]) -> tuple[ChatFormat, HttpServer]:
+def http_server(
+    answer: Callable[[TurnRequest], Awaitable[TurnAnswer]], *others: web.RouteDef
+) -> tuple[ChatFormat, HttpServer]:
     chat = ChatFormat(MODEL, None)
-    return chat, HttpServer(answer, chat, model_names=("policy",), max_context=512, token=None, others=())
+    return chat, HttpServer(answer, chat, model_names=("policy",), max_context=512, token=None, others=others)
 
 
 @pytest.mark.process
@@ -239,22 +242,25 @@ async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
 
 @pytest.mark.process
 async def test_an_unexpected_error_reads_the_same_from_one_and_several_processes(caplog):
-    """The client gets OpenAI's error body without the cause, which the log has."""
+    """The client gets OpenAI's error body without the cause, which the log has. The same holds for other routes."""
 
-    async def answer(turn: TurnRequest) -> TurnAnswer:
+    def fail(*_: object) -> Any:
         raise ZeroDivisionError("the cause")
 
+    async def answer(turn: TurnRequest) -> TurnAnswer:
+        return fail()
+
     alone, port = HeldPort("127.0.0.1", 0), HeldPort("127.0.0.1", 0, shared=True)
-    chat, server = http_server(answer)
+    chat, server = http_server(answer, *state_routes(token=None, health=fail, metrics=fail))
     errors: list[BaseException] = []
     processes = GatewayProcesses(1, answer, errors.append)
     try:
         await server.start(alone.socket)
         await processes.start(process_settings(port.number), server.close)
         one, several = [await post(held.url, generate_body(5)) for held in (alone, port)]
-        assert one == several
+        assert one == several == await get(f"{alone.url}/health")
         assert (one[0], one[1]["error"]["code"]) == (500, "internal")
-        assert "the cause" not in str(one) and caplog.text.count("ZeroDivisionError: the cause") == 2
+        assert "the cause" not in str(one) and caplog.text.count("ZeroDivisionError: the cause") == 3
         assert not errors
     finally:
         await processes.close()
@@ -266,20 +272,27 @@ async def test_an_unexpected_error_reads_the_same_from_one_and_several_processes
 
 async def test_a_gateway_process_reads_no_body_for_a_route_that_takes_none():
     """Whoever reaches the port would fill its memory, with the token or without. The answer waits for no body."""
+
+    async def answer(turn: TurnRequest) -> TurnAnswer:
+        raise AssertionError("no turn is asked for")
+
+    port = HeldPort("127.0.0.1", 0)
     async with aiohttp.ClientSession() as session:
-        app = web.Application()
-        app.add_routes([forward_route(session, "http://127.0.0.1:9")])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
+        chat, server = http_server(answer, forward_route(session, "http://127.0.0.1:9"))
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            reader, writer = await asyncio.open_connection(*runner.addresses[0])
+            await server.start(port.socket)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
             writer.write(b"POST /health HTTP/1.1\r\nHost: gateway\r\nContent-Length: 1000000000\r\n\r\n")
             assert b" 503 " in await reader.readline()
-            assert b"the router does not answer" in await reader.readuntil(b"ClientConnectorError")
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = json.loads(await reader.readuntil(b"}}"))
+            assert b"application/json" in head and body["error"]["code"] == "router_unavailable"
+            assert body["error"]["message"] == "the router does not answer: ClientConnectorError"
             writer.close()
         finally:
-            await runner.cleanup()
+            await server.close()
+            chat.close()
+            port.close()
 
 
 async def test_a_turn_that_cannot_be_sent_leaves_nothing_behind():

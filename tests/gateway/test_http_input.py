@@ -159,6 +159,19 @@ async def test_a_header_that_is_no_text_is_the_clients_error(open_gateway, node_
         assert not gateway.router.open and not gateway.router.queue
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_does_not_decode_is_the_clients_error(open_gateway, caplog, encoding):
+    """It gets a 400 that names the encoding, and the log has no error."""
+    headers = {"Content-Encoding": encoding}
+    async with open_gateway() as gateway, aiohttp.ClientSession() as session:
+        for path in (GENERATE, CHAT):
+            async with session.post(gateway.http_url + path, data=b"garbage", headers=headers) as reply:
+                assert reply.status == 400
+                assert f"Content-Encoding says: '{encoding}'" in (await reply.json())["error"]["message"]
+        assert (await get(gateway.http_url + "/health"))[0] == 503  # The gateway goes on; it has no node.
+    assert "Traceback" not in caplog.text
+
+
 async def test_models_lists_the_policy_with_its_context(open_gateway):
     """Clients learn max_model_len before their first request, node or no node."""
     async with open_gateway() as gateway:

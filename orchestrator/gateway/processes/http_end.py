@@ -106,7 +106,9 @@ def forward_route(session: aiohttp.ClientSession, router_url: str) -> web.RouteD
             async with session.request(request.method, url, headers=headers) as reply:
                 return web.Response(body=await reply.read(), status=reply.status, content_type=reply.content_type)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise web.HTTPServiceUnavailable(text=f"the router does not answer: {type(error).__name__}") from error
+            raise RequestError(
+                f"the router does not answer: {type(error).__name__}", status=503, code="router_unavailable"
+            ) from error
 
     return web.route("*", "/{path:.*}", forward)
 
