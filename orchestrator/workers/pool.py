@@ -29,14 +29,14 @@ _LONGEST_BACKOFF_S = 30.0
 
 
 class WorkerPool:
-    """`async with WorkerPool(spec) as pool: reply = await pool.run(request)`."""
+    """`async with WorkerPool(spec, start_timeout_s=60) as pool: reply = await pool.run(request)`."""
 
     def __init__(
         self,
         spec: SourceSpec,
         *,
         workers: int = 1,
-        start_timeout_s: float = 600.0,
+        start_timeout_s: float,
         hang_timeout_s: float = 60.0,
         max_restarts: int = 5,
         backoff_s: float = 0.5,

@@ -198,6 +198,28 @@ def test_answers_that_are_checked_together(folder, monkeypatch):
     run(scenario())
 
 
+def test_checks_that_find_no_memory_together_are_done_one_by_one(folder):
+    # Only the one that finds none alone fails.
+    class Small(Computer):
+        def _forward(self, ids, positions, plan, rows):
+            if plan.places is None and ids.shape[1] > 60:
+                torch.empty(1 << 60)
+            return super()._forward(ids, positions, plan, rows)
+
+    async def scenario():
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Small)
+        await engine.start()
+        asked = [np.full(length, 5, np.int32) for length in (40, 70, 41)]
+        checks = [engine.check_draws(one, 5, len(one), sampling(99, seed=1), 0.01, in_int8=rounded)
+                  for one in asked for rounded in (False, True)]  # fmt: skip
+        found = await asyncio.gather(*checks, return_exceptions=True)
+        assert [isinstance(one, EngineError) for one in found] == [False, False, True, True, False, False]
+        assert [len(one[0]) for one in found if isinstance(one, tuple)] == [35, 35, 36, 36]
+        await engine.close()
+
+    run(scenario())
+
+
 def test_recomputed_caches_forget_the_old_weights(folder):
     # With kv_at_swap = recompute, tokens after a swap are exactly what the new weights alone give.
     async def scenario():
@@ -427,19 +449,23 @@ def test_a_failed_compute_thread_fails_every_request(folder):
     run(scenario())
 
 
-@pytest.mark.parametrize("step_fails", [False, True])
-def test_memory_that_runs_out_is_told_with_the_remedy(folder, step_fails):
+@pytest.mark.parametrize(
+    ("step_fails", "allocate", "reason"),
+    [(False, torch.empty, ".*bytes.*"), (True, torch.empty, ".*bytes.*"), (False, bytearray, "MemoryError")],
+)
+def test_memory_that_runs_out_is_told_with_the_remedy(folder, step_fails, allocate, reason):
     # A command that finds no memory ends with the reason, and the engine goes on; a step ends the engine with it.
+    # Python's own error has no text, so its name is the reason.
     class Small(Computer):
         def _forward(self, ids, positions, plan, rows):
             if ids.shape[1] == 100 and (plan.places is not None) == step_fails:
-                torch.empty(1 << 50)
+                allocate(1 << 60)
             return super()._forward(ids, positions, plan, rows)
 
     async def scenario():
         engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Small)
         await engine.start()
-        many, remedy = [5] * 100, r"ran out of memory \(.*bytes.*\): lower inference.local.kv_cache_gib"
+        many, remedy = [5] * 100, rf"ran out of memory \({reason}\): lower inference.local.kv_cache_gib"
         if step_fails:
             with pytest.raises(EngineError, match=remedy):
                 await engine.generate("r", many, sampling(5), "s")

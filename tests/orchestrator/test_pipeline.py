@@ -134,7 +134,7 @@ async def test_evaluation_only(open_run, tmp_path):
 @pytest.mark.parametrize(("count", "batch", "running"), [(2, "2 groups", "16 rollouts of 4 groups"),
                                                         (1, "1 group", "8 rollouts of 2 groups")])  # fmt: skip
 async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_path, count, batch, running):
-    """A rank that asks too early learns how many groups are ready, what runs, and since when. One is no groups."""
+    """A rank that asks too early learns how many groups are ready, what runs, and since when."""
     pool = ScriptedPool()
     pool.pause_s = lambda request: 1.0
     config = make_config(tmp_path, groups_per_step=count)

@@ -265,7 +265,7 @@ from orchestrator.workers.protocol import SourceSpec
 async def main():
     env = {"id": "bench_env"}
     spec = SourceSpec(name="o", tasksets={"train": env}, harness=env, model_path=sys.argv[1])
-    async with WorkerPool(spec) as pool:
+    async with WorkerPool(spec, start_timeout_s=280.0) as pool:
         print(pool.pids[0], flush=True)
         await asyncio.sleep(60)
 

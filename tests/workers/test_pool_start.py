@@ -19,7 +19,7 @@ async def test_whatever_ends_a_supervisor_ends_the_start_with_its_reason(tmp_pat
     spec = SourceSpec(name="na\0me", tasksets={"train": {"id": "x"}}, harness={"id": "x"}, model_path="m")
     async with asyncio.timeout(20):
         with pytest.raises(EnvironmentWorkerError, match="ValueError: embedded null"):
-            await WorkerPool(spec, workers=2, log_dir=tmp_path).start()
+            await WorkerPool(spec, workers=2, start_timeout_s=280.0, log_dir=tmp_path).start()
 
 
 @pytest.mark.process
@@ -36,5 +36,5 @@ async def test_a_source_whose_sandbox_does_not_open_here_is_refused(
         model_path=str(resolve_model("tiny_code")),
     )
     with pytest.raises(ConfigError, match=r"'s'.*'bubblewrap', which does not work here.*apt-get install bubblewrap"):
-        await WorkerPool(spec, log_dir=tmp_path).start()
+        await WorkerPool(spec, start_timeout_s=280.0, log_dir=tmp_path).start()
     probe.cache_clear()

@@ -1,7 +1,7 @@
 """Publishing a policy version: copied weights -> canary -> chunks in the store -> signed manifest -> announcement.
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
-    canary: logprobs of a fixed prompt, on the device (on a CPU below the line)
+    canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
     ---- training goes on; the rest is a thread of rank 0 ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
     -> announce: the orchestrator learns of the version
@@ -102,7 +102,7 @@ class Publisher:
         if tensors is None:
             return 0
         # Beside a backward pass a GPU may have no room for it.
-        on_gpu = self._canary.score(tensors) if self._world.device.type != "cpu" else None
+        canary_in_step = self._canary.score(tensors) if self._world.device.type != "cpu" else None
         names: list[str] = []  # where only factors are written: what they are added to
         written = tensors
         if adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys():
@@ -111,7 +111,7 @@ class Publisher:
         size = sum(tensor.nbytes for tensor in written.values())
 
         def write_and_announce() -> None:
-            canary = on_gpu or self._canary.score(tensors)
+            canary = canary_in_step or self._canary.score(tensors)
             # some architectures are stored unfused, under other names than their parameters have
             stored = dict(written) if names else revert_weight_conversion(self._plain, dict(written))
             tensors.clear()

@@ -21,7 +21,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -201,15 +201,20 @@ class Computer:
     def _check_waiting(self) -> None:
         """Carry out what `check_draws` was asked, in as few passes as fit."""
         waiting, self._checks = sorted(self._checks, key=_kind_of_check), []
-        for (rounded, _), group in groupby(waiting, _kind_of_check):
+        for _, group in groupby(waiting, _kind_of_check):
             futures, checks = zip(*group, strict=True)
-            try:
-                with _memory_errors(), in_int8(self._model) if rounded else nullcontext():
-                    found = self._given.misses(checks)
-            except ComposerError as error:
-                found = [error] * len(checks)
-            for future, outcome in zip(futures, found, strict=True):
+            for future, outcome in zip(futures, self._checked(checks), strict=True):
                 self._resolve(future, outcome)
+
+    def _checked(self, checks: Sequence[DrawCheck]) -> list[object]:
+        """Return the outcome of each of several checks of one kind, done one by one where memory runs out for all."""
+        try:
+            with _memory_errors(), in_int8(self._model) if checks[0].in_int8 else nullcontext():
+                return [*self._given.misses(checks)]
+        except ComposerError as error:
+            if len(checks) == 1:
+                return [error]
+        return [outcome for check in checks for outcome in self._checked([check])]
 
     def find_stop(self, future: asyncio.Future, completion: np.ndarray, sampling: Sampling) -> None:
         """Resolve with the number of tokens after which a stop rule ends `completion`; None where none does."""
@@ -428,8 +433,8 @@ def _memory_errors() -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # Their tensors would live as long as the error.
         told, _, _ = str(error).partition("\n")
         raise EngineError(
-            f"the local engine ran out of memory ({told[:300]}): lower inference.local.kv_cache_gib or "
-            "model.max_context, or give it a device with more memory"
+            f"the local engine ran out of memory ({told[:300] or type(error).__name__}): lower "
+            "inference.local.kv_cache_gib or model.max_context, or give it a device with more memory"
         ) from error
 
 
