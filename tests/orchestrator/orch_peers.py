@@ -305,20 +305,29 @@ class PeerTrainer:
             self.waits.append(answer.waiting_for)
 
     async def train(self, step: int, *, work_s: float = 0.0) -> list[StepReply]:
-        """Take one optimizer step: fetch on all ranks, check, publish, send StepDone."""
+        """Take one optimizer step."""
+        replies = await self.fetch(step)
+        await asyncio.sleep(work_s)
+        await self.finish(step)
+        return replies
+
+    async def fetch(self, step: int) -> list[StepReply]:
+        """Fetch the batch of a step on all ranks, and check it."""
         replies = await asyncio.gather(*(self.ask(step, rank) for rank in range(self.world_size)))
         for rank, reply in enumerate(replies):
             assert isinstance(reply, StepReply), reply
             for batch in reply.micro_batches:
                 oldest = max(0, step - 1 - self.max_staleness)
                 verify_batch(batch, run_id=RUN_ID, step=step, rank=rank, versions=(oldest, step - 1))
-        await asyncio.sleep(work_s)
         self.steps[step] = replies
-        ids = sorted(sample_ids(replies))
+        return replies
+
+    async def finish(self, step: int) -> None:
+        """Publish the version of a step, note the step in the ledger, and send StepDone."""
+        ids = sorted(sample_ids(self.steps[step]))
         self.publish(step)
         ledger.append_step(self.run_dir.ledger, step, ids)
         await self.done(step, ids)
-        return replies
 
     async def checkpoint(self, step: int) -> CheckpointSaved:
         await self.send(CheckpointRequest(run_id=RUN_ID, step=step))

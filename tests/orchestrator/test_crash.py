@@ -29,7 +29,8 @@ PROCESS = Path(__file__).with_name("orch_process.py")
 @asynccontextmanager
 async def orchestrator(
     run_dir: RunDir, tmp_path: Path, *, resume: bool, max_steps: int
-) -> AsyncIterator[subprocess.Popen]:
+) -> AsyncIterator[tuple[subprocess.Popen, PeerNode]]:
+    """Start an orchestrator, and a node beside it."""
     run_dir.endpoints.unlink(missing_ok=True)
     run_dir.config.write_text(load.dump(make_config(tmp_path, max_steps=max_steps, resume=resume, max_staleness=2)))
     process = subprocess.Popen([sys.executable, str(PROCESS), str(run_dir.root)])
@@ -39,8 +40,8 @@ async def orchestrator(
                 assert process.poll() is None
                 await asyncio.sleep(0.02)
         endpoints = json.loads(run_dir.endpoints.read_text())
-        async with PeerNode(endpoints["node"], RunKeys(run_dir.keys), swap_s=0.05, delay_s=0.01):
-            yield process
+        async with PeerNode(endpoints["node"], RunKeys(run_dir.keys), swap_s=0.05, delay_s=0.01) as node:
+            yield process, node
     finally:
         process.kill()
         process.wait()
@@ -62,19 +63,28 @@ async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path
 
     Groups that were finished are not played again; those in flight are played with the same task and seeds.
     """
-    async with orchestrator(run_dir, tmp_path, resume=False, max_steps=9) as process, trainer(run_dir, 0) as first:
+    async with (
+        orchestrator(run_dir, tmp_path, resume=False, max_steps=9) as (process, node),
+        trainer(run_dir, 0) as first,
+    ):
         for step in (1, 2):
             await first.train(step)
         await first.checkpoint(2)
-        for step in (3, 4, 5):
+        for step in (3, 4):
             await first.train(step)
+        await first.fetch(5)
+        node.delay_s, answered = 3600.0, set(node.running)
+        await first.finish(5)
+        async with asyncio.timeout(100):
+            while not node.running - answered:  # A rollout of a later step is in flight.
+                await asyncio.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
     before = [line.split() for line in (run_dir.root / "played.txt").read_text().splitlines()]
     entries = Journal.resume(run_dir.journal)[1]
     finished = {entry.group.plan.group_id for entry in entries if isinstance(entry, Finished)}
 
-    async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as process, trainer(run_dir, 2) as second:
+    async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as (process, _), trainer(run_dir, 2) as second:
         for step in (3, 4, 5, 6):
             await second.train(step)
         for step in (3, 4, 5):
@@ -87,7 +97,7 @@ async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path
 
     # A checkpoint without its marker is none, however new it is.
     (run_dir.checkpoint(8) / "orchestrator").mkdir(parents=True)
-    async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as process, trainer(run_dir, 6) as third:
+    async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as (process, _), trainer(run_dir, 6) as third:
         for step in (7, 8, 9):
             await third.train(step)
         assert tokens_by_sample(third.steps[7]) == tokens_by_sample(second.steps[7])
@@ -174,7 +184,7 @@ async def run_until_killed(run_dir: RunDir, tmp_path: Path, life_s: float | None
                         shutil.rmtree(run_dir.checkpoint(old))
         assert await asyncio.to_thread(process.wait, 10) == 0
 
-    async with orchestrator(run_dir, tmp_path, resume=start > 0, max_steps=max_steps) as process:
+    async with orchestrator(run_dir, tmp_path, resume=start > 0, max_steps=max_steps) as (process, _):
         work = asyncio.create_task(train(process))
         await asyncio.wait({work}, timeout=life_s)
         if work.done():
