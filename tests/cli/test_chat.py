@@ -92,7 +92,7 @@ def test_ctrl_c_while_a_pipe_is_read():
 def test_without_tools():
     done = talk("tiny", "--max-tokens", "4", text="Hello\n/system Be brief.\nHello\n/help\n")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(" in all]") == 2
+    assert done.stderr.count(" in total]") == 2
     assert "/system TEXT" in done.stdout
 
 
