@@ -199,6 +199,7 @@ async def trees(runtime: RuntimeConfig, repeat: int) -> None:
     as_shipped = prepared.LEAST_FILES, prepared.LEAST_BYTES
     prepared.trees_folder = lambda: folder / "prepared"
     prepared.LEAST_FILES = prepared.LEAST_BYTES = 1
+    prepared.SETTLED_S = 0.0
     try:
         for count, total_bytes in TREES:
             await filled(runtime, repeat, count, total_bytes, folder, as_shipped)

@@ -15,7 +15,7 @@ import os
 import stat
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -139,19 +139,21 @@ async def _start(runtime: RuntimeConfig, python_path: tuple[str, ...]) -> Box:
 
 
 def read_tree(tree: Path) -> dict[str, bytes]:
-    """Return the files of `regular_files`, by POSIX path."""
-    return {path: (tree / path).read_bytes() for path, _ in regular_files(tree)}
+    """Return the files of `statuses_of`, by POSIX path."""
+    return {path: (tree / path).read_bytes() for path in statuses_of(tree)}
 
 
-def regular_files(tree: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield POSIX path and status of the regular files below a folder. Links and caches of Python are left out."""
+def statuses_of(tree: Path) -> dict[str, os.stat_result]:
+    """Return the status of each regular file of a folder, by POSIX path. Links and caches of Python are left out."""
+    statuses = {}
     for folder, subfolders, names in os.walk(tree):
         subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
         below = os.path.relpath(folder, tree)
         for name in sorted(names):
             status = os.lstat(os.path.join(folder, name))
             if stat.S_ISREG(status.st_mode):
-                yield name if below == "." else f"{below}/{name}", status
+                statuses[name if below == "." else f"{below}/{name}"] = status
+    return statuses
 
 
 def inside_path(path: str) -> str:

@@ -30,14 +30,14 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.sandbox.box import NOTHING, Box, CloneError, CommandResult, inside_path
+from orchestrator.sandbox.box import NOTHING, Box, CloneError, CommandResult, inside_path, statuses_of
 from orchestrator.sandbox.control import ControlChannel
 from orchestrator.sandbox.files import list_regular, read_regular
 from orchestrator.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.sandbox.loopback import PROXY_URL, LoopbackPorts
 from orchestrator.sandbox.output import CommandStreams
 from orchestrator.sandbox.python_image import python_image
-from orchestrator.sandbox.trees.prepared import PreparedTree, give_up, prepare
+from orchestrator.sandbox.trees.prepared import PreparedTree, give_up, on_disk, prepare
 from orchestrator.sandbox.usage import measure
 
 END_TIMEOUT_S = 10.0
@@ -75,6 +75,8 @@ class BubblewrapBox(Box):
         self._root_fd = open_root(init_pid)
         self.tree: PreparedTree | None = None
         """What the work folder is a clone of; None for a box whose files were copied."""
+        self._num_given = 0
+        """Files that came from the host. The limit on files counts those of a clone that the box wrote only."""
         self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
         self._one_at_a_time = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -246,29 +248,55 @@ class BubblewrapBox(Box):
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
 
     async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
-        """As of any box; but a large `tree`, or without one large `files`, are cloned where the kernel can."""
-        prepared = await prepare(tree, files)
+        """As of any box; but a large `tree`, or without one large `files`, are cloned where the kernel can.
+
+        Raises SandboxError for what is larger than disk_mb.
+        """
+        limits = self.runtime.limits
+        statuses = {} if tree is None else await asyncio.to_thread(statuses_of, tree)
+        sizes = {path: status.st_size for path, status in statuses.items()}
+        largest = max(sizes.values() if tree else map(len, files.values()), default=0)
+        sizes |= {path: len(content) for path, content in files.items() if not path.startswith("/")}
+        needed = on_disk(sizes.values())
+        if needed > limits.disk_mb * _MIB:  # A clone would have room for it, and a copy not.
+            raise SandboxError(
+                f"the sandbox's files take {needed / _MIB:.1f} MiB, but its disk has {limits.disk_mb:g} MiB: "
+                "raise orchestrator.source.runtime.limits.disk_mb"
+            )
+        # The kernel copies no larger file when a command changes its mode or name.
+        fits = largest <= limits.file_mb * _MIB
+        prepared = await prepare(tree, statuses, files) if fits else None
         if prepared is not None:
             await self.clone(prepared)
-            tree, files = None, {} if tree is None else files
+            self._num_given = len(statuses) if tree else len(files)
+            tree, files = None, files if tree else {}
         await super().fill(tree, files)
 
     async def clone(self, prepared: PreparedTree) -> None:
-        """Lay a tree under the empty work folder, and hold it until the box is closed. Raises CloneError."""
+        """Lay a tree under the empty work folder, and hold it until the box is closed.
+
+        Raises CloneError where this machine cannot, SandboxError for a box that was killed meanwhile.
+        """
         self.tree = prepared
         try:
             namespace = io.FileIO(f"/proc/{self.init_pid}/ns/mnt")
             signal.pidfd_send_signal(self._init_fd, 0)  # The pid is still this box's.
         except OSError as error:
             raise SandboxError(f"the sandbox ended while its files were cloned: {error}") from error
-        if problem := await asyncio.to_thread(prepared.clone, namespace):
+        problem = await asyncio.to_thread(prepared.clone, namespace)
+        device = os.stat("work", dir_fd=self._root_fd).st_dev
+        is_killed = device == os.fstat(self._root_fd).st_dev
+        if is_killed or (not problem and device == self._work_device):
+            raise SandboxError(f"the sandbox was killed while its files were cloned; open another one: {problem}")
+        if problem:
             give_up(problem)
             raise CloneError(problem)
-        self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
+        self._work_device = device
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()
         listed = [(inside_path(path), len(content)) for path, content in files.items()]
+        self._num_given += len(listed)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 reply = await self.control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
@@ -294,7 +322,7 @@ class BubblewrapBox(Box):
         except PermissionError:  # Code in the box took its own permission away.
             return {}
         try:
-            return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files)
+            return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files + self._num_given)
         finally:
             os.close(work_fd)
 

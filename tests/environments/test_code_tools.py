@@ -11,6 +11,7 @@ import pytest
 from code_tasks_made import make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
+from orchestrator.environments.code import harness
 from orchestrator.environments.code.tool_schemas import TOOL_NAMES
 from orchestrator.environments.code.tools import CodeTools, clip, is_tool_error, order_test_output
 from orchestrator.hints.generate import Templates
@@ -194,3 +195,12 @@ async def test_diagnostics(play: Played) -> None:
 def test_schemas_have_names() -> None:
     tools = CodeTools(make_task(), None, names=TOOL_NAMES[:2], output_chars=100, timeout_s=1)  # type: ignore[arg-type]
     assert [schema["function"]["name"] for schema in tools.schemas] == list(TOOL_NAMES[:2])
+
+
+# Claim: however much an agent wrote, none of the files that it began with seems to be deleted.
+async def test_bulk_hides_no_file_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "MAX_TREE_BYTES", 100)
+    start = {"tests/test_a.py": bytes(90), "z": bytes(90)}
+    files = {**start, "a": bytes(90), "b": bytes(90)}
+    async with await open_box(RuntimeConfig(type="subprocess"), files=files) as box:
+        assert set(await harness.read_files(box, start)) == {*start, "a"}

@@ -17,7 +17,7 @@ import pytest
 from orchestrator.sandbox import seccomp
 from orchestrator.sandbox.box import NO_FILES, Box, CommandResult, open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.sandbox.trees.prepared import trees_folder
+from orchestrator.sandbox.trees import prepared
 from orchestrator.sandbox.usage import processes_of
 from tests.sandbox.attempts import BOMBS, CLONES, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
 from tests.sandbox.boxes import LARGE, SMALL, need_bubblewrap, need_clones, start_times, still_there
@@ -35,6 +35,15 @@ ATTEMPTS = [
     )
     for name, script in scripts.items()
 ] + [pytest.param(script, ends, id=f"bomb: {name}") for name, (script, ends) in BOMBS.items()]
+
+
+@pytest.fixture(autouse=True)
+def trees(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the prepared tree of these tests out of the user's cache, and clone whatever another test met."""
+    folder = tmp_path_factory.getbasetemp() / "trees"
+    monkeypatch.setattr(prepared, "trees_folder", lambda: folder)
+    monkeypatch.setattr(prepared, "MOST_BYTES", 1 << 26)
+    monkeypatch.setattr(prepared, "_given_up", False)
 
 
 @dataclass
@@ -55,7 +64,7 @@ class Host:
             ("@PORT@", str(self.listening.getsockname()[1])),
             ("@ABSTRACT@", self.abstract.getsockname()[1:].decode()),
             ("@TABLE@", repr(table)),
-            ("@TREES@", str(trees_folder())),
+            ("@TREES@", str(prepared.trees_folder())),
         ):
             script = script.replace(name, value)
         return script
@@ -129,14 +138,14 @@ def test_an_attempt_is_contained(script: str, ends: set[str] | None, host: Host)
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
 def test_an_attempt_in_a_clone_is_contained(script: str, ends: set[str] | None, host: Host) -> None:
-    asyncio.run(need_clones())
+    need_clones()
     check_contained(asyncio.run(attempt(host.fill(script), LARGE)), ends)
 
 
 # Claim: a clone shows nothing of what it is made of, and no way of writing its files changes the prepared tree.
 @pytest.mark.parametrize("script", CLONES.values(), ids=CLONES)
 def test_an_attempt_at_a_prepared_tree_is_contained(script: str, host: Host) -> None:
-    asyncio.run(need_clones())
+    need_clones()
     finished = asyncio.run(attempt(host.fill(script), LARGE))
     check_contained(finished, None)
     assert finished.exit_code == 0, finished.stderr.decode()

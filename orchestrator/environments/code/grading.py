@@ -204,7 +204,9 @@ async def _run_tests(
     }
     argv = ["python", *ISOLATED, "-c", _reporter_source()]
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    async with await open_box(runtime, tree=tree_of(task, trees), files=files, python_path=task.python_path) as box:
+    async with await open_box(runtime, tree=tree_of(task, trees), python_path=task.python_path) as box:
+        if files:  # Not worth a prepared tree: no other box has the same.
+            await box.write_files(files)
         finished = await box.run(
             argv, env=env, stdin=json.dumps(spec).encode(), timeout_s=task.timeout_s, output_bytes=_CHANNEL_BYTES
         )

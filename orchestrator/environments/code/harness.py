@@ -13,7 +13,7 @@ the kind `sandbox`; it never counts as an unsolved task.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from orchestrator.sandbox.box import Box, open_box
 MAX_READ_BYTES = 2**22
 """A larger file of the agent's tree is not looked at."""
 MAX_TREE_BYTES = 2**26
+"""Of the agent's tree, besides what it had at the start."""
 
 
 class CodeSettings(BaseModel):
@@ -119,7 +120,7 @@ class CodeRollout:
             if self._tools is not None:
                 self._watch.close()
                 with sandbox_failures():
-                    state.files = await read_files(self._box)
+                    state.files = await read_files(self._box, self._seal.agent_files())
                 state.calls, state.tool_errors = dict(self._tools.calls), self._tools.errors
                 state.seal, state.watch = self._seal, self._watch
         finally:
@@ -140,14 +141,18 @@ def seal_of(task: CodeTask, settings: CodeSettings) -> code_monitor.Seal:
     return code_monitor.seal(task, tree_of(task, settings.trees), settings.monitor)
 
 
-async def read_files(box: Box) -> dict[str, bytes]:
-    """Return the regular files of a box's work folder. What is larger than the limits, or goes away, is left out."""
+async def read_files(box: Box, start: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the regular files of a box's work folder. What is larger than the limits, or goes away, is left out.
+
+    `start`: the files that the box began with. They come first, so that none of them seems to be deleted because of
+    what else the agent wrote.
+    """
     content: dict[str, bytes] = {}
-    total = 0
-    for path, size in sorted((await box.list_files()).items()):
-        if size > MAX_READ_BYTES or total + size > MAX_TREE_BYTES:
+    left = MAX_TREE_BYTES + sum(map(len, start.values()))
+    for path, size in sorted((await box.list_files()).items(), key=lambda item: (item[0] not in start, item[0])):
+        if size > MAX_READ_BYTES or size > left:
             continue
         with contextlib.suppress(OSError, ValueError):
             content[path] = await box.read_file(path, MAX_READ_BYTES)
-            total += size
+            left -= size
     return content

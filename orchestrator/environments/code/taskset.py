@@ -215,7 +215,8 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             state.files = state.seal.agent_files()
         if state.files is None:
             with sandbox_failures():
-                state.files = await read_files(box_of(runtime, self.data.settings.runtime))
+                box = box_of(runtime, self.data.settings.runtime)
+                state.files = await read_files(box, state.seal.agent_files())
         changed = changed_files(state)
         with sandbox_failures():
             state.grade = await grade(task, self.data.settings.trees, changed, self.data.settings.runtime)

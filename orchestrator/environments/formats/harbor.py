@@ -123,7 +123,8 @@ class HarborTask(vf.Task[HarborData, HarborState]):
             files[f"{HIDDEN}/tests/{path}"] = in_work_folder(content)
         files[f"{HIDDEN}/logs/verifier/.keep"] = b""
         with sandbox_failures():
-            async with await open_box(data.settings.runtime, files=files) as box:
+            async with await open_box(data.settings.runtime) as box:
+                await box.write_files(files)  # Not worth a prepared tree: no other box has the same.
                 await box.run(["bash", f"{HIDDEN}/tests/test.sh"], timeout_s=data.verifier_timeout_s)
                 for name in ("reward.json", "reward.txt"):
                     try:
