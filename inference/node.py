@@ -263,7 +263,7 @@ class InferenceNode:
                 pass  # An evicted node is told to drain; a Hello of it that crosses that is refused.
             case Rejected(reason=reason, may_return=may_return):
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
-                raise WireError(refusal) if may_return else RunMismatchError(refusal)
+                raise RunMismatchError(refusal) if may_return is False else WireError(refusal)
             case Drain(reason=reason):
                 self.drain(reason)
 

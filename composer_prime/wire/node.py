@@ -99,8 +99,8 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
     reason: str
-    may_return: bool = False
-    """Whether the node, started again, may be let in."""
+    may_return: bool | None = None
+    """Whether the node, started again, may be let in. None: the gateway is of an older release, which does not say."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):

@@ -394,7 +394,7 @@ class Audits:
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
         if hello.run_id not in (None, self._run_id):
             reason = f"the auditor served run {hello.run_id!r}, this is run {self._run_id!r}: restart it"
-            self._send(identity, Rejected(reason=reason))
+            self._send(identity, Rejected(reason=reason, may_return=True))
             return
         if identity in self._auditors:
             self._lose(identity, "said hello again")
