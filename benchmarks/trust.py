@@ -126,12 +126,16 @@ async def started(folder: Path, dtype: str) -> LocalEngine:
     return made
 
 
-async def check(auditor: LocalEngine, answers: list[Answer], tolerance: float) -> list[AuditVerdict]:
+async def check(
+    auditor: LocalEngine, answers: list[Answer], tolerance: float, *, compares: bool = True
+) -> list[AuditVerdict]:
     """Audit answers together. As without an older version, every other one is compared with weights in int8."""
-    return await asyncio.gather(*(_checked(auditor, one, tolerance, number) for number, one in enumerate(answers)))
+    return await asyncio.gather(
+        *(_checked(auditor, one, tolerance, compares and number % 2 == 0) for number, one in enumerate(answers))
+    )
 
 
-async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, number: int) -> AuditVerdict:
+async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, in_int8: bool) -> AuditVerdict:
     audit = OpenAudit(
         AuditRequest(
             audit=0,
@@ -143,7 +147,7 @@ async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, numbe
             sampling=answer.sampling,
             tolerance=tolerance,
         ),
-        in_int8=number % 2 == 0,
+        in_int8=in_int8,
     )
     await audit.score(auditor, 0)
     return judge(audit, await auditor.find_stop(np.array(answer.token_ids, np.int32), answer.sampling))
@@ -316,7 +320,8 @@ async def honest_row(
         honest.answers = await generate(node, batch, name)
         honest.generated_s += time.process_time() - start
         start = time.process_time()
-        honest.verdicts += await check(auditor, honest.answers, tolerance)
+        compares = auditor is bench.right  # An auditor in bfloat16 leaves it out.
+        honest.verdicts += await check(auditor, honest.answers, tolerance, compares=compares)
         checked_s += time.process_time() - start
     refused = sum(not is_clean(verdict) for verdict in honest.verdicts) / len(honest.verdicts)
     caught = quarantines(honest, args.lives)

@@ -5,19 +5,25 @@
                     and how many tokens lean to suspect weights
                  -> AuditVerdict | AuditFailed
 
-Every other answer is scored under suspect weights, too: those of the oldest version that the run keeps, and the named
-version's in int8, in turn. It holds one version at a time. Answers that wait are checked version by version, so that
-few swaps are needed, and share passes. It is trusted: it runs on the run's host, or elsewhere with the trainer's token.
+Half of the answers are scored under suspect weights, too: those of the oldest version that the run keeps, or the named
+version's in int8. Chance decides, which no node can know. An auditor that computes in another type than float32 leaves
+this out: its own rounding would make honest answers lean.
+
+It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed, and
+share passes. It is trusted: it runs on the run's host, or elsewhere with the trainer's token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.config.inference import InferenceConfig
@@ -28,6 +34,7 @@ from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
 from composer_prime.wire.types import VersionSpan, floats, ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
+from inference.engines.local.loading import device_and_dtype
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 
@@ -41,8 +48,8 @@ _FEW_TOKENS = 8
 """With fewer tokens the mean error says little."""
 _LEANING = 0.25
 """How far from the named version's logprob to the suspect one a claimed one lies at least to count, as a share."""
-_COMPARED_EVERY = 2
-"""Of so many answers one is compared with suspect weights, which costs as much as the audit itself."""
+_COMPARED = 0.5
+"""Share of answers compared with suspect weights, which costs as much as the audit itself."""
 _MAX_VERSIONS = 64
 """Manifests that are remembered."""
 
@@ -175,12 +182,22 @@ class Auditor(InferenceNode):
         *,
         max_context: int | None = None,
         device: ComputeDevice | None = None,
+        chance: Callable[[], float] = random.SystemRandom().random,
     ) -> None:
-        """Raises EngineError unless `engine` is a local one: no other says what it would draw."""
+        """Raises EngineError unless `engine` is a local one: no other says what it would draw.
+
+        `chance()` returns a number in [0, 1) that no node can know.
+        """
         if not isinstance(engine, LocalEngine):
             raise EngineError(f"an auditor runs the local engine, got {type(engine).__name__}: set inference.engine")
         super().__init__(name, engine, link, receiver, config, max_context=max_context, device=device)
         self._local = engine
+        self._chance = chance
+        _, dtype = device_and_dtype(config)
+        self._share = _COMPARED if dtype == torch.float32 else 0.0
+        """Of answers to compare with suspect weights."""
+        if not self._share:
+            logger.warning("in %s this auditor finds no old or rounded weights: use --dtype float32", dtype)
         self._audits: list[OpenAudit] = []
         self._arrived = asyncio.Event()
         self._manifests: dict[int, bytes] = {}
@@ -226,9 +243,11 @@ class Auditor(InferenceNode):
 
     def _opened(self, request: AuditRequest) -> OpenAudit:
         """Choose what an answer is compared with."""
-        turn, is_left_out = divmod(request.audit, _COMPARED_EVERY)
-        oldest = None if is_left_out or turn % 2 else self._oldest(request)
-        return OpenAudit(request, oldest, in_int8=not is_left_out and oldest is None)
+        chance = self._chance()
+        if chance >= self._share:
+            return OpenAudit(request)
+        oldest = self._oldest(request) if chance < self._share / 2 else None
+        return OpenAudit(request, oldest, in_int8=oldest is None)
 
     def _oldest(self, request: AuditRequest) -> int | None:
         """Return the oldest version that can be had, where it is older than those that the answer names."""

@@ -100,15 +100,19 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
 
 
 def _as_auditor(words: list[str]) -> tuple[Assignment, bool]:
-    """Return the assignment of a node as that of an auditor: the local engine, the trainer's keys, its own listener."""
+    """Return the assignment of a node as that of an auditor: the local engine in float32, the trainer's keys.
+
+    An auditor that joins may have another dtype.
+    """
     joins = bool(words) and words[0].startswith("tcp://")
     assignment, dry_run = _from_join(words) if joins else _parse(words)
-    inference = assignment.inference.model_copy(update={"engine": "local"})
+    dtype = "float32" if assignment.inference.dtype == "auto" else assignment.inference.dtype
+    inference = assignment.inference.model_copy(update={"engine": "local", "dtype": dtype})
     assignment, run_dir = replace(assignment, inference=inference, audits=True), assignment.run_dir
     if run_dir is None:
         return assignment, dry_run
     # What the run's nodes compute on says nothing of this machine.
-    inference = inference.model_copy(update={"device": "auto"})
+    inference = inference.model_copy(update={"device": "auto", "dtype": "float32"})
     keys, address = lambda: RunKeys(run_dir.keys).client("trainer"), lambda: _bound_address(run_dir, "audit")
     name = assignment.node_name if "--node-name" in words else "auditor"
     return replace(assignment, inference=inference, node_name=name, keys=keys, address=address), dry_run

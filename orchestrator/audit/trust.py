@@ -11,12 +11,13 @@ node's rounding makes a token wrong about never (`_P_HONEST` is an upper bound);
 2 % of cases or more. No sum falls below 0, so a node cannot buy credit with clean answers.
 
 Weights that are a few versions old, or in int8, differ from the claimed ones by less than bfloat16 rounds. Further sums
-find them: of the tokens that the auditor scored under such suspect weights too, how many lean to those? Rounding errs
-to either side, however large it is. Suppose that an honest node's token leans with probability at most `_P_LEANS`,
-whatever came before. Then exp(sum of ratios) from any answer on is a supermartingale, and passes exp(SUSPECT_BOUND)
-with probability at most exp(-SUSPECT_BOUND) (Ville, 1939). With a start at each of N audited answers, and four sums, an
-honest node is refused with probability at most 4 N exp(-SUSPECT_BOUND): 3e-4 for 10^5 answers. Rounding is the same
-each time that a prompt comes again, so one answer to it counts.
+find them: of the tokens that the auditor scored under such suspect weights too, how many lean to those? A node's
+rounding errs to either side, however large it is. The auditor's own would make honest answers lean, so only auditors in
+float32 compare. Suppose that an honest node's token leans with probability at most `_P_LEANS`, whatever came before.
+Then exp(sum of ratios) from any answer on is a supermartingale, and passes exp(SUSPECT_BOUND) with probability at most
+exp(-SUSPECT_BOUND) (Ville, 1939). With a start at each of N audited answers, and four sums, an honest node is refused
+with probability at most 4 N exp(-SUSPECT_BOUND): 3e-4 for 10^5 answers. Rounding is the same each time that a prompt
+comes again, so one answer to it counts.
 """
 
 from __future__ import annotations

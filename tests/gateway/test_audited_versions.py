@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 from gateway_config import MODEL
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.audit import ToAuditor
+from composer_prime.wire.audit import AuditRequest, ToAuditor
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.types import VersionSpan
+from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import Auditor
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink
@@ -42,6 +43,28 @@ async def sampled(engine: LocalEngine, node: str, prompt: list[int], version: in
     )
 
 
+async def test_an_auditor_in_bfloat16_compares_with_nothing(keys):
+    # Its own rounding would make honest answers lean.
+    request = AuditRequest(
+        audit=1,
+        prompt_ids=pack_ints([5]),
+        token_ids=pack_ints([6]),
+        logprobs=pack_floats([-1.0]),
+        version_spans=[VersionSpan(0, 1, 0)],
+        finish_reason="length",
+        sampling=Sampling(max_tokens=1, seed=1),
+        tolerance=0.05,
+    )
+    for dtype, compares in (("auto", True), ("float32", True), ("bfloat16", False)):
+        config = SETTINGS.model_copy(update={"dtype": dtype})
+        engine = LocalEngine(MODEL, config, 512)
+        link = GatewayLink(lambda: None, keys.client("trainer"), 10.0, ToAuditor)
+        receiver = Receiver(engine, link, MODEL, 0.05)
+        assert Auditor("a", engine, link, receiver, config, chance=lambda: 0.0)._opened(request).in_int8 is compares
+        receiver.close()
+        link.close()
+
+
 async def test_old_weights_under_a_new_name_are_told_from_new_ones(open_gateway, keys, store):
     # Both are within the tolerance, so no answer is refused alone. An older version that cannot be had refuses none
     # either, and once its source has it again, an answer that names it is audited.
@@ -53,7 +76,9 @@ async def test_old_weights_under_a_new_name_are_told_from_new_ones(open_gateway,
         await node.start()
         link = GatewayLink(lambda: gateway.audits.endpoint, keys.client("trainer"), 10.0, ToAuditor)
         receiver = Receiver(engine, link, MODEL, 0.05)
-        auditor = asyncio.ensure_future(Auditor("a", engine, link, receiver, SETTINGS, max_context=512).run())
+        chances = itertools.cycle([0.9, 0.4, 0.5, 0.1])  # nothing, int8, nothing, the oldest version
+        checking = Auditor("a", engine, link, receiver, SETTINGS, max_context=512, chance=chances.__next__)
+        auditor = asyncio.ensure_future(checking.run())
         try:
             while not gateway.audits.metrics()["audit/auditors"]:
                 await asyncio.sleep(0.02)

@@ -7,7 +7,7 @@ import pytest
 from composer_prime.config import Config, load
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
-from inference.main import _main
+from inference.main import _as_auditor, _main
 from orchestrator.audit.command import main as orchestrator_audit
 
 
@@ -19,7 +19,7 @@ def run_dir(tmp_path):
         {
             "run": {"name": "audited"},
             "model": {"path": "tiny"},
-            "inference": {"engine": "vllm", "device": "cuda"},
+            "inference": {"engine": "vllm", "device": "cuda", "dtype": "bfloat16"},
             "orchestrator": {"source": [{"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}}]},
         }
     )
@@ -42,6 +42,18 @@ def test_an_auditor_elsewhere_needs_the_address_the_model_and_a_token(run_dir, m
     assert _main() == 0
     out = capsys.readouterr().out
     assert "auditor   checker: local engine" in out and "pulled over the link" in out
+
+
+def test_an_auditor_computes_in_float32(run_dir):
+    # On any device, whatever the run's nodes compute in. One that joins may be told otherwise.
+    token = RunKeys(run_dir.keys).client("trainer").token()
+    joining = ["tcp://127.0.0.1:5501", "--model", "tiny", "--token", token]
+    for words, dtype in (
+        (["--run-dir", str(run_dir.root)], "float32"),
+        ([*joining, "--device", "cuda"], "float32"),
+        ([*joining, "--dtype", "bfloat16"], "bfloat16"),
+    ):
+        assert _as_auditor(words)[0].inference.dtype == dtype
 
 
 def test_orchestrator_audit_says_how_it_is_called(capsys):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 
 from composer_prime.wire.audit import AuditRequest, AuditVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
+from orchestrator.audit.trust import NodeTrust
 
 TOLERANCE = 0.02
 
@@ -132,3 +136,49 @@ def test_a_draw_that_one_version_makes_is_told_by_that():
     own, older = [-1.0] * 5, [-1.1] * 4
     misses, older_misses = [0.01, 0.0, 0.01, 0.0, 0.0], [0.0, 0.01, 0.02, 0.0]
     assert counted(own, own, older, misses, older_misses) == ((0, 2), (1, 2))
+
+
+def answers_until_quarantine(way: float, *, old: bool = False, auditor: float = 0.0) -> float:
+    """Answers until a node is quarantined, of 3,000 with 40 tokens each; inf for never.
+
+    Logprobs by the named version and the suspect one differ by `way` on average. The node, which has one or the `old`
+    one, rounds each by 0.004 nats, and its auditor by `auditor`.
+    """
+    rng, trust, count = np.random.default_rng(5), NodeTrust(), 40
+    for number in range(3000):
+        named = rng.uniform(-3.0, -1.0, count)
+        suspect = named + rng.normal(0.0, way, count)
+        claimed = (suspect if old else named) + rng.normal(0.0, 0.004, count)
+        audit = OpenAudit(
+            AuditRequest(
+                audit=number,
+                prompt_ids=pack_ints([1]),
+                token_ids=pack_ints(range(count)),
+                logprobs=pack_floats(claimed.astype(np.float32)),
+                version_spans=[VersionSpan(0, count, 3)],
+                finish_reason="length",
+                sampling=Sampling(max_tokens=count, seed=1),
+                tolerance=0.05,
+            ),
+            older=2,
+        )
+        audit.logprobs[:] = named + rng.normal(0.0, auditor, count)
+        audit.suspect_scores = np.zeros(count), (suspect + rng.normal(0.0, auditor, count)).astype(np.float32)
+        if trust.note(judge(audit, None), number) is not None:
+            return number + 1
+    return math.inf
+
+
+@pytest.mark.parametrize("way", [1e-5, 0.0004, 0.002, 0.02])
+def test_an_honest_nodes_rounding_does_not_lean(way):
+    # However much more, or less, it is than the way to the suspect weights. The auditor's own must be none: with as
+    # much as the node's, and a short way, honest nodes are quarantined.
+    assert math.isinf(answers_until_quarantine(way))
+    assert math.isinf(answers_until_quarantine(way, auditor=1e-6))
+    if way < 0.001:
+        assert answers_until_quarantine(way, auditor=0.004) < 3000
+
+
+def test_suspect_weights_are_found_below_rounding():
+    # Their logprobs differ by half as much as the node rounds.
+    assert answers_until_quarantine(0.002, old=True) < 300
