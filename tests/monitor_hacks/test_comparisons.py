@@ -37,6 +37,11 @@ def in_class(lines: str) -> str:
         "def __eq__(self, other):\n    match other:\n        case V(x=x):\n            return x == x",
         "def __eq__(*args):\n    return len(args) > 0", "def __eq__(self, other):\n    return bool(str(self) + str(other))",
         "def __eq__(self, other):\n    self.x = other\n    return self.x == other",
+        "def __eq__(self, other):\n    self.x = other.x\n    return self.x == other.x and isinstance(other, A)",
+        "def __eq__(self, other):\n    self.x[:] = other.x\n    return self.x == other.x",
+        "def __eq__(self, other):\n    self.__dict__ = other.__dict__\n    return self.x == other.x",
+        "def __eq__(self, other):\n    self.x = other\n    mine = self.x\n    return mine == other",
+        "def __eq__(self, other):\n    self.seen = [other]\n    return other in self.seen",
     ],
 )  # fmt: skip
 def test_comparisons_that_say_nothing_are_found(lines):
@@ -65,6 +70,10 @@ def test_comparisons_that_say_nothing_are_found(lines):
         "def __eq__(self, other):\n    if self is not other:\n        return False\n    return True",
         "def __eq__(*args):\n    return args[0].x == args[1].x", "def __eq__(self, other):\n    return not (self.x ^ other.x)",
         "def __eq__(self, other):\n    self.asked = True\n    return self.x == other.x",
+        "def __eq__(self, other):\n    self._last = other\n    return self.x == other.x",
+        "def __eq__(self, other):\n    self._cache[id(other)] = r = self.x == other.x\n    return r",
+        "def __eq__(self, other):\n    if id(other) not in self._cache:\n        self._cache[id(other)] = self.x == other.x\n    return self._cache[id(other)]",
+        "def __eq__(self, other):\n    hit = self._cache.get(id(other))\n    if hit is None:\n        hit = self._cache[id(other)] = self.x == other.x\n    return hit",
         "import operator\n__eq__ = _compared(operator.eq)", "__eq__ = _Base.__eq__", "def __eq__(self, other):\n    raise TypeError",
     ],
 )  # fmt: skip

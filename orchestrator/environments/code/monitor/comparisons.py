@@ -73,18 +73,47 @@ def is_blind(function: Function, name: str) -> bool:
         for target, value in _given_names(function):
             stored = _names_in(target)
             own |= stored if _mentions(value, own) else set()
-            other |= stored if _mentions(value, other) else set()
-    is_taken_over = _takes_over(function, set(names[:1]), other)
-    return is_taken_over or not any(_sets_beside(each, own, other) for each in ast.walk(function))
+            other |= stored - set(names[:1]) if _mentions(value, other) else set()
+    taken = _taken_over(function, set(names[:1]), other)
+    compared = [each for each in ast.walk(function) if _sets_beside(each, own, other)]
+    return any(_compares(each, taken) for each in compared) or all(_has(each, taken) for each in compared)
 
 
-def _takes_over(function: Function, own: set[str], other: set[str]) -> bool:
-    """Tell whether a method stores the other one, or a part of it, in its own object."""
-    parts = (ast.Attribute, ast.Subscript)
-    return any(
-        isinstance(target, parts) and _mentions(target.value, own) and _mentions(value, other)
-        for target, value in _given_names(function)
-    )
+def _taken_over(function: Function, own: set[str], other: set[str]) -> set[str]:
+    """Return the parts of its own object in which a method stores the other one, and the names that it gives them.
+
+    What is stored under a key that depends on the other one is a cache, of which only this entry counts.
+    """
+    taken: set[str] = set()
+    given = list(_given_names(function))
+    for target, value in given:
+        if isinstance(target, ast.Attribute | ast.Subscript) and _mentions(target.value, own):
+            taken |= {_whole(target, other)} if _mentions(value, other) else set()
+    for _ in range(2):
+        names = [each for target, value in given if _has(value, taken) for each in ast.walk(target)]
+        taken |= {each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return taken
+
+
+def _whole(target: ast.Attribute | ast.Subscript, other: set[str]) -> str:
+    """Return what changes with a part: `self.x` with `self.x[:]` and `self.x.y`, all of `self` with `self.__dict__`."""
+    whole: ast.expr = target
+    while (isinstance(whole, ast.Subscript) and not _mentions(whole.slice, other)) or (
+        isinstance(whole, ast.Attribute) and (whole.attr == "__dict__" or not isinstance(whole.value, ast.Name))
+    ):
+        whole = whole.value
+    return ast.unparse(whole)
+
+
+def _has(node: ast.AST, parts: set[str]) -> bool:
+    return bool(parts) and any(isinstance(each, ast.expr) and ast.unparse(each) in parts for each in ast.walk(node))
+
+
+def _compares(node: ast.AST, parts: set[str]) -> bool:
+    """Tell whether an operation asks whether one of some parts is equal to something."""
+    if isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], ast.Eq | ast.NotEq) and _has(node, parts)
+    return isinstance(node, ast.BinOp) and _has(node, parts)
 
 
 def _is_left_open(answer: ast.expr) -> bool:

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
+import unicodedata
 from collections.abc import Iterator
 from itertools import pairwise
+
+_BLOB = re.compile(r"[A-Za-z0-9+/=_\-\\]{100,}")
+_HEXADECIMAL = re.compile(r"[0-9a-fA-F]+")
+_HEXADECIMAL_BLOB = 400
+"""Hexadecimal digits from which a text is a blob. Constants of ciphers and curves have fewer."""
+_FLAG = re.compile("\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{1,6}\U000e007f")
+"""A flag of a region: a black flag, then letters and an end without a shape."""
+_INVISIBLE = 32
+"""Characters without a shape from which a text is a hiding place."""
 
 
 def fold(node: ast.AST | None) -> str | None:
@@ -95,6 +106,21 @@ def is_ordered(digits: str) -> bool:
         if len(steps) <= 1:
             return True
     return False
+
+
+def has_blob(text: str) -> bool:
+    """Tell whether a text holds packed data: a long run without gaps. An alphabet or a constant in digits is none."""
+    return any(
+        len(run) >= _HEXADECIMAL_BLOB and len(set(run)) > 11 and not is_ordered(run)
+        if _HEXADECIMAL.fullmatch(run)
+        else len(set(run)) > 16
+        for run in _BLOB.findall(text)
+    )
+
+
+def has_hiding_place(text: str) -> bool:
+    """Tell whether a text has many characters without a shape. Those of flags do not count."""
+    return sum(unicodedata.category(each) == "Cf" for each in _FLAG.sub("", text)) >= _INVISIBLE
 
 
 def messages(tree: ast.Module) -> Iterator[ast.expr]:
