@@ -6,8 +6,8 @@
                  -> AuditVerdict | AuditFailed
 
 Half of the answers are scored under suspect weights, too: those of the oldest version that the run keeps, or the named
-version's in int8. Chance decides, which no node can know. An auditor that computes in another type than float32 leaves
-this out: its own rounding would make honest answers lean.
+version's in int8. Which half is random, so no node can know. An auditor that does not compute in float32 leaves this
+out: its own rounding would make honest answers lean.
 
 It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed, and
 share passes. It is trusted: it runs on the run's host, or elsewhere with the trainer's token.
@@ -267,13 +267,7 @@ class Auditor(InferenceNode):
             raise
         except (ComposerError, OSError) as error:
             for audit in audits:
-                if version != audit.older:
-                    self._fail(audit, f"version {version} cannot be had: {error}")
-                    continue
-                self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
-                audit.compare_with(self._oldest(audit.request))
-                if not audit.missing:
-                    await self._judge(audit)
+                await self._go_without(audit, version, error)
             return
         self._unavailable.discard(version)
         start = time.monotonic()
@@ -288,6 +282,16 @@ class Auditor(InferenceNode):
                 raise outcome
             elif not audit.missing:
                 await self._judge(audit)
+
+    async def _go_without(self, audit: OpenAudit, version: int, error: Exception) -> None:
+        """Compare an answer with another version than one that cannot be had. Fail it where it names that one."""
+        if version != audit.older:
+            self._fail(audit, f"version {version} cannot be had: {error}")
+            return
+        self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
+        audit.compare_with(self._oldest(audit.request))
+        if not audit.missing:
+            await self._judge(audit)
 
     async def _judge(self, audit: OpenAudit) -> None:
         try:
