@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
+from composer_prime.errors import EngineError
 from inference.engines.vllm.engine import VllmEngine
 from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, conversations_outlive_a_swap
 from tests.engines.models import MAX_CONTEXT, make_model
@@ -56,6 +58,22 @@ def test_ending(subject: Subject, run: Run, request: pytest.FixtureRequest) -> N
     """vLLM drains and closes as every engine must. Comes last, because it ends the engine: one check an engine."""
     drain, close = ENDING_CHECKS
     run(drain(subject) if request.node.callspec.params["subject"] else close(subject))
+
+
+def test_a_mixture_of_experts_is_refused_on_a_cpu(run: Run, tmp_path: Path) -> None:
+    """vLLM would go on with the old experts after a swap, and says nothing."""
+    tokenizer = make_model(tmp_path / "tokenizer", tied=True)
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=MAX_CONTEXT,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tokenizer / name).read_bytes())
+    engine = VllmEngine(tmp_path, InferenceConfig(engine="vllm", dtype="float32", threads=1), MAX_CONTEXT)
+    with pytest.raises(EngineError, match="mixture of experts: vLLM packs experts on a CPU"):
+        run(engine.start())
 
 
 def test_a_conversation_goes_on_with_its_old_cache(run: Run, tmp_path: Path) -> None:

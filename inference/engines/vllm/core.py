@@ -62,6 +62,12 @@ class Core:
             )
         self._workers = args.tensor_parallel_size * args.pipeline_parallel_size
         self._llm = LLMEngine.from_engine_args(args)
+        if on_cpu and self._llm.model_config.is_moe:
+            raise EngineError(
+                f"{setup.model} is a mixture of experts: vLLM packs experts on a CPU and does not load new ones into "
+                "them, so that no version could be served; use a GPU, or inference.engine = 'local' where it takes the "
+                "architecture"
+            )
         self._llm.collective_rpc("draw_by_rule")
         self.takes_patches = self._takes_patches(setup)
         self._version = 0
