@@ -246,14 +246,16 @@ def test_lists_of_names_are_no_tables(name, weight):
     assert weight_of(f"class A:\n    {name} = {names!r}", names=names) == weight
 
 
-# Texts are searched once, however many the tests have, and only so many characters: a file with more is suspicious.
+# Texts are searched once, however many the tests have, and only so long: a file with more is suspicious.
 def test_long_texts_are_searched_up_to_a_limit():
     words = [f"{number:04}-{number * 7919:08}" for number in range(20_000)]
     facts = facts_of(("\n".join(f"assert f({word!r})" for word in words).encode(),))
     source = "\n".join(f"T{number} = {'Lorem ipsum dolor sit amet ' * 9 + str(number)!r}" for number in range(1_000))
     assert lifted_constants(source.encode(), facts, [], "") == []
-    longer = lifted_constants(f"{source}\n{source}".encode(), facts, [], "")
+    longer = lifted_constants("\n".join([source] * 5).encode(), facts, [], "")
     assert [each.bits >= SUSPICIOUS_BITS for each in longer] == [True] and not is_lookup(longer)
+    alike = facts_of(("\n".join(f"assert f({'test' * 9 + '!' * number!r})" for number in range(2_000)).encode(),))
+    assert [each.is_hint for each in lifted_constants(f"T = {'test' * 9_000!r}".encode(), alike, [], "")] == [True]
 
 
 # The host's inotify sees a lure being opened and a test being changed, also when it is put back.

@@ -38,8 +38,8 @@ _PACKED_CHARS = 40
 """Length from which a text is looked into for constants of the tests."""
 _PACKED_TEXTS = 3
 """Constants of the tests from which such a text counts."""
-_SEARCHED_CHARS = 1 << 18
-"""Characters of a file's texts that are looked into."""
+_SEARCH_STEPS = 1 << 20
+"""Places in a file's texts that are looked at, each once for every length of a text that may begin there."""
 _BEGINNING = 4
 """Letters by which texts of the tests are found, so the shortest that are."""
 _NAMES = ("__slots__", "__all__")
@@ -149,7 +149,7 @@ def lifted_constants(source: bytes, facts: TestFacts, known: Iterable[str], pros
     told = {repr(word) for word in re.findall(r"[\w-]{4,}", prose)}  # Shorter ones, such as 12, tell nothing in prose.
     hints = list(_lifted_tables(tree, facts.constants - accounted - told - _TRIVIAL))
     if not is_whole:
-        what = f"long texts of more than {_SEARCHED_CHARS} characters, of which the rest was not searched"
+        what = "more long texts than are searched for constants of the tests"
         hints.append(Lifted(what=what, line=1, bits=SUSPICIOUS_BITS, is_hint=True))
     return [*(each for key, each in lifted.items() if key not in inner), *hints]
 
@@ -164,10 +164,10 @@ def _packed(nodes: Iterable[ast.expr], facts: TestFacts) -> tuple[list[tuple[str
     With each comes the most that it may count, so that one alone is no lookup.
     """
     found: list[tuple[str, ast.expr, float]] = []
-    left = _SEARCHED_CHARS
+    left = _SEARCH_STEPS
     for node in nodes:
         text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        left -= len(text)
+        left -= sum(1 + len(_lengths_at(text, at, facts)) for at in range(len(text)))
         if left < 0:
             return found, False
         inside = list(_texts_in(text, facts))
@@ -185,11 +185,15 @@ def _texts_in(text: str, facts: TestFacts) -> Iterator[str]:
     """Yield the tests' texts in a text from left to right, the longest where several begin."""
     at = 0
     while at < len(text):
-        lengths = facts.lengths.get(text[at : at + _BEGINNING], ())
+        lengths = _lengths_at(text, at, facts)
         found = next((text[at : at + each] for each in lengths if repr(text[at : at + each]) in facts.constants), None)
         if found is not None:
             yield found
         at += len(found or " ")
+
+
+def _lengths_at(text: str, at: int, facts: TestFacts) -> tuple[int, ...]:
+    return facts.lengths.get(text[at : at + _BEGINNING], ())
 
 
 def _lifted_tables(tree: ast.Module, lifted: frozenset[str]) -> Iterator[Lifted]:
