@@ -422,13 +422,13 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
         sums = {name: f"{checksum(tensor):x}" for name, tensor in reference.weights(version).items()}
         return publisher.publish(version, tensors=sums)
 
-    async def load(version, tensors):
+    async def load(version, tensors, base=None):
         if fault == "old weights" and version == 2:
             tensors = reference.weights(1)
         elif version == 2:
             path = receiver._versions.chunks.path / publisher.manifest(2).chunks[-1].sha256
             path.write_bytes(path.read_bytes()[:-1] + b"\x00")
-        await plain_load(version, tensors)
+        await plain_load(version, tensors, base)
 
     loop.run(receiver.install(signed(1), publisher.verify_key, RUN_ID))
     plain_load, engine.load_weights = engine.load_weights, load
@@ -455,7 +455,7 @@ def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault)
     if fault == "disk":
         path.write_bytes(whole[:-1] + b"\x00")
 
-    async def load(version, tensors):
+    async def load(version, tensors, base=None):
         await plain_load(version, reference.weights(2) if fault == "engine" else tensors)
 
     engine.load_weights = load

@@ -70,4 +70,4 @@ def test_an_auditor_is_no_node_that_is_left(tmp_path, failed):
             run.poll()
     else:
         assert run.poll() == "running"
-        assert "auditor-0" in events[0] and "given up" in events[0]
+        assert "auditor-0" in events[0] and "gave up" in events[0]
