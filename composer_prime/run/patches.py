@@ -9,7 +9,11 @@ an optimizer step changes few 16-bit values, and most of those by one unit in th
     stream of patches    one a chunk of the anchor: length of the frame (4 bytes), zstd frame
     in a frame           number of changes, bytes of gaps (4 bytes each)
                          gaps: words between two changes, as bytes of 255 that add up and one smaller byte
-                         changes: signed numbers folded to 0, -1, 1, -2, ..., all lowest bytes first
+                         changes: signed numbers folded to 0, -1, 1, -2, ..., two to a byte, 15 for a larger one
+                         the larger ones: all lowest bytes first
+
+Half bytes because zstd finds a repetition in any row of bytes that has so few values, and one costs more than what it
+stands for: changes of +1 and -1 take 2.1 bits as half bytes, 2.7 as bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ WORDS = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.
 """Type of a word by the version's dtype."""
 _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
-_LEVEL = 3
+_LEVEL = 1
 _SUM_WORDS = 1 << 18
+_WIDE = 15
+"""Half byte of a change that does not fit one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,13 @@ class Patch:
         runs = np.full(int(ends[-1]) + 1 if count else 0, 255, np.uint8)
         runs[ends] = gaps % 255
         signed = self.changes.view(f"<i{self.changes.itemsize}")
-        folded = np.ascontiguousarray((signed << 1) ^ (signed >> (bits - 1)))
-        planes = folded.view(np.uint8).reshape(count, self.changes.itemsize).T
-        return _HEAD.pack(count, len(runs)) + runs.tobytes() + planes.tobytes()
+        folded = ((signed << 1) ^ (signed >> (bits - 1))).view(self.changes.dtype)
+        halves = np.zeros(count + count % 2, np.uint8)
+        halves[:count] = np.minimum(folded, _WIDE)
+        wide = folded[folded >= _WIDE]
+        planes = wide.view(np.uint8).reshape(len(wide), self.changes.itemsize).T
+        pairs = halves[0::2] | halves[1::2] << 4
+        return _HEAD.pack(count, len(runs)) + runs.tobytes() + pairs.tobytes() + planes.tobytes()
 
 
 def difference(old: bytes | memoryview, new: bytes | memoryview, word: np.dtype) -> Patch:
@@ -93,7 +103,7 @@ def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> It
     for index, size in enumerate(sizes):
         frame = b""
         words = size // word.itemsize
-        limit = _HEAD.size + words + words // 255 + 1 + size
+        limit = _HEAD.size + words + words // 255 + 1 + words // 2 + 1 + size
         for part in ("length", "frame"):
             wanted = _LENGTH.size if part == "length" else _LENGTH.unpack(frame)[0]
             if part == "frame" and wanted > limit + limit // 128 + 64:
@@ -139,8 +149,17 @@ def _decompress(frame: bytes, limit: int, index: int) -> bytes:
 
 def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
     count, gaps = _HEAD.unpack_from(raw) if len(raw) >= _HEAD.size else (0, 0)
-    if len(raw) != _HEAD.size + gaps + count * word.itemsize or gaps > words + words // 255 + 1:
+    pairs_at, wide_at = _HEAD.size + gaps, _HEAD.size + gaps + (count + 1) // 2
+    if len(raw) < max(wide_at, _HEAD.size) or count > words or gaps > words + words // 255 + 1:
         raise CorruptWeightsError(f"patch {index}: {len(raw)} bytes do not hold {count} changes of {words} words")
+    pairs = np.frombuffer(raw, np.uint8, wide_at - pairs_at, pairs_at)
+    folded = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:count].astype(word)
+    is_wide = folded == _WIDE
+    num_wide = int(np.count_nonzero(is_wide))
+    if len(raw) != wide_at + num_wide * word.itemsize:
+        raise CorruptWeightsError(f"patch {index}: {len(raw) - wide_at} bytes do not hold {num_wide} large changes")
+    planes = np.frombuffer(raw, np.uint8, num_wide * word.itemsize, wide_at).reshape(word.itemsize, num_wide)
+    folded[is_wide] = np.ascontiguousarray(planes.T).view(word).reshape(num_wide)
     runs = np.frombuffer(raw, np.uint8, gaps, _HEAD.size)
     ends = np.flatnonzero(runs != 255)
     if len(ends) != count or (gaps and runs[-1] == 255):
@@ -148,8 +167,6 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
     positions = np.cumsum(runs, dtype=np.uint32)[ends] + np.arange(count, dtype=np.uint32)
     if count and positions[-1] >= words:
         raise CorruptWeightsError(f"patch {index}: it changes word {positions[-1]} of a chunk of {words}")
-    planes = np.frombuffer(raw, np.uint8, count * word.itemsize, _HEAD.size + gaps).reshape(word.itemsize, count)
-    folded = np.ascontiguousarray(planes.T).view(word).reshape(count)
     changes = (folded >> 1) ^ np.negative(folded & 1)
     if not changes.all():
         raise CorruptWeightsError(f"patch {index}: it has changes of zero")

@@ -23,7 +23,7 @@ def changed(words: np.ndarray, seed: int, share: float) -> np.ndarray:
     random = np.random.default_rng(seed)
     new = words.copy()
     where = np.flatnonzero(random.random(len(words)) < share)
-    new[where] += random.choice([1, 65535, 2, 300, 40000], len(where)).astype(words.dtype)
+    new[where] += random.choice([1, 65535, 7, 8, 65528, 65529, 300, 40000], len(where)).astype(words.dtype)
     return new
 
 
@@ -66,8 +66,8 @@ def test_a_stream_in_pieces(length):
     assert [len(patch.positions) for patch in patches([], [1000] * 3, WORD)] == [0, 0, 0]
 
 
-def raw(count: int, runs: bytes, planes: bytes) -> bytes:
-    return struct.pack("<II", count, len(runs)) + runs + planes
+def raw(count: int, runs: bytes, changes: bytes) -> bytes:
+    return struct.pack("<II", count, len(runs)) + runs + changes
 
 
 def entry(frame: bytes) -> bytes:
@@ -84,12 +84,16 @@ def entry(frame: bytes) -> bytes:
         (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|no zstd"),
         ((1 << 31).to_bytes(4, "little"), "2147483648 bytes for a chunk"),
         (entry(b"no frame"), "no zstd frame"),
-        (pack(raw(1, b"\x64", b"\x01\x00")), "changes word 100 of a chunk of 100"),
-        (pack(raw(2, b"\x63\x00", b"\x01\x01\x00\x00")), "changes word 100 of a chunk of 100"),
-        (pack(raw(2, b"\x01", b"\x01\x01\x00\x00")), "1 positions for 2 changes"),
-        (pack(raw(1, b"\x01\xff", b"\x01\x00")), "positions for 1 changes"),
-        (pack(raw(1, b"\x01", b"\x00\x00")), "changes of zero"),
-        (pack(raw(3, b"\x01", b"\x01\x00")), "do not hold 3 changes"),
+        (pack(raw(1, b"\x64", b"\x01")), "changes word 100 of a chunk of 100"),
+        (pack(raw(2, b"\x63\x00", b"\x11")), "changes word 100 of a chunk of 100"),
+        (pack(raw(2, b"\x01", b"\x11")), "1 positions for 2 changes"),
+        (pack(raw(1, b"\x01\xff", b"\x01")), "positions for 1 changes"),
+        (pack(raw(1, b"\x01", b"\x00")), "changes of zero"),
+        (pack(raw(1, b"\x01", b"\x0f\x00\x00")), "changes of zero"),
+        (pack(raw(1, b"\x01", b"\x0f\x10")), "1 bytes do not hold 1 large"),
+        (pack(raw(1, b"\x01", b"\x01\x01")), "1 bytes do not hold 0 large"),
+        (pack(raw(4, b"\x01", b"\x11")), "do not hold 4 changes"),
+        (pack(raw(200, bytes(200), bytes([17] * 100))), "do not hold 200 changes of 100 words"),
         (pack(b"\x00"), "do not hold"),
         (pack(raw(0, b"", b""))[:-1], "1 bytes early"),
         (pack(raw(0, b"", b"")) * 2, "goes on after the last chunk"),
