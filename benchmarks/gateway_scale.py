@@ -8,8 +8,9 @@
 
 turns     CPU of the gateway's process a turn, its threads included, with prompts of 205, 4k and 32k tokens, and over a
           conversation of 100 turns. Each in both forms of the request: whole prompts as JSON, and packed, where a
-          turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts. What the
-          gateway takes without any request is measured before and left out: on a busy machine a run takes longer.
+          turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts. A tool takes
+          .1 s, so that short and long prompts come at one rate: the slower turns come, the fewer the gateway handles
+          at each wake-up. What it takes without any request is measured before and left out.
 placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
 processes turns per second and CPU a turn with 1 and 2 gateway processes (orchestrator.gateway_processes), by
           turns in one run. The router's share is what one core has to carry, however many processes there are.
@@ -62,6 +63,8 @@ OPEN_STATES = {"as it is": (False, 1), "frozen": (True, 1), "frozen, 2 processes
 _NUM_TOKENS = 16
 """Tokens of each answer in the parts turns and placing."""
 _PLACED_AT_ONCE = 64
+_TOOL_S = 0.1
+"""Time of a tool in the part turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,7 @@ async def measure_turns(repeats: int) -> dict[str, dict[str, float]]:
             for _, case, form in itertools.product(range(repeats), CASES, FORMS):
                 load, before = _load(case), gateway.metrics()["gateway/prompt_bytes_received"]
                 requests, cpu_s, wall_s = load.rollouts * load.turns, time.process_time(), time.monotonic()
-                await _driver(case, form).play(gateway, load)
+                await _driver(case, form, _TOOL_S).play(gateway, load)
                 cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
                 runs[case.name, form].append(1000 * (cpu_s - idle_share * wall_s) / requests)
                 received[case.name] = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / requests
@@ -119,8 +122,9 @@ async def _idle_share() -> float:
     return share
 
 
-def _driver(case: Case, form: str) -> HttpDriver:
-    return HttpDriver(1, f"--prompt={case.prompt}", f"--tool={case.tool}", *(["--packed"] if form == "packed" else []))
+def _driver(case: Case, form: str, tool_s: float = 0.0) -> HttpDriver:
+    packed = ["--packed"] if form == "packed" else []
+    return HttpDriver(1, f"--prompt={case.prompt}", f"--tool={case.tool}", f"--tool-s={tool_s}", *packed)
 
 
 def _load(case: Case) -> Load:
@@ -325,6 +329,7 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     figures: dict[str, Any] = {}
+    freeze_startup()  # As the orchestrator does.
     if "turns" in args.parts:
         figures["turns"] = await measure_turns(args.repeats)
     if "placing" in args.parts:

@@ -131,6 +131,8 @@ class Conversation:
     """Tokens of the first prompt."""
     tool: int
     """Tokens that each turn adds after the policy's answer."""
+    tool_s: float
+    """Between an answer and the next turn."""
     turns: int
     packed: TurnClient | None
     """None sends every prompt whole, as JSON."""
@@ -143,6 +145,7 @@ class Conversation:
             answer_ids = await self._ask(session, f"{url}/inference/v1/generate", rollout, body)
             latencies.append(time.monotonic() - started)
             ids = ids + answer_ids + list(range(30, 30 + self.tool))
+            await asyncio.sleep(self.tool_s)
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, rollout: str, body: dict[str, Any]) -> list[int]:
         async def send(data: bytes, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
@@ -175,6 +178,7 @@ def main() -> None:
         clients.add_argument(f"--{number}", type=int, required=True)
     clients.add_argument("--prompt", type=int, default=200, help="tokens of a rollout's first prompt")
     clients.add_argument("--tool", type=int, default=30, help="tokens that each turn adds after the answer")
+    clients.add_argument("--tool-s", type=float, default=0.0, help="time between an answer and the next turn")
     clients.add_argument("--packed", action="store_true", help="speak the packed form, as environment workers do")
     clients.add_argument("--spread-s", type=float, required=True)
     clients.add_argument("--name", default="c")
@@ -185,7 +189,7 @@ def main() -> None:
         run_flood(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
     else:
         packed = TurnClient() if args.packed else None
-        talk = Conversation(prompt=args.prompt, tool=args.tool, turns=args.turns, packed=packed)
+        talk = Conversation(prompt=args.prompt, tool=args.tool, tool_s=args.tool_s, turns=args.turns, packed=packed)
         asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.spread_s, args.name, talk))
 
 
