@@ -1,9 +1,11 @@
 """How a machine with nothing but an invite becomes a node: time to the first token, kills in the pull, a late return.
 
-    python benchmarks/fleet_join.py             all three parts; fails when a kill cost more than one chunk
+    python benchmarks/fleet_join.py                    all three parts; fails when a kill cost more than one chunk
+    uv run --group dev python benchmarks/fleet_join.py --part 1 --bare    needs bubblewrap, 12 GB and a package index
 
 1. Join: an empty state folder and the string -> first accepted token, over loopback, tiny model, `inference join` as a
-   user types it. Phases are seen from the gateway.
+   user types it. Phases are seen from the gateway. With --bare the machine has a system, uv and the string, and nothing
+   else: `uvx --from WHEEL inference join` in a container of bubblewrap with an empty home, which installs everything.
 2. Kills: a pull of --mb megabytes is killed (SIGKILL) at 20 seeded points and started again. What the gateway sent
    beyond what was on the node's disk after each kill is fetched twice.
 3. Return: a node that stopped 50 versions ago against one with an empty folder. Every version moves --changed of the
@@ -16,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import os
 import random
-import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +40,7 @@ from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, Canary, Manifest, WeightStore, sign
-from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
+from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, NodeMachine, release
 from inference.enrolling import NodeState, enroll
 from inference.pulling import connected, pull_model
 from orchestrator.gateway import Gateway
@@ -119,7 +122,26 @@ async def until(condition, what: str, timeout_s: float = 600.0) -> float:
 # ---- 1. join ---------------------------------------------------------------------------------------------------------
 
 
-async def measure_join(root: Path) -> None:
+def bare_machine(home: Path) -> list[str]:
+    """Return what starts `inference join` where there is nothing but a system, uv and an empty home."""
+    uv = os.environ.get("UV")  # Set by `uv run`: its own path.
+    if uv is None:
+        raise SystemExit("--bare: start it with `uv run --group dev python benchmarks/fleet_join.py --part 1 --bare`")
+    home.mkdir(parents=True)
+    build = [uv, "build", "--quiet", "--wheel", "--out-dir", str(home), str(Path(__file__).parents[1])]
+    subprocess.run(build, check=True)
+    (wheel,) = home.glob("*.whl")
+    system = [path for path in ("/usr", "/bin", "/lib", "/lib64", "/etc", "/opt") if Path(path).exists()]
+    return [
+        "bwrap", "--unshare-pid", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp",
+        *itertools.chain.from_iterable(("--ro-bind", path, path) for path in system),
+        "--ro-bind", uv, "/tmp/uv", "--bind", str(home), str(home), "--setenv", "HOME", str(home),
+        "--setenv", "PATH", "/usr/bin:/bin", "--unsetenv", "VIRTUAL_ENV", "--chdir", str(home),
+        "/tmp/uv", "tool", "run", "--from", str(wheel), "inference", "join",
+    ]  # fmt: skip
+
+
+async def measure_join(root: Path, *, bare: bool) -> None:
     run = Run(root)
     folder = resolve_model("tiny")
     weights = load_file(folder / "model.safetensors")
@@ -144,26 +166,32 @@ async def measure_join(root: Path) -> None:
             return time.monotonic()
 
         token = asyncio.create_task(first_token())
-        words = [*console_script("inference"), "join", run.invite().text(), "--state-dir", str(root / "state")]
+        command = [*console_script("inference"), "join", "--state-dir", str(root / "state")]
+        words = bare_machine(root / "home") if bare else command
+        environment = os.environ | {INVITE_VARIABLE: run.invite().text()}
         start = time.monotonic()
-        process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.DEVNULL)
+        with (root / "join.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(*words, env=environment, stderr=log)
+        ended = asyncio.create_task(process.wait())
+        ended.add_done_callback(lambda _: print((root / "join.log").read_text()[-3000:], file=sys.stderr))
         enrolled = await until(run.keys.registry.list, "the enrollment")
         pulling = await until(lambda: run.bytes_sent > 0, "the first chunk")
         pulled = await until(lambda: run.bytes_sent >= size, "the last chunk")
         attached = await until(run.gateway.versions, "the node to attach")
         done = await token
-        process.send_signal(signal.SIGTERM)
-        await process.wait()
+        process.terminate()
+        await ended
     finally:
         await run.gateway.close()
     phases = {
-        "command to enrollment": enrolled - start,
+        "command to enrollment" + (", with the installation" if bare else ""): enrolled - start,
         "a process with torch, until it asks for chunks": pulling - enrolled,
         f"pull of {size / 1e6:.1f} MB": pulled - pulling,
         "engine start, proof of the weights, attached": attached - pulled,
         "first token": done - attached,
     }
-    print(f"1. string and empty folder to the first accepted token: {done - start:.1f} s")
+    what = "string and a bare machine" if bare else "string and empty folder"
+    print(f"1. {what} to the first accepted token: {done - start:.1f} s")
     for name, seconds in phases.items():
         print(f"   {seconds:6.2f} s  {name}")
 
@@ -285,6 +313,7 @@ async def measure_return(root: Path, megabytes: int, share: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=[1, 2, 3], help="only this part")
+    parser.add_argument("--bare", action="store_true", help="part 1 on a machine without this release; see above")
     parser.add_argument("--mb", type=int, default=192, help="size of the pull that is killed")
     parser.add_argument("--return-mb", type=int, default=64, help="size of the model of part 3")
     parser.add_argument("--changed", type=float, default=0.001, help="share of the words that a version moves")
@@ -296,7 +325,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fleet-join-") as name:
         root = Path(name)
         if options.part in (None, 1):
-            asyncio.run(measure_join(root / "join"))
+            asyncio.run(measure_join(root / "join", bare=options.bare))
         if options.part in (None, 2):
             worst = asyncio.run(measure_kills(root / "kills", options.mb, options.seed))
         if options.part in (None, 3):
