@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -304,6 +305,8 @@ class Nodes:
         """State (EVICTED or BANNED) and reason of names that may not attach."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         """What audits tell, by node id."""
+        self.contexts: list[float] = []
+        """Each context that a node has or had, ascending."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
@@ -372,6 +375,7 @@ class Nodes:
                 node.speed, node.streams = former.speed, former.streams
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
+        self.contexts = sorted({each.context for each in self})
         self._on_change(node)
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
@@ -438,6 +442,17 @@ def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[Att
         return []
     needed = min(request.num_wanted, largest)
     return [node for node in willing if node.context >= needed]
+
+
+def node_needs(request: GatewayRequest, contexts: list[float]) -> tuple[int, int, int] | None:
+    """Return what is equal for requests that the same nodes may answer; None for one that a node refused or began.
+
+    `contexts`: of all nodes, ascending. Two lengths between the same two of them make no difference.
+    """
+    if request.refused_by or request.kept:
+        return None
+    length = bisect_left(contexts, request.num_wanted), bisect_left(contexts, request.num_prompt + 1)
+    return request.least_version, *length
 
 
 def too_long(request: GatewayRequest, context: int) -> RequestError:

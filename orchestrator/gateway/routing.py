@@ -25,7 +25,15 @@ from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generated, GenerateFailed, Progress, Sampling, ToNode
 from composer_prime.wire.turns import Prefix
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, check_answer, check_progress, complete
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes, RequestCounters, able_nodes, too_long
+from orchestrator.gateway.nodes import (
+    AttachedNode,
+    GatewayRequest,
+    Nodes,
+    RequestCounters,
+    able_nodes,
+    node_needs,
+    too_long,
+)
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.stragglers import SiblingRequests
 from orchestrator.gateway.waits import Waits
@@ -178,8 +186,9 @@ class Router:
         if self._placing:
             return
         self._placing = True
+        unmet: set[tuple[int, int, int]] = set()
         try:
-            while (placement := self._next_placement()) is not None:
+            while (placement := self._next_placement(unmet)) is not None:
                 request, node = placement
                 del self.queue[request.request_id]
                 if isinstance(node, RequestError):
@@ -194,16 +203,22 @@ class Router:
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _next_placement(self) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
+    def _next_placement(
+        self, unmet: set[tuple[int, int, int]]
+    ) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
         """Return the first request that a free node can take, or whose prompt no known node has room for.
 
-        Requests that need a node that is not free, or that is away for a while, keep their position.
+        Requests that need a node that is not free, or that is away for a while, keep their position. What they need
+        goes into `unmet`: nodes only fill up while requests are placed, so others with the same needs are passed over.
         """
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         serving: list[AttachedNode] | None = None
         for request in self.queue.values():
             if not self.placing.any_free(now):
                 return None
+            needs = node_needs(request, self.nodes.contexts)
+            if needs in unmet:
+                continue
             free = self.placing.free(request, now, oldest, newest)
             if not free:
                 serving = self.serving() if serving is None else serving
@@ -215,6 +230,8 @@ class Router:
                 free = outcome
             if free:
                 return request, self.placing.choose(request, free)
+            if needs is not None:
+                unmet.add(needs)
         return None
 
     def _able_and_free(self, request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode] | RequestError:

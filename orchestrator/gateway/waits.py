@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.errors import DeadlineError
-from orchestrator.gateway.nodes import GatewayRequest, able_nodes
+from orchestrator.gateway.nodes import GatewayRequest, able_nodes, node_needs
 
 if TYPE_CHECKING:
     from orchestrator.gateway.routing import Router
@@ -90,18 +90,16 @@ class Waits:
         serving = self._router.serving()
         if not serving:
             return 0
-        smallest_context = min(node.context for node in serving)
         half = sum(node.places for node in serving) / 2
-        return sum(
-            self._is_served_by_all(request, smallest_context)
-            or sum(node.places for node in able_nodes(request, serving)) >= half
-            for request in self._router.queue.values()
-        )
-
-    def _is_served_by_all(self, request: GatewayRequest, smallest_context: float) -> bool:
-        """Whether any serving node may answer `request`; the smallest has room for `smallest_context` tokens."""
-        is_limited = request.refused_by or request.least_version > self._router.oldest_version
-        return not is_limited and request.num_wanted <= smallest_context
+        places: dict[tuple[int, int, int] | None, int] = {}
+        """By what requests need."""
+        waiting = 0
+        for request in self._router.queue.values():
+            needs = node_needs(request, self._router.nodes.contexts)
+            if needs is None or needs not in places:
+                places[needs] = sum(node.places for node in able_nodes(request, serving))
+            waiting += places[needs] >= half
+        return waiting
 
     def why_no_node(self) -> str:
         """Return what each known node lacks, or how to start one."""

@@ -51,12 +51,15 @@ class Fleet:
         session: str | None = None,
         max_tokens: int = 8,
         prefix: Prefix | None = None,
+        oldest_version: int = 0,
         **sampling,
     ) -> None:
         """Send requests and let them be placed."""
         for _ in range(count):
             name, settings = f"g{len(self.calls)}", Sampling(max_tokens=max_tokens, **sampling)
-            work = self.router.generate(name, session or name, pack_ints([5] * prompt), settings, prefix=prefix)
+            work = self.router.generate(
+                name, session or name, pack_ints([5] * prompt), settings, oldest_version=oldest_version, prefix=prefix
+            )
             self.calls.append(asyncio.create_task(work))
         await asyncio.sleep(0)
 

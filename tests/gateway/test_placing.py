@@ -7,9 +7,11 @@ import random
 
 import pytest
 from fleet import Fleet, status
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from composer_prime.wire.node import MAX_PLACES
-from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.nodes import AttachedNode, able_nodes
 from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
 
 
@@ -167,4 +169,53 @@ async def test_claims_do_not_change_a_nodes_pace():
     fleet.router.nodes.update_status(fleet.node("a"), status(tokens_per_s=1e12))
     assert fleet.router.placing.pace(fleet.node("a")) == before == fleet.router.placing.pace(fleet.node("b"))
     await asyncio.sleep(0)
+    await fleet.close()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([8, 16, 64, None]), st.integers(0, 3), st.integers(1, 2)), min_size=1, max_size=6
+    ),
+    st.lists(st.tuples(st.integers(1, 70), st.integers(1, 20), st.integers(0, 3)), max_size=14),
+)
+@settings(deadline=None)
+def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
+    """With contexts, versions and places of any kind, what is passed over has no free node, and no fit is skipped."""
+
+    async def scenario() -> None:
+        hellos = {
+            f"n{index}": {"max_context": context, "version": version, "max_concurrent": places}
+            for index, (context, version, places) in enumerate(nodes)
+        }
+        fleet = Fleet(**hellos)
+        fleet.router.newest_version = 3
+        for prompt, max_tokens, oldest in requests:
+            await fleet.ask(prompt=prompt, max_tokens=max_tokens, oldest_version=oldest)
+        serving = fleet.router.serving()
+        for request in fleet.router.queue.values():
+            able = able_nodes(request, serving)
+            assert all(len(node.leases) >= node.places for node in able)
+        assert sum(map(len, fleet.sent.values())) == sum(len(node.leases) for node in serving)
+        half = sum(node.places for node in serving) / 2
+        waiting = [sum(n.places for n in able_nodes(r, serving)) >= half for r in fleet.router.queue.values()]
+        assert fleet.router.waits.for_the_fleet() == sum(waiting)
+        await fleet.close()
+
+    asyncio.run(scenario())
+
+
+async def test_requests_with_the_same_needs_are_looked_at_once():
+    """200 requests of all lengths wait for new weights: a heartbeat asks the nodes once, not 200 times."""
+    fleet = Fleet(**{f"n{index}": {} for index in range(20)})
+    fleet.router.newest_version = 1
+    for prompt in range(1, 201):
+        await fleet.ask(prompt=prompt, oldest_version=1)
+    asked = []
+    free = fleet.router.placing.free
+    fleet.router.placing.free = lambda *words: asked.append(words) or free(*words)
+    fleet.router.place()
+    assert len(asked) == 1 and fleet.router.queued == 200
+    fleet.router.nodes.update_status(fleet.node("n3"), status(version=1))
+    fleet.router.place()
+    assert len(fleet.sent["n3"]) == 64
     await fleet.close()
