@@ -38,6 +38,8 @@ _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
 _CONTINUE = ("local", "vllm")
 """The engines that go on with another node's answer as if it were their own."""
+_FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
+"""Requests that a node may hold at first, and delivered tokens for each one more, until its pace is measured."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -237,6 +239,14 @@ class AttachedNode:
             cause = f"{self.stalls_in_row} stalls" if self.stalls_in_row else f"{self.failures_in_row} failures"
             return f"suspended for {self.suspended_until - now:.1f} s after {cause} in a row"
         return None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may get one more request. Until its pace is measured it gets few, as it may be the slowest."""
+        places = self.places
+        if self.speed.pace is None:
+            places = min(places, _FIRST_PLACES + self.speed.tokens // _TOKENS_A_PLACE)
+        return len(self.leases) < places
 
     @property
     def expectation(self) -> float | None:

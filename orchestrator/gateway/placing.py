@@ -77,7 +77,7 @@ class Placing:
         """Put `node` where it belongs now. Call it after any change of the node."""
         self._remove(node.node_id)
         self._nodes[node.node_id] = node
-        if len(node.leases) < node.places:
+        if node.has_room:
             seconds = self.pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
             key = self._keys[node.node_id] = (node.cache_is_full, seconds, node.node_id)
             insort(self._order, key)

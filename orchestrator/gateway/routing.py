@@ -222,7 +222,7 @@ class Router:
             free = self.placing.free(request, now, oldest, newest)
             if not free:
                 serving = self.serving() if serving is None else serving
-                if not any(len(node.leases) < node.places for node in serving):
+                if not any(node.has_room for node in serving):
                     return None
                 outcome = self._able_and_free(request, serving)
                 if isinstance(outcome, RequestError):
@@ -246,7 +246,7 @@ class Router:
         largest_known = self.nodes.largest_context(self._no_node_timeout_s)
         if request.num_prompt >= largest_known:
             return too_long(request, int(largest_known))
-        return [node for node in able if len(node.leases) < node.places]
+        return [node for node in able if node.has_room]
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
@@ -356,6 +356,7 @@ class Router:
             self._refuse(request, node, error)
             return
         node.note_answer(len(answer.token_ids))
+        node.speed.note_tokens(len(answer.token_ids) - len(request.streamed))
         self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
         self.placing.update(node)
         # Others refused what can be answered. A request that all refuse is no node's fault.
@@ -393,6 +394,9 @@ class Router:
             return
         request.streamed.extend(part)
         node.streams = True
+        if node.speed.note_tokens(len(part)):
+            self.placing.update(node)
+            self.place()
         node.last_progress = node.last_delivered = request.last_part = time.monotonic()
 
     def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError) -> None:

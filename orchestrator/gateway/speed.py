@@ -47,10 +47,17 @@ class NodeSpeed:
 
     def __init__(self) -> None:
         self.answers = 0
+        self.tokens = 0
+        """Delivered in answers and parts of answers."""
         self.pace: Pace | None = None
         """None while it is not measured."""
         self._cc = self._cw = self._ww = self._ce = self._we = 0.0
         self._weight = 0.0
+
+    def note_tokens(self, count: int) -> bool:
+        """Count delivered tokens. Return whether the pace is not measured yet."""
+        self.tokens += count
+        return self.pace is None
 
     def note(self, elapsed_s: float, *, cold: int, sampled: int, load: float) -> None:
         """Take in an answer: its time, and tokens computed and sampled. `load`: mean requests that the node held."""

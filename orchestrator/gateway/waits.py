@@ -85,7 +85,8 @@ class Waits:
     def for_the_fleet(self) -> int:
         """Return how many queued requests wait because the fleet is full: at least half of its places may serve them.
 
-        Others wait for a few nodes, with a large context or new weights, while most may be idle.
+        Others wait for a few nodes, with a large context or new weights, while most may be idle, or for places that
+        nodes get as soon as their pace is measured.
         """
         serving = self._router.serving()
         if not serving:
@@ -99,7 +100,8 @@ class Waits:
             if needs is None or needs not in places:
                 places[needs] = sum(node.places for node in able_nodes(request, serving))
             waiting += places[needs] >= half
-        return waiting
+        unmeasured = (node for node in serving if node.speed.pace is None)
+        return max(0, waiting - sum(max(0, node.places - len(node.leases)) for node in unmeasured))
 
     def why_no_node(self) -> str:
         """Return what each known node lacks, or how to start one."""

@@ -31,7 +31,9 @@ class Fleet:
         )
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
-            self.router.nodes.attach(name.encode(), msgspec.structs.replace(hello, **changes))
+            node = self.router.nodes.attach(name.encode(), msgspec.structs.replace(hello, **changes))
+            node.speed.note_tokens(1 << 20)  # So that it gets all of its places at once.
+            self.router.placing.update(node)
         self.calls: list[asyncio.Task] = []
 
     def _send(self, node: AttachedNode, message) -> bool:

@@ -198,6 +198,8 @@ def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
         assert sum(map(len, fleet.sent.values())) == sum(len(node.leases) for node in serving)
         half = sum(node.places for node in serving) / 2
         waiting = [sum(n.places for n in able_nodes(r, serving)) >= half for r in fleet.router.queue.values()]
+        for node in serving:
+            node.speed.pace = Pace(1e-3, 1e-3)
         assert fleet.router.waits.for_the_fleet() == sum(waiting)
         await fleet.close()
 
@@ -218,4 +220,22 @@ async def test_requests_with_the_same_needs_are_looked_at_once():
     fleet.router.nodes.update_status(fleet.node("n3"), status(version=1))
     fleet.router.place()
     assert len(fleet.sent["n3"]) == 64
+    await fleet.close()
+
+
+async def test_a_node_gets_few_requests_until_its_pace_is_measured():
+    """Four at first, one more for each 32 tokens that it delivers, all of its places after three answers."""
+    fleet = Fleet(new={})
+    new = fleet.node("new")
+    new.speed.tokens = 0
+    fleet.router.placing.update(new)
+    await fleet.ask(64, max_tokens=100)
+    assert len(new.leases) == 4
+    assert fleet.router.waits.for_the_fleet() == 0, "they wait for a measurement, not because the fleet is full"
+    fleet.stream("new", fleet.sent["new"][0], [10] * 64)
+    assert len(new.leases) == 6
+    for request in fleet.sent["new"][1:4]:
+        assert len(new.leases) <= 7
+        fleet.answer("new", request)
+    assert len(new.leases) == 61
     await fleet.close()
