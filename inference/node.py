@@ -60,6 +60,7 @@ from composer_prime.wire.node import (
     Status,
     ToNode,
     WeightChunk,
+    cut_text,
 )
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.turns import HeldPrompts
@@ -152,7 +153,7 @@ class InferenceNode:
                     task.result()
             await self._drain(self._stop_reason.result())
         except ComposerError as error:
-            self._link.send(Goodbye(reason=str(error)[:200]))
+            self._link.send(Goodbye(reason=cut_text(error)))
             raise
         finally:
             for task in [*tasks, *self._requests.values()]:
@@ -335,7 +336,9 @@ class InferenceNode:
             if retryable and self._stop_reason.done():
                 self._return_untried(message, str(error))
                 return
-            self._link.send(GenerateFailed(request_id=request_id, lease=lease, error=str(error), retryable=retryable))
+            self._link.send(
+                GenerateFailed(request_id=request_id, lease=lease, error=cut_text(error), retryable=retryable)
+            )
             if retryable:
                 await self._check_engine(error)
             return
@@ -356,8 +359,8 @@ class InferenceNode:
     def _return_untried(self, message: Generate, why: str, *, prefix_missing: bool = False) -> None:
         """Return a request that this node cannot finish, as it leaves or lacks the prefix. It is no attempt."""
         self._link.send(
-            GenerateFailed(request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False,
-                           prefix_missing=prefix_missing)
+            GenerateFailed(request_id=message.request_id, lease=message.lease, error=cut_text(why), retryable=True,
+                           tried=False, prefix_missing=prefix_missing)
         )  # fmt: skip
 
     async def _check_engine(self, error: Exception) -> None:
@@ -394,7 +397,7 @@ class InferenceNode:
             except LostWeightsError:
                 raise
             except (ComposerError, OSError) as error:
-                self._weight_error = str(error)
+                self._weight_error = cut_text(error)
                 logger.error("still serving weights v%d: %s", self._receiver.version, error)
                 if isinstance(error, _RETRIED_ERRORS):
                     asyncio.get_running_loop().call_later(retry_s, self._new_manifest.set)

@@ -27,6 +27,8 @@ MAX_PLACES = 1 << 14
 
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Text = Annotated[str, Meta(max_length=2000)]
+"""Words of a node, which go into logs. Nodes cut theirs (`cut_text`)."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,13 +63,13 @@ class ComputeDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    node_id: str
-    engine: str
-    run_id: str | None
+    node_id: Annotated[str, Meta(max_length=400)]
+    engine: Annotated[str, Meta(pattern=r"^[\w.+-]{1,40}$")]
+    run_id: Annotated[str, Meta(max_length=400)] | None
     """The run this node served before a reconnect; None on the first contact."""
     version: int
     max_concurrent: int
-    instance: str = ""
+    instance: Annotated[str, Meta(max_length=64)] = ""
     """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
     protocol: int = PROTOCOL
     max_context: int | None = None
@@ -169,7 +171,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_failed"):
     request_id: str
     lease: int
-    error: str
+    error: Text
     retryable: bool
     """False for a request that no node could serve (for example a prompt longer than the context)."""
     tried: bool = True
@@ -189,7 +191,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     tokens_per_s: Annotated[float, Meta(ge=0)]
     canary_error: float | None
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
-    weight_error: str | None = None
+    weight_error: Text | None = None
     """Why the newest weights are not in use; None when they are."""
     weight_bytes: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     """Bytes of weights that it pulled since its process started, by any way."""
@@ -204,7 +206,7 @@ class HelloAgain(msgspec.Struct, frozen=True, kw_only=True, tag="hello_again"):
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request"):
-    sha256: str
+    sha256: Annotated[str, Meta(max_length=64)]
     offset: int
     """Resume position within the chunk."""
 
@@ -221,7 +223,12 @@ class ChunkMissing(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_missing
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
-    reason: str
+    reason: Text
+
+
+def cut_text(error: object) -> str:
+    """Return the text of `error`, no longer than a message may have it."""
+    return str(error)[:2000]
 
 
 FromNode = Enroll | NodeHello | Progress | Generated | GenerateFailed | Status | ChunkRequest | Goodbye

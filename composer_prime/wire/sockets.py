@@ -24,6 +24,7 @@ from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.node import ToNode
+from composer_prime.wire.unread import FRAME_OVERHEAD, UnreadBytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _MAX_UNREAD = 64
 _LEAST_MESSAGE_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 32
 """A token of a node's answer: id, logprob, and at worst a version span of its own."""
+_WATCH_S = 0.25
+"""Pause between two looks at what nodes have sent and nobody has read."""
 _MAX_PEERS = 4096
 """Peers whose use of a MessageBudgets is remembered."""
 _ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
@@ -103,7 +106,7 @@ def bind_router(
 
     A peer that sends a frame above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
     messages are held (0: any number); then the peer's own queue grows, not this process. Neither bounds the number of
-    frames in a message: a peer that holds a key can still send many. To each connection at most `max_unsent` messages
+    frames in a message (wire/unread.py does). To each connection at most `max_unsent` messages
     wait (0: any number); then sending waits, or raises zmq.Again. With `handover`, a client that names an identity
     gets it from whoever had it; without, identities stay with the connection that has them.
 
@@ -242,6 +245,8 @@ class NodeSocket:
         self._server: SecureServer | None = None
         self._direct: zmq.Socket[bytes] | None = None
         """The same socket, for reads that need not wait."""
+        self._unread: UnreadBytes | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
     def bind(self, address: str) -> None:
@@ -256,6 +261,14 @@ class NodeSocket:
         )
         self._direct = zmq.Socket.shadow(self._server.socket)
         self.endpoint = self._server.endpoint
+        self._unread = UnreadBytes(tcp_address(self.endpoint, "the node port").port)
+        self._watch = asyncio.create_task(self._watch_unread(self._unread))
+
+    async def _watch_unread(self, unread: UnreadBytes) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if unread.is_due():
+                await asyncio.to_thread(unread.end_worst)
 
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
@@ -268,17 +281,20 @@ class NodeSocket:
 
     async def receive(self) -> FromConnection:
         """Return the next message, with the bytes of its first frame only."""
-        server, direct = self._server, self._direct
-        assert server is not None and direct is not None, "bind() comes first"
+        server, direct, unread = self._server, self._direct, self._unread
+        assert server is not None and direct is not None and unread is not None, "bind() comes first"
         identity = await server.socket.recv()
         # All frames of a message arrive at once, so nothing below waits.
-        key, peer, first, num_frames, num_bytes = b"", "", b"", 0, 0
+        key, peer, first, num_frames, num_bytes, fd = b"", "", b"", 0, 0, -1
         while direct.getsockopt(zmq.RCVMORE):
             frame = direct.recv(zmq.NOBLOCK, copy=False)
             if not num_frames:
                 key, peer, first = sender_key(frame), str(frame.get("Peer-Address")), frame.bytes
+                fd = int(frame.get("__fd"))
             num_frames += 1
             num_bytes += len(frame)
+        if num_frames:
+            unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
         return FromConnection(
             identity=identity, key=key, peer=peer, first=first, num_frames=num_frames, num_bytes=num_bytes
         )
@@ -286,6 +302,9 @@ class NodeSocket:
     async def close(self) -> None:
         """Free the address; messages on their way get half a second."""
         server, self._server, self._direct = self._server, None, None
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         if server is not None:
             server.socket.close(linger=500)
             await asyncio.to_thread(server.close)

@@ -14,8 +14,9 @@ requests for chunks that it gets no piece for. ZMQ cannot close one connection, 
 read slowly, and waits in its sender's queue.
 
 Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
-node that fetches gigabytes does not delay anyone's tokens. A piece counts against its connection until its last byte
-has left the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model.
+node that fetches gigabytes does not delay anyone's tokens. A piece counts against its node until its last byte has left
+the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model, however
+many connections it opens under its own key. Manifests and model files count in the same way, four at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import msgspec
 import zmq
 
 from composer_prime.address import Address, is_loopback
+from composer_prime.console import printable
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.enrollment import PROTOCOL, Enroll
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
 from composer_prime.wire.node import (
     MAX_PLACES,
     ChunkMissing,
@@ -81,12 +83,14 @@ _MAX_RELAYS = 32
 _MAX_ENROLLING = 16
 """Enrollments answered at a time; who is dropped asks again."""
 _MAX_UNSENT = 16
-"""Pieces under way to one connection. Requests beyond are dropped; a node asks again after its own deadline."""
-_MAX_CONNECTIONS = 1024
-"""Connections remembered before those without a piece under way are forgotten."""
+"""Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
+_MAX_UNSENT_REPLIES = 4
+"""Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
+_MAX_ACCOUNTS = 1024
+"""Nodes remembered before those with nothing under way are forgotten."""
 
-Piece = tuple[str, int]
-"""sha256 of the chunk and offset in it."""
+Piece = tuple[bytes, str, int]
+"""Connection, sha256 of the chunk and offset in it."""
 SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
@@ -142,6 +146,8 @@ class NodeLink:
         self._impostors: set[bytes] = set()
         """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
+        self._unsent_replies: dict[bytes, list[zmq.MessageTracker]] = {}
+        """By account."""
 
     async def receive(self) -> None:
         """Handle messages until cancelled."""
@@ -227,7 +233,8 @@ class NodeLink:
             case Enroll():
                 self._enroll(identity, key, message)
             case ChunkRequest():
-                self._chunks.serve(identity, message, lambda to, piece: self._send_piece(to, key, piece))
+                account = self._account(identity, key)
+                self._chunks.serve(account, identity, message, lambda to, piece: self._send_piece(to, key, piece))
             case _ if node is None:
                 self._ask_for_hello(identity)
             case Progress():
@@ -241,13 +248,22 @@ class NodeLink:
                 self._socket.send(identity, Heard())
                 router.place()
             case Goodbye():
-                router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
+                router.nodes.leave(node, f"said goodbye: {printable(message.reason[:200])}")
 
     def _send_piece(self, identity: bytes, key: bytes, message: ToNode) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
         if isinstance(message, WeightChunk):
             self._budgets.refund(self._account(identity, key), 1)
         return self._socket.send_large(identity, message)
+
+    def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
+        """Send a reply that may be large, unless its node has not read the former ones."""
+        if len(self._unsent_replies) >= _MAX_ACCOUNTS:
+            self._unsent_replies = {one: left for one, each in self._unsent_replies.items() if (left := _unsent(each))}
+        account = self._account(identity, key)
+        unsent = self._unsent_replies[account] = _unsent(self._unsent_replies.get(account, []))
+        if len(unsent) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
+            unsent.append(sent)
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello starts the node anew, and one is enough."""
@@ -301,9 +317,9 @@ class NodeLink:
                 return
             if isinstance(reply, Rejected):
                 logger.warning("rejected an enrollment: %s", reply.reason)
+                self._socket.send(identity, reply)
             else:
-                reply = msgspec.structs.replace(reply, sources=self._sources)
-            self._socket.send(identity, reply)
+                self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self._sources))
 
         self._enrolling[identity] = task = asyncio.create_task(answer())
         task.add_done_callback(lambda _: self._enrolling.pop(identity, None))
@@ -332,7 +348,7 @@ class NodeLink:
             heartbeat_s=self._heartbeat_s,
             **self.weight_places(identity),
         )
-        self._socket.send(identity, welcome)
+        self._send_with_manifest(identity, key, welcome)
         self._router.place()
 
     def weight_places(self, identity: bytes) -> dict[str, list[str]]:
@@ -403,35 +419,38 @@ class ChunkServer:
         self.bytes_sent = 0
         """Bytes of pieces handed to the socket."""
         self.dropped = 0
-        """Requests of connections that had too many pieces under way."""
+        """Requests of nodes that had too many pieces under way."""
         self._store = store
         self._other = other
         self._readers = asyncio.Semaphore(_READERS)
         self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
-        """Pieces under way to each connection; None while one is being read."""
+        """Pieces under way to each account; None while one is being read."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serve(self, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
-        """Answer `request` as soon as a reader is free, unless its answer is under way already."""
-        pieces, piece = self._still_unsent(identity), (request.sha256, request.offset)
+    def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+        """Answer `request` as soon as a reader is free, unless its answer is under way already.
+
+        `account`: the node, which may have several connections.
+        """
+        pieces, piece = self._still_unsent(account), (identity, request.sha256, request.offset)
         if piece in pieces:
             return
         if len(pieces) >= _MAX_UNSENT:
             self.dropped += 1
             return
         pieces[piece] = None
-        task = asyncio.create_task(self._answer(identity, request, send))
+        task = asyncio.create_task(self._answer(account, identity, request, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _still_unsent(self, identity: bytes) -> dict[Piece, zmq.MessageTracker | None]:
-        if len(self._unsent) >= _MAX_CONNECTIONS:
+    def _still_unsent(self, account: bytes) -> dict[Piece, zmq.MessageTracker | None]:
+        if len(self._unsent) >= _MAX_ACCOUNTS:
             unsent = {other: _under_way(pieces) for other, pieces in self._unsent.items()}
             self._unsent = {other: pieces for other, pieces in unsent.items() if pieces}
-        self._unsent[identity] = _under_way(self._unsent.get(identity, {}))
-        return self._unsent[identity]
+        self._unsent[account] = _under_way(self._unsent.get(account, {}))
+        return self._unsent[account]
 
-    async def _answer(self, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+    async def _answer(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
         sent = None
         try:
             async with self._readers:
@@ -440,7 +459,7 @@ class ChunkServer:
             if sent is not None and isinstance(message, WeightChunk):
                 self.bytes_sent += len(message.data)
         finally:
-            pieces, piece = self._unsent[identity], (request.sha256, request.offset)
+            pieces, piece = self._unsent[account], (identity, request.sha256, request.offset)
             if sent is None:
                 del pieces[piece]
             else:
@@ -469,3 +488,7 @@ class ChunkServer:
 
 def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
     return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}
+
+
+def _unsent(trackers: list[zmq.MessageTracker]) -> list[zmq.MessageTracker]:
+    return [tracker for tracker in trackers if not tracker.done]

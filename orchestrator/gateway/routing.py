@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from composer_prime.console import printable
 from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generated, GenerateFailed, Progress, Sampling, ToNode
 from composer_prime.wire.turns import Prefix
@@ -410,6 +411,7 @@ class Router:
         request = self._claim(node, message)
         if request is None:
             return
+        error = printable(message.error)
         if message.prefix_missing and request.prefix is not None:
             self.counters.prefixes_missing += 1
             self.placing.forget(request.session)
@@ -419,20 +421,20 @@ class Router:
             return
         if not message.tried and not message.prefix_missing:
             node.draining = True
-            self.reissue(request, f"{node.node_id} is leaving: {message.error}")
+            self.reissue(request, f"{node.node_id} is leaving: {error}")
             self.place()
             return
         node.failures += 1
         if message.retryable:
-            self._retry(request, node, message.error)
+            self._retry(request, node, error)
             return
         for one in (request, self.open.get(request.request_id, request)):
             one.refused_by.add(node.node_id)
         may_go_on = len(request.refused_by) < _MAX_REFUSALS and any(map(request.may_go_to, self.nodes.attached()))
         if may_go_on or self._goes_on_without(request):
-            self.reissue(request, f"{node.node_id}: {message.error}", keep=False)
+            self.reissue(request, f"{node.node_id}: {error}", keep=False)
         else:
-            self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
+            self.end(request, RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
         self.place()
 
     def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
@@ -213,3 +214,23 @@ def test_a_budget_comes_back_with_time():
     """What was used falls by the rate: a peer that stays below it is never refused."""
     budgets = MessageBudgets(burst=1, per_s=1e12)
     assert all(budgets.charge(b"a", 1) for _ in range(1000))
+
+
+@pytest.mark.slow
+async def test_a_message_that_never_ends_costs_a_bounded_memory(open_gateway, node_keys):
+    """600 frames of 1 MiB, of one message: the connection is closed at about 256 MiB, others are served."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a"):
+        context = zmq.Context()
+        hoarder = dealer(context, gateway.node_endpoint, node_keys)
+        before = psutil.Process().memory_info().rss
+        frame, most = bytes((1 << 20) - 64), 0
+        for _ in range(600):
+            hoarder.send(frame, zmq.SNDMORE, copy=False)
+        hoarder.send(b"end")
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            most = max(most, psutil.Process().memory_info().rss - before)
+        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+        context.destroy(linger=0)
+        # The 600 MiB of the sender are one shared buffer.
+        assert 64 << 20 < most < 450 << 20

@@ -1,0 +1,119 @@
+"""Bytes that peers of a bound ZMQ socket have sent and that nobody has read, and an end to those who pile them up.
+
+ZMQ bounds the size of a frame and the number of whole messages that wait, but not the frames of one message that has
+not ended: a peer can send them until this process has no memory. The kernel counts the bytes of each connection. Linux
+only; elsewhere nothing is counted and nobody ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES = 256 << 20
+"""Of all connections together. A burst of 64 whole messages is far below."""
+FRAME_OVERHEAD = 64
+"""Bytes of a frame besides its content: encryption, length and flags, rounded up."""
+_FREE_BYTES_PER_S = 256.0
+"""What a connection may send uncounted: heartbeats of ZMQ itself, which are not seen as messages."""
+_LOOK_BYTES, _LOOK_S = 32 << 20, 5.0
+"""A look at all connections (17 us each) is due when this process has grown by so much, or after so long."""
+_FDS, _STATM = "/proc/self/fd", "/proc/self/statm"
+_BYTES_RECEIVED_AT, _TCP_INFO_SIZE = 128, 192
+"""Of struct tcp_info: tcpi_bytes_received, an unsigned 64-bit number."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    peer: object
+    received: int
+    read: int
+    at: float
+    unread: float = 0.0
+
+
+class UnreadBytes:
+    """What each connection of one port has sent beyond what was read."""
+
+    def __init__(self, port: int, max_bytes: int = MAX_UNREAD_BYTES) -> None:
+        self.read: Counter[int] = Counter()
+        """Bytes read so far, by file descriptor."""
+        self._port = port
+        self._max_bytes = max_bytes
+        self._connections: dict[int, _Connection] = {}
+        self._read_before: Counter[int] = Counter()
+        """`read` at the last look: what was read since then counts for a connection that is new."""
+        self._looked_at = 0.0
+        self._looked_resident = 0
+
+    def is_due(self) -> bool:
+        """Whether `end_worst` should be called now."""
+        try:
+            with open(_STATM) as file:
+                resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return False
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S and resident - self._looked_resident < _LOOK_BYTES:
+            return False
+        self._looked_at = now
+        self._looked_resident = resident
+        return True
+
+    def end_worst(self) -> int:
+        """Close connections, those with the most first, while all have more than `max_bytes`. Return how many."""
+        self._measure()
+        total, ended = sum(each.unread for each in self._connections.values()), 0
+        for fd, each in sorted(self._connections.items(), key=lambda item: -item[1].unread):
+            if total <= self._max_bytes:
+                break
+            mib = each.unread / (1 << 20)
+            logger.warning(
+                "closed the connection of %s: it sent %.0f MiB of a message that does not end", each.peer, mib
+            )
+            with suppress(OSError), _shared(fd) as connection:  # It may be closed already.
+                connection.shutdown(socket.SHUT_RDWR)
+            total -= each.unread
+            ended += 1
+        return ended
+
+    def _measure(self) -> None:
+        now, former, self._connections = time.monotonic(), self._connections, {}
+        for fd, peer, received in self._accepted():
+            read, last = self.read[fd], former.get(fd)
+            if last is None or last.peer != peer:
+                last = _Connection(peer, 0, self._read_before[fd], now)
+            sent = received - last.received - (read - last.read) - _FREE_BYTES_PER_S * (now - last.at)
+            self._connections[fd] = _Connection(peer, received, read, now, max(0.0, last.unread + sent))
+        self._read_before = self.read.copy()
+
+    def _accepted(self) -> Iterator[tuple[int, object, int]]:
+        """Yield descriptor, peer and received bytes of each connection that the port has accepted."""
+        for name in os.listdir(_FDS):
+            try:
+                with _shared(int(name)) as connection:
+                    if connection.getsockname()[1] == self._port:
+                        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+                        (received,) = struct.unpack_from("<Q", info, _BYTES_RECEIVED_AT)
+                        yield int(name), connection.getpeername(), received
+            except (OSError, IndexError, struct.error):
+                continue  # No socket of this port, or closed meanwhile.
+
+
+def _shared(fd: int) -> socket.socket:
+    """Return the socket behind `fd`, under a descriptor of its own. Raises OSError when there is none."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -1,0 +1,45 @@
+"""Connections that pile up bytes which nobody can read are closed, others are not."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+
+import pytest
+
+from composer_prime.wire.unread import UnreadBytes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts are read as on Linux")
+MIB = 1 << 20
+
+
+# Of three connections that sent 3, 2 and 4 MiB, of which the last was read: at most 4 MiB may be unread, so the first
+# one goes. A later look leaves the rest alone, and a new connection under the same descriptor starts from nothing.
+def test_the_worst_goes_first():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        unread = UnreadBytes(server.getsockname()[1], max_bytes=4 * MIB)
+        pairs = []
+        for size in (3, 2, 4):
+            client = socket.create_connection(server.getsockname())
+            accepted = server.accept()[0]
+            received = threading.Thread(target=_receive, args=(accepted, size * MIB))
+            received.start()
+            client.sendall(bytes(size * MIB))
+            received.join()
+            pairs.append((client, accepted))
+        unread.read[pairs[2][1].fileno()] = 4 * MIB
+        assert unread.end_worst() == 1
+        assert pairs[0][0].recv(1) == b"", "its connection is closed"
+        pairs[0][1].close()
+        assert unread.end_worst() == 0
+        again = socket.create_connection(server.getsockname())
+        accepted = server.accept()[0]
+        assert unread.end_worst() == 0
+        for one in (again, accepted, *(end for pair in pairs[1:] for end in pair), pairs[0][0]):
+            one.close()
+
+
+def _receive(connection: socket.socket, size: int) -> None:
+    while size:
+        size -= len(connection.recv(min(size, MIB)))
