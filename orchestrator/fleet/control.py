@@ -172,7 +172,7 @@ class NodeControl:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Count, send away drained nodes that have answered, and drain those that are not worth their price."""
+        """Count, send away drained nodes that have answered, and drain one that is not worth its price."""
         self.accounts.tick()
         now = time.monotonic()
         attached = {node.node_id: node for node in self._router.nodes.attached()}
@@ -184,10 +184,9 @@ class NodeControl:
             node.draining = True  # It may have connected anew.
             if not node.leases or now > until:
                 self._send(node, Drain(reason=f"drained: {reason}"))
-        if self._max_usd_per_million is not None:
-            for name, reason in self.accounts.not_worth_it(self._max_usd_per_million).items():
-                if name not in self._leaving:
-                    self.drain(name, reason)
+        limit = self._max_usd_per_million
+        if limit is not None and (found := self.accounts.not_worth_it(limit)) is not None:
+            self.drain(*found)
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
         """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""
