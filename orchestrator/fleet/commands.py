@@ -32,7 +32,7 @@ class RunConnection:
 
     def __init__(self, run_dir: RunDir) -> None:
         """Raises NotLiveError without an address or token of the orchestrator."""
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._run_id = read_run_id(run_dir)
         try:
             self._url = json.loads(run_dir.endpoints.read_text())["http"]
@@ -64,7 +64,7 @@ class RunConnection:
             answer = reply.json()
         except httpx.TimeoutException:
             raise DeadlineError(
-                f"waited {_TIMEOUT_S:g} s for the orchestrator of {self._run_dir.root} at {self._url}"
+                f"waited {_TIMEOUT_S:g} s for the orchestrator of {self.run_dir.root} at {self._url}"
             ) from None
         except (httpx.HTTPError, ValueError):
             raise self._not_live(f"nothing of it answers at {self._url}") from None
@@ -79,7 +79,7 @@ class RunConnection:
         return answer
 
     def _not_live(self, why: str) -> NotLiveError:
-        return NotLiveError(f"run {self._run_dir.root} is not live on this machine: {why}")
+        return NotLiveError(f"run {self.run_dir.root} is not live on this machine: {why}")
 
 
 def live_run(folder: str | None) -> RunConnection:
