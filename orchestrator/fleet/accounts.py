@@ -219,16 +219,17 @@ class NodeAccounts:
     # -- lines -----------------------------------------------------------------------------------------------------
 
     def _log(self, node: AttachedNode, account: NodeAccount, now: float, *, pause_s: float) -> None:
-        """Write the node's line when its state or version changed; when only its requests did, after `pause_s`."""
+        """Write the node's line if its state or version changed; if only its requests or trust did, after `pause_s`."""
         line: dict[str, str | int | float | None] = {
             "node": node.node_id,
             "node/state": self._state(node, now),
             "node/version": node.version,
             "node/in_flight": len(node.leases),
+            "node/trust": None if (trust := node.expectation) is None else round(trust, 2),
         }
         before = {name: account.line.get(name) for name in line}
-        only_held = {**before, "node/in_flight": line["node/in_flight"]} == line
-        if self._metrics is None or before == line or (only_held and now - account.line_at < pause_s):
+        is_minor = all(before[name] == line[name] for name in ("node/state", "node/version"))
+        if self._metrics is None or before == line or (is_minor and now - account.line_at < pause_s):
             return
         account.line, account.line_at = line, now
         if before["node/state"] in (None, AWAY):

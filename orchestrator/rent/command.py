@@ -25,13 +25,13 @@ from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, InviteError, ProviderError, ProviderLoginError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
+from composer_prime.run.rentals import Rental, RentalRecord
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
 from orchestrator.rent.cli_providers import Prime, Vast
 from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet, find
 from orchestrator.rent.http_providers import Lambda, RunPod
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, choose
-from orchestrator.rent.rentals import Rental, RentalRecord
 from orchestrator.rent.usefulness import KEPT_S, RunUse
 
 PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(), RunPod(), Lambda(), Prime())}

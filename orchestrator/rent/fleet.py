@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from composer_prime.errors import ProviderError, ProviderLoginError, ProviderRefusedError
+from composer_prime.run.rentals import Rental, RentalRecord, new_label
 from composer_prime.run.retry import backoff_s
 from orchestrator.rent.calls import CALL_TIMEOUT_S, answer_to
 from orchestrator.rent.provider import Instance, Offer, Order, Provider
-from orchestrator.rent.rentals import Rental, RentalRecord, new_label
 from orchestrator.rent.usefulness import RunUse
 
 STOP_TIMEOUT_S = 300.0
@@ -92,7 +92,8 @@ class RentedFleet:
                 self.tell(f"no further machine is started: {limit}")
                 break
             order = order_of(new_label(run_id), offer)
-            self.record.asked(order.label, self.provider.name, offer)
+            gpu = f"{offer.gpus} x {offer.gpu}"
+            self.record.asked(order.label, provider=self.provider.name, gpu=gpu, usd_per_hour=offer.usd_per_hour)
             try:
                 instance_id = self._start_one(offer, order)
             except (ProviderRefusedError, ProviderLoginError) as error:

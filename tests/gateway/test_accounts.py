@@ -84,6 +84,7 @@ def test_records_give_the_table_again(tmp_path):
         await work_for(fleet, "a", 3)
         fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=5000))
         accounts.tick()
+        fleet.node("a").trust.clean, fleet.node("a").trust.audited = 8, 8
         pass_time(accounts, clock, 100)
         accounts.note_trained(4, {"a": 12})
         (live,) = accounts.rows()
@@ -93,7 +94,9 @@ def test_records_give_the_table_again(tmp_path):
         assert asdict(row.totals) == pytest.approx(asdict(live.totals), rel=1e-4)
         assert (row.totals.tokens, row.totals.trained_tokens, row.totals.weight_bytes) == (18, 12, 5000)
         assert (row.state, live.state, row.device, row.engine) == ("away", "serving", "2 x L4, 45 GiB", "test")
-        assert row.usd_per_hour == 2.0 and [line["step"] for line in lines] == [0, 4]
+        assert (
+            row.trust == live.trust == 0.9 and row.usd_per_hour == 2.0 and [line["step"] for line in lines] == [0, 0, 4]
+        )
         again = accounts_of(fleet, clock, tmp_path)
         again.note_trained(5, {"a": 1})
         again.close()

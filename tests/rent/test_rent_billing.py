@@ -15,12 +15,12 @@ from provider_answers import LAMBDA_KINDS, RUNPOD_OFFERS, new_invite, service
 
 from composer_prime.errors import ConfigError, InviteError, ProviderError, ProviderLoginError, ProviderRefusedError
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.rentals import Rental, RentalRecord
 from orchestrator.rent.calls import ProviderCall, _says_refused
 from orchestrator.rent.command import main
 from orchestrator.rent.fleet import RentalBudget, RentedFleet
 from orchestrator.rent.http_providers import Lambda, RunPod
 from orchestrator.rent.provider import Offer, Order
-from orchestrator.rent.rentals import Rental, RentalRecord
 from orchestrator.rent.usefulness import RunUse
 
 OFFER = Offer(offer_id="o", gpu="H100", gpus=1, gpu_memory_gb=80, disk_gb=None, usd_per_hour=2.0, stock=None)
