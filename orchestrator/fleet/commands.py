@@ -47,7 +47,7 @@ class RunConnection:
         return msgspec.convert(self.call("GET", "/control/nodes")["nodes"], list[NodeRow])
 
     def act(self, action: str, node: str) -> str:
-        """Have the orchestrator drain, evict, ban or unban `node`, and return what happened. Raises as `call` does."""
+        """Have the orchestrator do one of its ACTIONS to `node`, and return what happened. Raises as `call` does."""
         return self.call("POST", f"/control/nodes/{action}", node=node)["text"]
 
     def call(self, method: str, path: str, **query: str) -> dict[str, Any]:
@@ -184,6 +184,9 @@ def _act(action: str, words: list[str], description: str) -> int:
     parser = argparse.ArgumentParser(prog=f"orchestrator {action}", allow_abbrev=False, description=description)
     parser.add_argument("node", help="name of the node, as in `orchestrator nodes`")
     parser.add_argument("--run", help="run directory; by default the only live run below outputs/")
+    if action == "drain":
+        parser.add_argument("--now", action="store_true", help="have other nodes finish what it has begun")
     options = parser.parse_args(words)
+    action = "drain_now" if action == "drain" and options.now else action
     print(live_run(options.run).act(action, options.node))
     return 0

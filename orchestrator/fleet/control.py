@@ -3,7 +3,8 @@
 orchestrator drain|evict|ban NODE --HTTP, keys/operator.token--> control_routes --> NodeControl --> router, node
 gateway's tick --> NodeControl.tick: end drains, drain what is not worth it
 
-drain   no new request; once the node has answered what it holds, it is sent away. It may come back.
+drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
+        sent away at once: after its inference.drain_timeout_s it streams what it has sampled, and others go on there.
 evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
         Its process ends without an error, so nothing starts it again.
 ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # the gateway imports this module
 
 logger = logging.getLogger(__name__)
 
-ACTIONS = ("drain", "evict", "ban", "unban")
+ACTIONS = ("drain", "drain_now", "evict", "ban", "unban")
 _NAMES_SHOWN = 12
 
 
@@ -88,6 +89,18 @@ class NodeControl:
         alone = "" if others else "; no other node serves now, requests wait (orchestrator.no_node_timeout_s)"
         rest = f"once it has answered {pluralize(held, 'request')}" if held else "now"
         return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
+
+    def drain_now(self, name: str) -> str:
+        """Give node `name` no further request, and send it away before it has answered. Return what happened.
+
+        Raises RequestError when no such node is attached.
+        """
+        node, reason = self._attached(name), "by the operator"
+        if name not in self._leaving and not node.draining:
+            self.drain(name, reason)
+        self._leaving[name] = reason, 0.0
+        held = pluralize(len(node.leases), "request")
+        return f"node {name} leaves within seconds; what it does not answer until then of {held} goes on elsewhere"
 
     def evict(self, name: str, reason: str = "evicted by the operator") -> str:
         """Send node `name` away, and refuse it until the orchestrator starts again. Return what happened.
