@@ -10,6 +10,8 @@ which are 1.
     whole      chunks in memory, joined, parsed into tensors, and those of the version before kept for a way back:
                what inference/receiver.py did until it kept weights on the disk
     streamed   inference/receiver.py
+
+The exit status is 1 when the streamed peak is more than 1.3 snapshots above the engine's own weights.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ SHAPE = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
 }  # fmt: skip
+TARGET = 2.3
+"""The engine's own weights and 1.3 snapshots."""
 CANARY_IDS = list(range(5, 37))
 
 
@@ -130,7 +134,9 @@ def main() -> int:
                 f"  {side:9} {figures['peak']:.2f}   (before that install {figures['before']:.2f}; "
                 f"snapshot {figures['snapshot'] / 1e6:.0f} MB)"
             )
-    return 0
+    is_good = figures["peak"] <= TARGET
+    print(f"{'met   ' if is_good else 'MISSED'} streamed: {figures['peak']:.2f} snapshots, at most {TARGET}")
+    return int(not is_good)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ bound, median and 90th percentile. `distance` is the mean total variation betwee
 
 A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
 float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. The
-exit status is 1 when a cheat is not caught in every order at the tolerance
-for float32, or when an honest node is quarantined or more than 0.1 % of its answers are refused. No answer is compared
-with an older version here: benchmarks/trust_scale.py does that, and meets far more answers.
+exit status is 1 when a cheat is not caught in every order at the tolerance for float32, when an honest node is
+quarantined or .1 % of its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. No
+answer is compared with an older version here: benchmarks/trust_scale.py does that, and meets far more answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import asyncio
 import hashlib
 import json
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -54,7 +53,7 @@ from orchestrator.audit.trust import NodeTrust, is_clean
 ASSETS = Path(__file__).parents[1] / "composer_prime" / "assets" / "tiny"
 POLICY = ASSETS / "policy"
 CONTEXT = 1024
-MAX_REFUSED = 1e-3
+MAX_REFUSED, MAX_COST = 1e-3, 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,11 +394,15 @@ async def main(args: argparse.Namespace) -> int:
         await right.close()
     print(f"\naudit cost at the floor of {args.floor:.0%}: {args.floor * ratio:.2%} of generation "
           f"({time.monotonic() - start:.0f} s in all)")  # fmt: skip
-    if not all_caught:
-        print(f"FAILED: a cheat was not caught at tolerance {args.tight:g} in {args.pool} answers", file=sys.stderr)
-    if not left_alone:
-        print(f"FAILED: an honest node was quarantined, or {MAX_REFUSED:.1%} of its answers refused", file=sys.stderr)
-    return 0 if all_caught and left_alone else 1
+    cost = args.floor * ratio
+    answers = [
+        (f"every cheat is caught at tolerance {args.tight:g} in {args.pool} answers", all_caught),
+        (f"no honest node is quarantined, and less than {MAX_REFUSED:.1%} of its answers refused", left_alone),
+        (f"audits cost {cost:.2%} of generation, below {MAX_COST:.0%}", cost < MAX_COST),
+    ]
+    for text, is_good in answers:
+        print(f"{'met   ' if is_good else 'MISSED'} {text}")
+    return int(not all(is_good for _, is_good in answers))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ honest32 is judged at a tolerance of 0.0001 and the others at each `--tolerance`
 the upper end of the exact 95 % interval (Clopper-Pearson), and the lives that end in a quarantine at the last
 tolerance. A life is `--life` answers of an honest node in a row, or all of another node's in one of `--lives` orders.
 `median` and `p90` are tokens under audit until then. `audit/gen` is CPU time of one scoring pass over that of
-generation. Exit status 1: an honest node was quarantined.
+generation. Exit status 1: an honest node was quarantined, or .1 % of the answers of honest32 or honest16 were refused
+at the last tolerance.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ from orchestrator.audit.trust import NodeTrust, is_clean
 
 ASSETS = Path(__file__).parents[1] / "composer_prime" / "assets" / "tiny"
 EOS = 2
+MAX_REFUSED = 1e-3
 HONEST = ("honest16", "honest32", "eager16")
 STALE = {"stale2": 2, "stale10": 10, "stale30": 30, "lying": 10}
 ROUNDED = ("int8", "int8groups", "fp8")
@@ -251,7 +252,9 @@ def upper(count: int, of: int) -> float:
     return 1.0 if count == of else float(beta.ppf(0.975, count + 1, of - count))
 
 
-def print_refused(nodes: list[Answers], args: argparse.Namespace) -> None:
+def print_refused(nodes: list[Answers], args: argparse.Namespace) -> dict[str, float]:
+    """Print what is refused of each node. Returns its share at the last tolerance, by node."""
+    shares = {}
     print(f"\n{'node':<11}{'tolerance':>10}{'answers':>9}{'tokens':>8}{'refused':>9}{'up to':>9}{'mean gap':>10}"
           f"{'max gap':>9}{'max miss':>10}{'audit/gen':>11}{'load':>8}")  # fmt: skip
     for node in nodes:
@@ -261,10 +264,12 @@ def print_refused(nodes: list[Answers], args: argparse.Namespace) -> None:
         for tolerance in tolerances(node, args):
             verdicts = node.verdicts(tolerance, "int8")
             refused = sum(not is_clean(verdict) for verdict in verdicts)
+            shares[node.name] = refused / len(verdicts)
             print(f"{node.name:<11}{tolerance:>10g}{len(verdicts):>9}{len(gaps):>8}{refused:>9}"
                   f"{upper(refused, len(verdicts)):>9.1e}{gaps.mean():>10.1e}{gaps.max():>9.1e}"
                   f"{values['own misses'].max():>10.1e}{spent[1] / spent[0]:>11.2f}"
                   f"{min(node.loads):>5.0f}-{max(node.loads):.0f}")  # fmt: skip
+    return shares
 
 
 def print_caught(nodes: list[Answers], args: argparse.Namespace) -> bool:
@@ -320,11 +325,15 @@ def main(args: argparse.Namespace) -> int:
                 made += 1
     print(f"{made} batches in {time.monotonic() - start:.0f} s, {time.process_time():.0f} CPU s in all")
     nodes = [node for name in args.nodes if (node := stored(args.state, name))]
-    print_refused(nodes, args)
-    if print_caught(nodes, args):
-        return 0
-    print("FAILED: an honest node was quarantined", file=sys.stderr)
-    return 1
+    shares = print_refused(nodes, args)
+    answers = [("no honest node is quarantined", print_caught(nodes, args))]
+    for name in ("honest32", "honest16"):
+        if (share := shares.get(name)) is not None:
+            text = f"{name}: {share:.3%} of the answers refused at the last tolerance, below {MAX_REFUSED:.1%}"
+            answers.append((text, share < MAX_REFUSED))
+    for text, is_good in answers:
+        print(f"{'met   ' if is_good else 'MISSED'} {text}")
+    return int(not all(is_good for _, is_good in answers))
 
 
 if __name__ == "__main__":

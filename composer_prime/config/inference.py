@@ -99,8 +99,9 @@ class InferenceConfig(BaseConfig):
     for one node. None: unknown.
     """
     max_usd_per_million: float | None = Field(default=None, gt=0)
-    """Drain nodes whose trained tokens cost more than this per million over worth_window_s, and nodes without trained
-    tokens in that time if others have some. The last serving node always stays. None drains no node.
+    """Drain the dearest node whose trained tokens cost more than this per million over worth_window_s, or that has none
+    in that time while others have some, and judge again a window later. The last serving node always stays. None drains
+    no node.
     """
     worth_window_s: float = Field(default=600.0, gt=0)
     """Window of max_usd_per_million; it is extended until it covers 3 trained batches."""

@@ -3,8 +3,8 @@
     gateway --NodeRow--> `orchestrator nodes`
     costs.jsonl (sums, "kind": "node") + metrics.jsonl (a line a change) --> `composer report`, the page
 
-A node's line in metrics.jsonl: {"node": name, "node/state", "node/version", "node/in_flight", "node/engine",
-"node/device", "node/usd_per_hour"}; the last three only when it attached.
+A node's line in metrics.jsonl: {"node": name, "node/state", "node/version", "node/in_flight", "node/trust",
+"node/engine", "node/device", "node/usd_per_hour"}; trust only where it was audited, the last three when it attached.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def recorded_rows(lines: Iterable[Line], totals: Mapping[str, NodeTotals]) -> li
                 version=None if version is None else int(version),
                 tokens_per_s=sums.tokens / sums.seconds if sums.seconds else None,
                 trained_tokens_per_s=sums.trained_tokens / sums.seconds if sums.seconds else None,
+                trust=numeric_field(line, "node/trust"),
                 usd_per_hour=numeric_field(line, "node/usd_per_hour"),
                 totals=sums,
             )

@@ -128,30 +128,30 @@ class NodeWork:
     """Whether it was there for long enough."""
 
 
-def worthless(work: Sequence[NodeWork], max_usd_per_million: float, span_s: float) -> dict[str, str]:
-    """Return the nodes to drain and why: too dear, or without a trained token while others had some.
+def worthless(work: Sequence[NodeWork], max_usd_per_million: float, span_s: float) -> tuple[str, str] | None:
+    """Return the dearest node that is too dear, or has no trained token while others had some, and why.
 
-    One node that serves always stays: the one with the most trained tokens of those that would go.
+    Only one: where the trainer is the bottleneck, the others train its share from then on and become cheaper. The only
+    node that serves always stays.
     """
-    if not any(each.trained_tokens for each in work):
-        return {}
     trained = sum(each.trained_tokens for each in work)
-    reasons: dict[str, str] = {}
+    serving = [each.node_id for each in work if each.serves]
+    found: dict[tuple[float, float], tuple[str, str]] = {}
     for each in work:
-        if not each.judged:
+        if not trained or not each.judged or serving == [each.node_id]:
             continue
-        minutes = f"in the last {span_s / 60:.1f} min"
-        if not each.trained_tokens:
-            reasons[each.node_id] = f"it had no trained token {minutes}, other nodes had {trained:,}"
-        elif each.usd is not None and (usd := each.usd / each.trained_tokens * 1e6) > max_usd_per_million:
-            reasons[each.node_id] = (
+        minutes, usd = f"in the last {span_s / 60:.1f} min", math.inf
+        if each.trained_tokens:
+            usd = 0.0 if each.usd is None else each.usd / each.trained_tokens * 1e6
+            reason = (
                 f"a million of its trained tokens cost ${usd:,.2f} {minutes}, inference.max_usd_per_million is "
                 f"${max_usd_per_million:,.2f}"
             )
-    serving = [each for each in work if each.serves]
-    if serving and all(each.node_id in reasons for each in serving):
-        del reasons[max(serving, key=lambda each: each.trained_tokens).node_id]
-    return reasons
+        else:
+            reason = f"it had no trained token {minutes}, other nodes had {trained:,}"
+        if usd > max_usd_per_million:
+            found[usd, each.usd or 0.0] = each.node_id, reason
+    return found[max(found)] if found else None
 
 
 class NodeAccounts:
@@ -176,14 +176,19 @@ class NodeAccounts:
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
         self._batches: deque[float] = deque(maxlen=_LEAST_BATCHES + 1)
         """When the last steps were taken, monotonic seconds."""
+        self._drained_at = -math.inf
+        """When the last node was found to be not worth it."""
 
     def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
         """Count the tokens that a step trained of each node's answers."""
-        self.step = step
-        self._batches.append(self._clock())
+        self.step, now = step, self._clock()
+        self._batches.append(now)
         for name, count in tokens.items():
             account = self._accounts.setdefault(name, NodeAccount())
             account.totals = account.totals.plus(None, trained_tokens=count)
+        for account in self._accounts.values():  # Time judged from this batch on has only the tokens of later ones.
+            if account.history and account.seen is not None:
+                account.history.append(Moment(time=now, totals=account.totals))
 
     def tick(self) -> None:
         """Count what happened since the last call, and write what changed."""
@@ -214,16 +219,17 @@ class NodeAccounts:
     # -- lines -----------------------------------------------------------------------------------------------------
 
     def _log(self, node: AttachedNode, account: NodeAccount, now: float, *, pause_s: float) -> None:
-        """Write the node's line when its state or version changed; when only its requests did, after `pause_s`."""
+        """Write the node's line if its state or version changed; if only its requests or trust did, after `pause_s`."""
         line: dict[str, str | int | float | None] = {
             "node": node.node_id,
             "node/state": self._state(node, now),
             "node/version": node.version,
             "node/in_flight": len(node.leases),
+            "node/trust": None if (trust := node.expectation) is None else round(trust, 2),
         }
         before = {name: account.line.get(name) for name in line}
-        only_held = {**before, "node/in_flight": line["node/in_flight"]} == line
-        if self._metrics is None or before == line or (only_held and now - account.line_at < pause_s):
+        is_minor = all(before[name] == line[name] for name in ("node/state", "node/version"))
+        if self._metrics is None or before == line or (is_minor and now - account.line_at < pause_s):
             return
         account.line, account.line_at = line, now
         if before["node/state"] in (None, AWAY):
@@ -297,12 +303,15 @@ class NodeAccounts:
         """Return from when on nodes are judged: worth_window_s ago, or since before the last batches."""
         return min([now - self._worth_window_s, *list(self._batches)[:1]])
 
-    def not_worth_it(self, max_usd_per_million: float) -> dict[str, str]:
-        """Return the nodes that are too dear or useless, and why."""
+    def not_worth_it(self, max_usd_per_million: float) -> tuple[str, str] | None:
+        """Return a node to drain, too dear or useless, and why.
+
+        Then none until what is judged lies wholly after that: the nodes that stay have other work by then.
+        """
         now = self._clock()
         start = self._judged_since(now)
-        if len(self._batches) <= _LEAST_BATCHES:
-            return {}
+        if len(self._batches) <= _LEAST_BATCHES or start < self._drained_at:
+            return None
         serving = {node.node_id for node in self._router.serving()}
         work = []
         for node in self._router.nodes.attached():
@@ -320,7 +329,10 @@ class NodeAccounts:
                     judged=begun is not None and present and not node.draining,
                 )
             )
-        return worthless(work, max_usd_per_million, now - start)
+        found = worthless(work, max_usd_per_million, now - start)
+        if found is not None:
+            self._drained_at = now
+        return found
 
 
 def device_text(device: ComputeDevice | None) -> str:

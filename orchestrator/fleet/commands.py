@@ -32,7 +32,7 @@ class RunConnection:
 
     def __init__(self, run_dir: RunDir) -> None:
         """Raises NotLiveError without an address or token of the orchestrator."""
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._run_id = read_run_id(run_dir)
         try:
             self._url = json.loads(run_dir.endpoints.read_text())["http"]
@@ -47,7 +47,7 @@ class RunConnection:
         return msgspec.convert(self.call("GET", "/control/nodes")["nodes"], list[NodeRow])
 
     def act(self, action: str, node: str) -> str:
-        """Have the orchestrator drain, evict, ban or unban `node`, and return what happened. Raises as `call` does."""
+        """Have the orchestrator do one of its ACTIONS to `node`, and return what happened. Raises as `call` does."""
         return self.call("POST", f"/control/nodes/{action}", node=node)["text"]
 
     def call(self, method: str, path: str, **query: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class RunConnection:
             answer = reply.json()
         except httpx.TimeoutException:
             raise DeadlineError(
-                f"waited {_TIMEOUT_S:g} s for the orchestrator of {self._run_dir.root} at {self._url}"
+                f"waited {_TIMEOUT_S:g} s for the orchestrator of {self.run_dir.root} at {self._url}"
             ) from None
         except (httpx.HTTPError, ValueError):
             raise self._not_live(f"nothing of it answers at {self._url}") from None
@@ -79,7 +79,7 @@ class RunConnection:
         return answer
 
     def _not_live(self, why: str) -> NotLiveError:
-        return NotLiveError(f"run {self._run_dir.root} is not live on this machine: {why}")
+        return NotLiveError(f"run {self.run_dir.root} is not live on this machine: {why}")
 
 
 def live_run(folder: str | None) -> RunConnection:
@@ -184,6 +184,9 @@ def _act(action: str, words: list[str], description: str) -> int:
     parser = argparse.ArgumentParser(prog=f"orchestrator {action}", allow_abbrev=False, description=description)
     parser.add_argument("node", help="name of the node, as in `orchestrator nodes`")
     parser.add_argument("--run", help="run directory; by default the only live run below outputs/")
+    if action == "drain":
+        parser.add_argument("--now", action="store_true", help="have other nodes finish what it has begun")
     options = parser.parse_args(words)
+    action = "drain_now" if action == "drain" and options.now else action
     print(live_run(options.run).act(action, options.node))
     return 0

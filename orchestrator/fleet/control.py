@@ -3,7 +3,8 @@
 orchestrator drain|evict|ban NODE --HTTP, keys/operator.token--> control_routes --> NodeControl --> router, node
 gateway's tick --> NodeControl.tick: end drains, drain what is not worth it
 
-drain   no new request; once the node has answered what it holds, it is sent away. It may come back.
+drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
+        sent away at once: after its inference.drain_timeout_s it streams what it has sampled, and others go on there.
 evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
         Its process ends without an error, so nothing starts it again.
 ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # the gateway imports this module
 
 logger = logging.getLogger(__name__)
 
-ACTIONS = ("drain", "evict", "ban", "unban")
+ACTIONS = ("drain", "drain_now", "evict", "ban", "unban")
 _NAMES_SHOWN = 12
 
 
@@ -88,6 +89,18 @@ class NodeControl:
         alone = "" if others else "; no other node serves now, requests wait (orchestrator.no_node_timeout_s)"
         rest = f"once it has answered {pluralize(held, 'request')}" if held else "now"
         return f"node {name} is drained: it gets no new request and leaves {rest}{alone}"
+
+    def drain_now(self, name: str) -> str:
+        """Give node `name` no further request, and send it away before it has answered. Return what happened.
+
+        Raises RequestError when no such node is attached.
+        """
+        node, reason = self._attached(name), "by the operator"
+        if name not in self._leaving and not node.draining:
+            self.drain(name, reason)
+        self._leaving[name] = reason, 0.0
+        held = pluralize(len(node.leases), "request")
+        return f"node {name} leaves within seconds; what it does not answer until then of {held} goes on elsewhere"
 
     def evict(self, name: str, reason: str = "evicted by the operator") -> str:
         """Send node `name` away, and refuse it until the orchestrator starts again. Return what happened.
@@ -172,7 +185,7 @@ class NodeControl:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Count, send away drained nodes that have answered, and drain those that are not worth their price."""
+        """Count, send away drained nodes that have answered, and drain one that is not worth its price."""
         self.accounts.tick()
         now = time.monotonic()
         attached = {node.node_id: node for node in self._router.nodes.attached()}
@@ -184,10 +197,9 @@ class NodeControl:
             node.draining = True  # It may have connected anew.
             if not node.leases or now > until:
                 self._send(node, Drain(reason=f"drained: {reason}"))
-        if self._max_usd_per_million is not None:
-            for name, reason in self.accounts.not_worth_it(self._max_usd_per_million).items():
-                if name not in self._leaving:
-                    self.drain(name, reason)
+        limit = self._max_usd_per_million
+        if limit is not None and (found := self.accounts.not_worth_it(limit)) is not None:
+            self.drain(*found)
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
         """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""

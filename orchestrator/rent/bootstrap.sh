@@ -13,7 +13,7 @@ set -euo pipefail
 
 main() {
     DRY_RUN=0 CPU="${COMPOSER_CPU:-0}"
-    PACKAGE="${COMPOSER_PACKAGE:-composer-prime[vllm]}" NAME="${COMPOSER_NODE_NAME:-}" INVITE="${COMPOSER_INVITE:-}"
+    PACKAGE="${COMPOSER_PACKAGE:-}" NAME="${COMPOSER_NODE_NAME:-}" INVITE="${COMPOSER_INVITE:-}"
     PRICE="${COMPOSER_USD_PER_HOUR:-}"
     # torch's wheels of this release are built for CUDA 13.0; its first driver is 580.
     MIN_DRIVER=580 MIN_DISK_GB="${COMPOSER_MIN_DISK_GB:-30}"
@@ -35,6 +35,8 @@ main() {
     [ -n "$INVITE" ] || fail "no invite string: give it as an argument or in COMPOSER_INVITE (\`orchestrator invite\` prints it)"
     check_machine
     if [ "$CPU" != 1 ]; then check_driver; fi
+    # Without a GPU the engine is local: vLLM's wheels for CUDA are of no use there.
+    if [ -z "$PACKAGE" ]; then PACKAGE=composer-prime; [ "$CPU" = 1 ] || PACKAGE="composer-prime[vllm]"; fi
     install_node
     say "joining as ${NAME:-$(hostname)}"
     set -- ${NAME:+--name "$NAME"} ${PRICE:+--price "$PRICE"} "$@"

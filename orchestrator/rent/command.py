@@ -1,8 +1,8 @@
 """`orchestrator rent`: find, price, start, list and stop machines that serve a run as inference nodes.
 
 Nothing is started before the table of offers was shown and agreed to (`--yes` agrees). `--dry-run` makes no call.
-With a budget the command stays in the foreground. Its limits end the machines, and so do an error, Ctrl-C, SIGQUIT,
-SIGTERM and a closed terminal. A kill -9 does not.
+With a budget the command stays in the foreground. Its limits and the end of the run end the machines, and so do an
+error, Ctrl-C, SIGQUIT, SIGTERM and a closed terminal. A kill -9 does not.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, InviteError, ProviderError, ProviderLoginError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
+from composer_prime.run.rentals import Rental, RentalRecord
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
 from orchestrator.rent.cli_providers import Prime, Vast
 from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet, find
 from orchestrator.rent.http_providers import Lambda, RunPod
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, choose
-from orchestrator.rent.rentals import Rental, RentalRecord
+from orchestrator.rent.usefulness import KEPT_S, RunUse
 
 PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(), RunPod(), Lambda(), Prime())}
 _EXAMPLE_LABEL = "composer-RUN-01234567"
@@ -44,13 +45,16 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
     """Return the exit status. Raises ConfigError for a wrong command line and ProviderError for what went wrong."""
     providers = providers or PROVIDERS
     options = _parser(sorted(providers)).parse_args(words)
+    if options.run is None:
+        options.run = _only_live_run()
     record = RentalRecord(options.run)
-    if options.status or options.stop:
+    if options.status or options.stop is not None:
         if not record.path.exists():
             read_run_id(RunDir(options.run))  # a mistyped folder is an error
-        rented = {rental.provider for rental in record.rentals()}
+        labels = _known_labels(options.stop or [], record)
+        rented = {rental.provider for rental in record.rentals() if not labels or rental.label in labels}
         fleets = [RentedFleet(providers[name], record, _tell) for name in sorted(rented)]
-        return _status(fleets, record) if options.status else _stop(fleets, record, dry_run=options.dry_run)
+        return _status(fleets, record) if options.status else _stop(fleets, record, labels, dry_run=options.dry_run)
     run_id = read_run_id(RunDir(options.run))
     provider = providers[_required(options.provider, "--provider")]
     count, needs = _required(options.count, "--count"), _needs(options)
@@ -60,6 +64,22 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
         _dry_run(provider, options, needs, count)
         return 0
     return _rent(RentedFleet(provider, record, _tell), options, needs, count, run_id)
+
+
+def _only_live_run() -> Path:
+    from orchestrator.fleet.commands import live_run
+
+    return live_run(None).run_dir.root
+
+
+def _known_labels(labels: list[str], record: RentalRecord) -> list[str]:
+    """Return `labels`. Raises ConfigError for one that was not rented."""
+    known = {rental.label: rental.open for rental in record.rentals()}
+    for label in labels:
+        if label not in known:
+            names = ", ".join(name for name, is_open in known.items() if is_open) or "none"
+            raise ConfigError(f"{record.path} has no machine {label!r}; those that may be billed: {names}")
+    return labels
 
 
 def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
@@ -108,7 +128,7 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
         started = start()
         if started:
             _tell(_guard(provider, budget))
-            _tell(f"stopping the machines: {fleet.watch(budget)}")
+            _tell(f"stopping the machines: {fleet.watch(budget, RunUse(options.run))}")
         return started
 
     return int(_then_stop(fleet, options.run, watch) < count)
@@ -163,7 +183,8 @@ def _check_invite(invite: Invite, run_dir: RunDir, run_id: str, nodes: int) -> N
 def _guard(provider: Provider, budget: RentalBudget) -> str:
     limits = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     limits += [f"${budget.dollars:.2f}"] if budget.dollars is not None else []
-    text = f"this command ends the machines after {' or '.join(limits)}, or when it is ended. It must stay running"
+    text = (f"this command ends the machines after {' or '.join(limits)}, {KEPT_S / 60:g} minutes after the run, or "
+            "when it is ended. It must stay running")  # fmt: skip
     if provider.ends_by_itself:
         return f"{text}; {provider.name} itself ends them some minutes later if it does not"
     return f"{text}: after kill -9 or a power cut nothing ends them"
@@ -262,17 +283,18 @@ def _unlisted(rental: Rental, *, known: bool) -> str:
     return "not listed yet" if rental.instance_id else "not listed; its start got no answer: --stop looks for it"
 
 
-def _stop(fleets: list[RentedFleet], record: RentalRecord, *, dry_run: bool) -> int:
+def _stop(fleets: list[RentedFleet], record: RentalRecord, labels: list[str], *, dry_run: bool) -> int:
     troubles = []
     for fleet in fleets:
         if dry_run:
             for rental in record.rentals():
-                if rental.open and rental.provider == fleet.provider.name:
+                is_meant = rental.open and (not labels or rental.label in labels)
+                if is_meant and rental.provider == fleet.provider.name:
                     _tell(fleet.provider.stop_call(rental.instance_id or "INSTANCE_ID").text())
             _tell(fleet.provider.list_call().text())
             continue
         try:
-            fleet.stop()
+            fleet.stop(labels)
         except (ProviderError, OSError) as error:  # the other providers' machines are stopped first
             troubles.append(str(error))
     if not fleets:
@@ -399,12 +421,15 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         epilog="orchestrator rent --provider vast --gpu H100 --count 8 --max-price 2.5 --run outputs/a1",
     )
     parser.add_argument(
-        "--run", type=Path, required=True, metavar="DIR", help="the run's directory; records what is rented"
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="the run's directory, which records what is rented; default: the only live run below outputs/",
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--status", action="store_true", help="list this run's machines and their cost")
     action.add_argument(
-        "--stop", action="store_true", help="stop all machines of this run, and check that billing ended"
+        "--stop", nargs="*", metavar="LABEL", help="stop these machines, or all of the run; check that billing ended"
     )
     parser.add_argument("--dry-run", action="store_true", help="print every call and make none")
     parser.add_argument("--provider", choices=names)

@@ -10,14 +10,15 @@ for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from composer_prime.errors import ProviderError, ProviderLoginError, ProviderRefusedError
+from composer_prime.run.rentals import Rental, RentalRecord, new_label
 from composer_prime.run.retry import backoff_s
 from orchestrator.rent.calls import CALL_TIMEOUT_S, answer_to
 from orchestrator.rent.provider import Instance, Offer, Order, Provider
-from orchestrator.rent.rentals import Rental, RentalRecord, new_label
+from orchestrator.rent.usefulness import RunUse
 
 STOP_TIMEOUT_S = 300.0
 """How long `stop` waits until the provider lists a machine no more."""
@@ -91,7 +92,8 @@ class RentedFleet:
                 self.tell(f"no further machine is started: {limit}")
                 break
             order = order_of(new_label(run_id), offer)
-            self.record.asked(order.label, self.provider.name, offer)
+            gpu = f"{offer.gpus} x {offer.gpu}"
+            self.record.asked(order.label, provider=self.provider.name, gpu=gpu, usd_per_hour=offer.usd_per_hour)
             try:
                 instance_id = self._start_one(offer, order)
             except (ProviderRefusedError, ProviderLoginError) as error:
@@ -178,9 +180,12 @@ class RentedFleet:
         """Return what the run has ever asked this provider for."""
         return [rental for rental in self.record.rentals() if rental.provider == self.provider.name]
 
-    def instances(self) -> list[Instance]:
-        """Return what the provider lists of this run's machines, also those whose start seemed to fail."""
-        rentals = self.rentals()
+    def instances(self, only: Collection[str] = ()) -> list[Instance]:
+        """Return what the provider lists of this run's machines, also those whose start seemed to fail.
+
+        `only`: labels of the machines that are meant, by default all.
+        """
+        rentals = [rental for rental in self.rentals() if not only or rental.label in only]
         labels = {rental.label for rental in rentals}
         ids = {rental.instance_id for rental in rentals}
         listed = self.provider.read_list(answer_to(self.provider.list_call()))
@@ -206,12 +211,16 @@ class RentedFleet:
                 self.record.ended(rental.label)
         return instances
 
-    def stop(self) -> None:
-        """End the billing of every machine, wait until none is listed, and tell how certain that is.
+    def stop(self, labels: Collection[str] = ()) -> None:
+        """End the billing of `labels`, or of every machine, wait until none is listed, and tell how certain that is.
 
         Raises ProviderError if some remain, and ProviderLoginError at once.
         """
-        wait_s = max((_appears_s(rental, time.time()) for rental in self.rentals() if rental.open), default=0.0)
+
+        def open_rentals() -> list[Rental]:
+            return [rental for rental in self.rentals() if rental.open and (not labels or rental.label in labels)]
+
+        wait_s = max((_appears_s(rental, time.time()) for rental in open_rentals()), default=0.0)
         deadline = time.monotonic() + wait_s + STOP_TIMEOUT_S
         asked_again_at: dict[str, float] = {}
         seen: set[str] = set()
@@ -219,14 +228,14 @@ class RentedFleet:
         while True:
             remaining: list[Instance] | None = None
             try:
-                rentals, now = [rental for rental in self.rentals() if rental.open], time.time()
-                remaining = self.instances()
+                rentals, now = open_rentals(), time.time()
+                remaining = self.instances(labels)
                 seen |= {rental.label for rental in rentals if find(rental, remaining) is not None}
                 trouble = self._stop_calls(remaining, asked_again_at) or trouble
                 absent = [rental for rental in rentals if rental.label not in seen]
                 wait_s = max((_appears_s(rental, now) for rental in absent), default=0.0)
                 if not remaining and not wait_s:
-                    self._note_ended(rentals, absent)
+                    self._note_ended(rentals, absent, labels)
                     return
                 if wait_s and not told_wait:
                     told_wait = True
@@ -265,8 +274,9 @@ class RentedFleet:
                 self.tell(f"not stopped yet: {error}")
         return trouble
 
-    def _note_ended(self, rentals: list[Rental], absent: list[Rental]) -> None:
-        text = f"{self.provider.name} lists none of this run's machines"
+    def _note_ended(self, rentals: list[Rental], absent: list[Rental], labels: Collection[str]) -> None:
+        machines = ", ".join(labels) or "this run's machines"
+        text = f"{self.provider.name} lists none of {machines}"
         try:
             for rental in rentals:
                 self.record.ended(rental.label)
@@ -278,18 +288,47 @@ class RentedFleet:
             self.tell(f"{text}. Not certain is {unknown}: its start call got no answer, and no such machine was listed "
                       f"within {LOST_ANSWER_S:g} s. Look for it on the provider's web page")  # fmt: skip
         else:
-            self.tell(f"{text}: no machine is billed any more")
+            self.tell(f"{text}: {'they are not' if labels else 'no machine is'} billed any more")
 
-    def watch(self, budget: RentalBudget) -> str:
-        """Wait until the budget is spent and return why. The caller stops the machines, also when this raises."""
+    def watch(self, budget: RentalBudget, use: RunUse) -> str:
+        """Wait until the budget is spent or the run is over, and return why; end machines that have no use meanwhile.
+
+        The caller stops the others, also when this raises.
+        """
+        asked_again_at: dict[str, float] = {}
+        trouble = ""
         while True:
-            rentals = self.rentals()
-            reason = budget.spent(rentals, time.time())
+            use.update()
+            rentals, now = self.rentals(), time.time()
+            reason = budget.spent(rentals, now) or use.over(now)
             if reason is None and not any(rental.open for rental in rentals):
                 reason = "no machine is left"
             if reason is not None:
                 return reason
+            try:
+                self._stop_unused(use, asked_again_at)
+            except (ProviderError, OSError) as error:  # it is tried again; the budget holds meanwhile
+                if trouble != str(error):
+                    self.tell(f"machines without use are still billed: {error}")
+                trouble = str(error)
             time.sleep(self.poll_s)
+
+    def _stop_unused(self, use: RunUse, asked_again_at: dict[str, float]) -> None:
+        """Ask for the end of the machines that have no use, and note which have ended."""
+        now = time.time()
+        unused = {
+            rental.label: why for rental in self.rentals() if rental.open and (why := use.unused(rental.label, now))
+        }
+        if not unused:
+            return
+        listed = self.refresh()
+        for rental in self.rentals():
+            instance = find(rental, listed)
+            if rental.label not in unused or instance is None:
+                continue
+            if instance.instance_id not in asked_again_at:
+                self.tell(f"{rental.label} has no use: {unused[rental.label]}")
+            self._stop_calls([instance], asked_again_at)
 
 
 def find(rental: Rental, instances: list[Instance]) -> Instance | None:

@@ -72,6 +72,29 @@ def test_drain_lets_a_node_answer(tmp_path):
     with_control(tmp_path, test, "a", "b")
 
 
+# With --now a node is told to leave while it still holds requests, also one that is drained already. They stay its own
+# until it says goodbye, because it streams what it has sampled before.
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_drain_now(tmp_path, is_drained):
+    async def test(its: Controlled) -> None:
+        await its.fleet.ask(2)
+        if is_drained:
+            its.control.drain("a")
+            its.control.tick()
+        assert its.told == []
+        assert "until then of 1 request goes on elsewhere" in its.control.drain_now("a")
+        its.control.tick()
+        assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
+        (request,) = its.fleet.sent["a"]
+        its.fleet.stream("a", request, [5, 6])
+        its.fleet.router.nodes.leave(its.fleet.node("a"), "said goodbye")
+        await asyncio.sleep(0)
+        again = its.fleet.sent["b"][-1]
+        assert again.request_id == request.request_id and len(again.prompt_ids) == len(request.prompt_ids) + 8
+
+    with_control(tmp_path, test, "a", "b")
+
+
 # The last node that serves may be drained too; the answer says what follows.
 def test_draining_the_last_node_says_so(tmp_path):
     async def test(its: Controlled) -> None:

@@ -159,10 +159,12 @@ def test_errors_of_commands(tmp_path, capsys):
             with pytest.raises(RequestError, match="no node 'x': the known ones are peer-1"):
                 await command("drain", "x", "--run", str(tmp_path))
             await command("nodes", str(tmp_path), "--json")
+            (row,) = json.loads(capsys.readouterr().out)
+            assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
+            await command("drain", "peer-1", "--now", "--run", str(tmp_path))
+            assert "node peer-1 leaves within seconds" in capsys.readouterr().out
 
     asyncio.run(run())
-    (row,) = json.loads(capsys.readouterr().out)
-    assert (row["name"], row["state"], row["usd_per_million"]) == ("peer-1", "serving", None)
     with pytest.raises(NotLiveError, match="is not live on this machine: nothing of it answers at http://127"):
         commands.drain(["peer-1", "--run", str(tmp_path)])
     assert commands.nodes([str(tmp_path)]) == 0

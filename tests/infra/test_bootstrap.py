@@ -41,16 +41,19 @@ def bootstrap(home: Path, *words: str, **environment: str) -> subprocess.Complet
     )
 
 
-# A dry run in an empty home shows each command and the join, and leaves nothing behind.
+# A dry run in an empty home shows each command and the join, and leaves nothing behind. vLLM is for GPUs.
 def test_dry_run(home):
     put(home, "apt-get", "exit 1")
     done = bootstrap(home, "--dry-run", "--cpu", "--name", "box", "cpi1.secret", "--", "--engine", "local")
     assert done.returncode == 0, done.stderr
     assert "apt-get install -yq --no-install-recommends ca-certificates curl gcc libc6-dev" in done.stderr
-    assert "would run: uv tool install --python 3.12 composer-prime[vllm]" in done.stderr
+    assert "would run: uv tool install --python 3.12 composer-prime\n" in done.stderr
     assert "would run: exec inference join --name box --engine local" in done.stderr
     assert "cpi1.secret" not in done.stderr
     assert [path.name for path in (home / ".local").rglob("*") if path.is_file()] == ["apt-get"]
+    put(home, "nvidia-smi", "echo 580.65.06")
+    done = bootstrap(home, "--dry-run", "cpi1.secret")
+    assert "would run: uv tool install --python 3.12 composer-prime[vllm]\n" in done.stderr
 
 
 # The release is installed once; a second run finds it and joins again, with the invite, name and price of `rent`.

@@ -15,12 +15,13 @@ from provider_answers import LAMBDA_KINDS, RUNPOD_OFFERS, new_invite, service
 
 from composer_prime.errors import ConfigError, InviteError, ProviderError, ProviderLoginError, ProviderRefusedError
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.rentals import Rental, RentalRecord
 from orchestrator.rent.calls import ProviderCall, _says_refused
 from orchestrator.rent.command import main
 from orchestrator.rent.fleet import RentalBudget, RentedFleet
 from orchestrator.rent.http_providers import Lambda, RunPod
 from orchestrator.rent.provider import Offer, Order
-from orchestrator.rent.rentals import Rental, RentalRecord
+from orchestrator.rent.usefulness import RunUse
 
 OFFER = Offer(offer_id="o", gpu="H100", gpus=1, gpu_memory_gb=80, disk_gb=None, usd_per_hour=2.0, stock=None)
 INTERNAL_ERROR = {"errors": [{"message": "try later", "extensions": {"code": "INTERNAL_SERVER_ERROR"}}]}
@@ -388,3 +389,83 @@ def test_status_troubles(run, capsys):
     shown = capsys.readouterr().out
     assert "  running\n" in shown and "  not known now: counts as billed\n" in shown
     assert "billed now: 2 machines, $4.00 an hour" in shown
+
+
+# A watch stops the machine of a node that was sent away some minutes ago, keeps the others, and ends after the run.
+def test_watch_over_use(run):
+    account, said = FakeRunPod(), []
+    metrics, minute = run / "metrics.jsonl", 60.0
+
+    def note(minutes_ago: float, **line: Any) -> None:
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": 1, "time": time.time() - minutes_ago * minute, "role": "x", **line}) + "\n")
+
+    class ThenEnds(RunUse):
+        def update(self) -> None:
+            super().update()
+            if len(account.pods) == 1:
+                note(11, event="ended", state="finished")
+                self._begun -= 11 * minute
+
+    with service(account.answer) as url:
+        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        fleet.start([OFFER] * 3, 3, "a1", orders, RentalBudget())
+        drained, banned, serving = (rental.label for rental in fleet.rentals())
+        note(30, event="ended", state="failed")
+        note(20, event="resume")
+        note(15, node=drained, **{"node/state": "draining"})
+        note(12, node=drained, **{"node/state": "away"})
+        note(12, node=banned, **{"node/state": "banned"})
+        note(12, node=f"{banned}-1", **{"node/state": "evicted"})
+        note(12, node=serving, **{"node/state": "away"})
+        account.list_errors = 1
+        assert fleet.watch(RentalBudget(hours=5), ThenEnds(run)) == "the run ended (finished) 11 minutes ago"
+    assert list(account.pods.values()) == [serving]
+    assert f"{drained} has no use: its node was drained 12 minutes ago" in said
+    assert f"{banned} has no use: its node was evicted 12 minutes ago" in said
+    assert sum("still billed" in line for line in said) == 1
+
+
+# What serves, was sent away just now or in part, or came back, keeps its machine; a run that goes on does too, and one
+# that ended before the watch has time to be resumed.
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [("a", "serving", 20)],
+        [("a", "draining", 5), ("a", "away", 4)],
+        [("a", "evicted", 20), ("a-1", "serving", 20)],
+        [("a", "draining", 20), ("a", "away", 19), ("a", "serving", 18)],
+        [("ab", "evicted", 20)],
+        [],
+    ],
+)
+def test_machines_in_use(lines, tmp_path):
+    now = time.time()
+    entries = [{"step": 1, "time": now - 60 * ago, "node": name, "node/state": state} for name, state, ago in lines]
+    entries.append({"step": 1, "time": now - 9000, "event": "ended", "state": "finished"})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    use = RunUse(tmp_path)
+    use.update()
+    assert use.unused("a", now) is None and use.over(now) is None
+
+
+# `--stop` with labels ends these machines only, and refuses one that was not rented.
+def test_stop_by_label(run, capsys):
+    account = FakeRunPod()
+    with service(account.answer) as url:
+        providers = {"runpod": RunPod(url)}
+        assert rent(run, url, count=2) == 0
+        first, second = (rental.label for rental in RentalRecord(run).rentals())
+        with pytest.raises(ConfigError, match=f"has no machine 'b'; those that may be billed: {first}, {second}"):
+            main(["--run", str(run), "--stop", "b"], providers)
+        assert main(["--run", str(run), "--stop", first], providers) == 0
+    assert list(account.pods.values()) == [second]
+    assert [rental.open for rental in RentalRecord(run).rentals()] == [False, True]
+    assert f"runpod lists none of {first}: they are not billed any more" in capsys.readouterr().out
+
+
+# Without --run it must be clear which run is meant.
+def test_no_live_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run below outputs is live on this machine: name the run directory"):
+        main(["--stop"])

@@ -16,9 +16,9 @@ import pytest
 from provider_answers import new_invite, vast_offer
 
 from composer_prime.errors import ConfigError, ProviderError
+from composer_prime.run.rentals import Rental, RentalRecord
 from orchestrator.rent.command import main
 from orchestrator.rent.fleet import RentalBudget
-from orchestrator.rent.rentals import Rental, RentalRecord
 
 INVITE = new_invite().text()
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.run.run_dir import append_line
-from orchestrator.rent.provider import Offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +63,8 @@ class RentalRecord:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "rentals.jsonl"
 
-    def asked(self, label: str, provider: str, offer: Offer) -> None:
-        gpu = f"{offer.gpus} x {offer.gpu}"
-        self._append("asked", label, provider=provider, gpu=gpu, usd_per_hour=offer.usd_per_hour)
+    def asked(self, label: str, *, provider: str, gpu: str, usd_per_hour: float) -> None:
+        self._append("asked", label, provider=provider, gpu=gpu, usd_per_hour=usd_per_hour)
 
     def started(self, label: str, instance_id: str) -> None:
         self._append("started", label, instance_id=instance_id)
