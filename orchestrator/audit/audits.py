@@ -375,7 +375,7 @@ class Audits:
             case NodeHello():
                 self._welcome(identity, message)
             case ChunkRequest():
-                self._chunks.serve(identity, message, self._socket.send_large)
+                self._chunks.serve(identity, identity, message, self._socket.send_large)
             case _ if auditor is None:
                 self._send(identity, HelloAgain())
             case AuditVerdict(audit=audit):
