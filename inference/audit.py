@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
 from composer_prime.wire.types import VersionSpan, floats, ints
 from inference.engines.base import Engine
@@ -109,6 +110,8 @@ class OpenAudit:
 def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     """Return the verdict on a scored answer. `stop`: after how many tokens a stop rule ends it; None where none does.
 
+    Each part is judged alone. A wrong end is the fault of the part that should have ended it.
+
     A logprob of -inf of its own says that top-k or top-p removes the token: rounding may decide that at the edge, so
     its draw alone counts.
     """
@@ -119,32 +122,38 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     bounds[swap:] *= _MIXED_CACHE
     gaps = np.abs(np.where(np.isfinite(audit.logprobs), claimed - audit.logprobs, 0.0))
     wrong = (audit.misses > bounds) | (gaps > _GREATEST_GAP * bounds)
-    by_logprob, by_draw = _leaning(audit, claimed)
-    return AuditVerdict(
-        audit=request.audit,
-        tokens=len(claimed),
-        wrong=np.flatnonzero(wrong).tolist(),
-        fault=_end_fault(request, len(claimed), stop, bool(wrong[-1])) or _mean_fault(gaps / bounds, request.tolerance),
-        gap_mean=float(gaps.mean()),
-        gap_max=float(gaps.max()),
-        seconds=audit.seconds,
-        suspect="int8" if audit.in_int8 else "older",
-        by_logprob=by_logprob,
-        by_draw=by_draw,
-    )
+    end_fault = _end_fault(request, len(claimed), stop, bool(wrong[-1]))
+    should_end = len(claimed) if stop is None else stop
+    parts = []
+    for count, end in zip(request.parts, accumulate(request.parts), strict=True):
+        part = slice(end - count, end)
+        by_logprob, by_draw = _leaning(audit, claimed, part)
+        fault = end_fault if part.start < should_end <= end else None
+        one = PartVerdict(
+            tokens=count,
+            wrong=np.flatnonzero(wrong[part]).tolist(),
+            fault=fault or _mean_fault((gaps / bounds)[part], request.tolerance),
+            gap_mean=float(gaps[part].mean()),
+            gap_max=float(gaps[part].max()),
+            suspect="int8" if audit.in_int8 else "older",
+            by_logprob=by_logprob,
+            by_draw=by_draw,
+        )
+        parts.append(one)
+    return AuditVerdict(audit=request.audit, parts=parts, seconds=audit.seconds)
 
 
-def _leaning(audit: OpenAudit, claimed: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Count the tokens before any swap that lean to the suspect weights, and those compared: AuditVerdict.by_*.
+def _leaning(audit: OpenAudit, claimed: np.ndarray, part: slice) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Count a part's tokens before any swap that lean to the suspect weights, and those compared: PartVerdict.by_*.
 
     A draw that only one of the two makes is decided by that alone. Behind a swap an honest node's cache makes its
     tokens look older.
     """
     if audit.suspect_scores is None:
         return (0, 0), (0, 0)
-    suspect_misses, suspect = audit.suspect_scores
-    count = len(suspect)
-    misses, own, claimed = audit.misses[:count], audit.logprobs[:count], claimed[:count]
+    suspect_misses, suspect = (scores[part] for scores in audit.suspect_scores)
+    part = slice(part.start, part.start + len(suspect))
+    misses, own, claimed = audit.misses[part], audit.logprobs[part], claimed[part]
     by_draw = (misses > 0.0) != (suspect_misses > 0.0)
     compared = ~by_draw & np.isfinite(own) & np.isfinite(suspect) & (own != suspect)
     shift, way = (claimed - own)[compared], (suspect - own)[compared]

@@ -16,9 +16,10 @@ import logging
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +28,7 @@ from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
 from composer_prime.wire.node import (
     ChunkRequest,
     Drain,
@@ -187,6 +188,7 @@ class Audits:
     def offer(self, record: GenerationRecord, rollout_id: str) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
         parts = record.sampled_by or ((record.node_id, len(record.completion_ids)),)
+        counts = [count for _, count in parts]
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         answer = OfferedAnswer(
             parts=parts,
@@ -199,9 +201,11 @@ class Audits:
         self.counters["answers"] += 1
         if invented := [span for span in record.version_spans if self._is_invented(span.version)]:
             logger.warning("node %s names policy version %d, which there never was", answer.nodes, invented[0].version)
-            wrong, tokens = [span.start for span in invented], len(record.completion_ids)
-            self._note(answer, AuditVerdict(audit=0, tokens=tokens, wrong=wrong, fault=None, gap_mean=0.0, gap_max=0.0,
-                                            seconds=0.0))  # fmt: skip
+            found = []
+            for count, end in zip(counts, accumulate(counts), strict=True):
+                wrong = [count - end + span.start for span in invented if end - count <= span.start < end]
+                found.append(PartVerdict(tokens=count, wrong=wrong))
+            self._note(answer, AuditVerdict(audit=0, parts=found, seconds=0.0))
             return
         share = max(trust.share(self._config.floor) for trust in nodes.values())
         if share < 1.0 and self._chance() >= share:
@@ -212,6 +216,7 @@ class Audits:
             prompt_ids=pack_ints(record.prompt_ids),
             token_ids=pack_ints(record.completion_ids),
             logprobs=pack_floats(record.logprobs),
+            parts=counts,
             version_spans=list(record.version_spans),
             finish_reason=record.finish_reason,
             sampling=record.sampling,
@@ -277,7 +282,9 @@ class Audits:
 
     def _objection(self, answer: OfferedAnswer) -> str | None:
         if answer.verdict is not None:
-            return None if is_clean(answer.verdict) else f"node {answer.nodes}: {_describe(answer.verdict)}"
+            found = zip(answer.parts, answer.verdict.parts, strict=True)
+            faults = [f"node {node_id}: {_describe(part)}" for (node_id, _), part in found if not is_clean(part)]
+            return "; ".join(faults) or None
         for node_id, quarantines in answer.quarantines.items():
             if self._trust[node_id].quarantines != quarantines:
                 return f"node {node_id} was quarantined, and this answer of it was not audited"
@@ -289,9 +296,9 @@ class Audits:
         answer.end(verdict)
         self._seconds += verdict.seconds
         self.counters["audited"] += 1
-        self.counters["tokens"] += verdict.tokens
-        self.counters["wrong"] += not is_clean(verdict)
-        for node_id, part in _by_node(verdict, answer.parts):
+        self.counters["tokens"] += sum(part.tokens for part in verdict.parts)
+        self.counters["wrong"] += not all(map(is_clean, verdict.parts))
+        for (node_id, _), part in zip(answer.parts, verdict.parts, strict=True):
             trust = self._trust[node_id]
             if answer.quarantines[node_id] == trust.quarantines and (reason := trust.note(part, answer.prompt)):
                 self._quarantine(node_id, trust, f"{reason}; in its last answer {_describe(part)}")
@@ -454,18 +461,7 @@ class Audits:
         }
 
 
-def _by_node(verdict: AuditVerdict, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, AuditVerdict]]:
-    """Yield what a verdict says of each node's tokens. A fault of the whole answer is the last node's, who ended it."""
-    start = 0
-    for number, (node_id, count) in enumerate(parts, start=1):
-        wrong = [index - start for index in verdict.wrong if start <= index < start + count]
-        fault = verdict.fault if number == len(parts) else None
-        older = {} if len(parts) == 1 else {"by_logprob": (0, 0), "by_draw": (0, 0)}  # They are not told by node.
-        yield node_id, msgspec.structs.replace(verdict, tokens=count, wrong=wrong, fault=fault, **older)
-        start += count
-
-
-def _describe(verdict: AuditVerdict) -> str:
+def _describe(verdict: PartVerdict) -> str:
     parts = [f"{len(verdict.wrong)} of {verdict.tokens} tokens are not what its seed draws"] if verdict.wrong else []
     parts += [verdict.fault] if verdict.fault is not None else []
     return f"{'; '.join(parts) or 'no fault'} (logprobs off by {verdict.gap_mean:.2g} nats on average)"

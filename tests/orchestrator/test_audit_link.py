@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import defaultdict
 from contextlib import asynccontextmanager
@@ -16,10 +17,10 @@ from orch_peers import PeerTrainer, ScriptedPool, make_config
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
 from composer_prime.wire.node import Goodbye, Heard, HelloAgain, NodeHello, NodeWelcome, Rejected, Sampling, Status
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.types import VersionSpan, ints
+from composer_prime.wire.types import VersionSpan
 from orchestrator.audit.audits import Audits
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.generation import GenerationRecord
@@ -97,10 +98,10 @@ def audited(tmp_path):
     return serve
 
 
-def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0) -> GenerationRecord:
+def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
     return GenerationRecord(
         session="s",
-        prompt_ids=np.array([5, 6], np.int32),
+        prompt_ids=np.array([5, prompt], np.int32),
         completion_ids=np.arange(tokens, dtype=np.int32),
         logprobs=np.full(tokens, -0.5, np.float32),
         version_spans=(VersionSpan(0, tokens, version),),
@@ -113,15 +114,10 @@ def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0
 
 
 def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
-    return AuditVerdict(
-        audit=request.audit,
-        tokens=len(ints(request.token_ids)),
-        wrong=list(wrong),
-        fault=None,
-        gap_mean=0.0,
-        gap_max=0.0,
-        seconds=0.01,
-    )
+    """`wrong`: positions in the first part."""
+    parts = [PartVerdict(tokens=count, wrong=[]) for count in request.parts]
+    parts[0] = msgspec.structs.replace(parts[0], wrong=list(wrong))
+    return AuditVerdict(audit=request.audit, parts=parts, seconds=0.01)
 
 
 async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
@@ -196,9 +192,37 @@ async def test_each_node_answers_for_its_own_tokens(audited):
         audits.offer(record("n1", ("n0", 4), ("n1", 4)), "r1")
         auditor = connect()
         auditor.hello("a")
-        auditor.send(verdict(await auditor.next(AuditRequest), wrong=(0, 1, 2, 3)))
-        assert "n0, n1" in (await audits.cleared("r1") or "")
+        request = await auditor.next(AuditRequest)
+        assert request.parts == [4, 4]
+        auditor.send(verdict(request, wrong=(0, 1, 2, 3)))
+        objection = await audits.cleared("r1") or ""
+        assert "node n0: 4 of 4 tokens" in objection and "n1" not in objection
         assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0 and trust["n1"].clean == 1
+
+
+async def test_old_weights_are_found_though_another_node_ends_each_answer(audited):
+    # What leans to them counts for the node of that part, so a cheat that hands over its last token gains nothing.
+    async with audited() as (audits, trust, connect):
+        auditor = connect()
+        auditor.hello("a")
+        for number in range(8):
+            audits.offer(record("n1", ("n0", 40), ("n1", 1), tokens=41, prompt=number), f"r{number}")
+            found = verdict(await auditor.next(AuditRequest))
+            found.parts[0] = msgspec.structs.replace(found.parts[0], by_logprob=(39, 40))
+            auditor.send(found)
+            await audits.cleared(f"r{number}")
+        assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0
+
+
+async def test_a_version_that_there_never_was_is_the_fault_of_who_names_it(audited):
+    # Its position counts in its node's part.
+    async with audited(chances=[1.0]) as (audits, trust, _):
+        audits.publish(b"", 3)
+        one = record("n1", ("n0", 4), ("n1", 4))
+        spans = (VersionSpan(0, 6, 3), VersionSpan(6, 8, 7))
+        audits.offer(dataclasses.replace(one, version_spans=spans), "r1")
+        assert "node n1: 1 of 4 tokens" in (await audits.cleared("r1") or "")
+        assert (trust["n0"].doubtful, trust["n1"].doubtful) == (0, 1)
 
 
 async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
