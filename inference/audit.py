@@ -28,7 +28,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import ComposerError, EngineError, LostWeightsError
+from composer_prime.errors import BadRequestError, ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
@@ -286,7 +286,7 @@ class Auditor(InferenceNode):
         for audit, outcome in zip(audits, outcomes, strict=True):
             audit.seconds += (time.monotonic() - start) / len(audits)
             if isinstance(outcome, (ComposerError, ValueError)):
-                self._fail(audit, str(outcome))
+                await self._fail(audit, outcome)
             elif outcome is not None:
                 raise outcome
             elif not audit.missing:
@@ -295,7 +295,7 @@ class Auditor(InferenceNode):
     async def _go_without(self, audit: OpenAudit, version: int, error: Exception) -> None:
         """Compare an answer with another version than one that cannot be had. Fail it where it names that one."""
         if version != audit.older:
-            self._fail(audit, f"version {version} cannot be had: {error}")
+            await self._fail(audit, error, f"version {version} cannot be had: ")
             return
         self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
         audit.compare_with(self._oldest(audit.request))
@@ -307,7 +307,7 @@ class Auditor(InferenceNode):
             stop = await self._local.find_stop(ints(audit.request.token_ids), audit.request.sampling)
             self._end(audit, judge(audit, stop))
         except (ComposerError, ValueError) as error:
-            self._fail(audit, str(error))
+            await self._fail(audit, error)
 
     async def _install(self, version: int) -> None:
         """Raises what Receiver.install raises, and ComposerError for a version that was never announced."""
@@ -318,8 +318,12 @@ class Auditor(InferenceNode):
             known = ", ".join(map(str, sorted(self._manifests))) or "none"
             raise ComposerError(f"it is not one of those that the run keeps ({known})")
 
-    def _fail(self, audit: OpenAudit, error: str) -> None:
-        self._end(audit, AuditFailed(audit=audit.request.audit, error=error))
+    async def _fail(self, audit: OpenAudit, error: Exception, what: str = "") -> None:
+        """Give an answer up. Raises EngineError when the engine is dead, so that other auditors get all answers."""
+        if isinstance(error, EngineError) and not isinstance(error, BadRequestError):
+            await self._local.score([0, 0])
+        retryable = isinstance(error, OSError)
+        self._end(audit, AuditFailed(audit=audit.request.audit, error=f"{what}{error}", retryable=retryable))
 
     def _end(self, audit: OpenAudit, answer: AuditVerdict | AuditFailed) -> None:
         """Send an outcome, unless the connection was lost meanwhile: the orchestrator then asks again."""

@@ -92,6 +92,8 @@ class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed")
 
     audit: int
     error: str
+    retryable: bool = False
+    """Whether another auditor may be able to: the fault is this one's, such as a full disk."""
 
 
 FromAuditor = NodeHello | AuditVerdict | AuditFailed | Status | ChunkRequest | Goodbye

@@ -56,7 +56,7 @@ _MAX_QUEUED = 4096
 _MAX_QUEUED_BYTES = 512 << 20
 """Answers that wait for an auditor, and their bytes; further ones count as not audited."""
 _MAX_LOST = 2
-"""Auditors that may be lost with an answer: it may be what ends them."""
+"""Auditors that may fail at an answer, or be lost with it: it may be what ends them."""
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
@@ -84,7 +84,7 @@ class OfferedAnswer:
     placed: float = 0.0
     """When it went to its auditor, monotonic seconds."""
     lost: int = 0
-    """Auditors that were gone before their verdict on it."""
+    """Auditors that were gone before their verdict on it, or could not check it where another one may."""
     is_unwanted: bool = False
     """Whether its rollout is given up. Then it is not queued."""
 
@@ -341,12 +341,14 @@ class Audits:
                     if len(one.held) < one.places]  # fmt: skip
             if not free:
                 return
-            identity, answer = min(free)[1], self._queue.popleft()
-            assert answer.request is not None
-            answer.placed = time.monotonic()
-            self._auditors[identity].held[answer.request.audit] = answer
-            if not self._send(identity, answer.request):
-                self._lose(identity, "unreachable")
+            self._hand(self._queue.popleft(), min(free)[1])
+
+    def _hand(self, answer: OfferedAnswer, identity: bytes) -> None:
+        assert answer.request is not None
+        answer.placed = time.monotonic()
+        self._auditors[identity].held[answer.request.audit] = answer
+        if not self._send(identity, answer.request):
+            self._lose(identity, "unreachable")
 
     def _lose(self, identity: bytes, reason: str) -> None:
         auditor = self._auditors.pop(identity)
@@ -388,10 +390,15 @@ class Audits:
             case AuditVerdict(audit=audit):
                 if (answer := auditor.held.pop(audit, None)) is not None:
                     self._note(answer, message)
-            case AuditFailed(audit=audit, error=error):
+            case AuditFailed(audit=audit, error=error, retryable=retryable):
                 if (answer := auditor.held.pop(audit, None)) is not None:
-                    logger.warning("an answer of node %s could not be audited: %s", answer.nodes, error)
-                    self._fail(answer, error)
+                    logger.warning("auditor %s cannot check an answer of %s: %s", auditor.name, answer.nodes, error)
+                    answer.lost += retryable
+                    others = [one for one in self._auditors if one != identity]
+                    if retryable and others and answer.lost < _MAX_LOST:
+                        self._hand(answer, min(others, key=lambda one: len(self._auditors[one].held)))
+                    else:
+                        self._fail(answer, error)
             case Status():
                 self._send(identity, Heard())
             case Goodbye(reason=reason):

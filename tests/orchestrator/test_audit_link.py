@@ -254,6 +254,33 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
         assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
 
 
+async def test_what_one_auditor_cannot_check_another_one_may(audited):
+    # The disk of the first is full. If the second fails too, or there is none, the answer counts as not audited.
+    async with audited() as (audits, _, connect):
+        first, second = connect(), connect()
+        first.hello("a")
+        audits.offer(record("n0"), "r1")
+        request = await first.next(AuditRequest)
+        second.hello("b")
+        await second.next(NodeWelcome)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None
+        audits.offer(record("n0"), "r2")
+        [holder] = [one.name for one in audits._auditors.values() if one.held]
+        for auditor in (first, second) if holder == "a" else (second, first):
+            request = await auditor.next(AuditRequest)
+            auditor.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r2") or "")
+        second.send(Goodbye(reason="test"))
+        while audits.metrics()["audit/auditors"] == 2:
+            await asyncio.sleep(0.01)
+        audits.offer(record("n0"), "r3")
+        request = await first.next(AuditRequest)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r3") or "")
+
+
 async def test_a_version_that_there_never_was_is_the_nodes_fault(audited):
     # Without an auditor and whatever share is audited. Versions before the first one that is known may have been.
     async with audited(chances=[1.0, 1.0]) as (audits, trust, _):
