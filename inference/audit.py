@@ -9,8 +9,9 @@ Half of the answers are scored under suspect weights, too: those of the oldest v
 version's in int8. Which half is random, so no node can know. An auditor that does not compute in float32 leaves this
 out: its own rounding would make honest answers lean.
 
-It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed, and
-share passes. It is trusted: it runs on the run's host, or elsewhere with the trainer's token.
+It holds one version at a time. The answer that waits for longest chooses it, and all that need that version share
+passes: under load there are few swaps for each answer, and none waits for ever. It is trusted: it runs on the run's
+host, or elsewhere with the trainer's token.
 """
 
 from __future__ import annotations
@@ -264,21 +265,21 @@ class Auditor(InferenceNode):
         return min((v for v in self._manifests.keys() - self._unavailable if v < named), default=None)
 
     def _next_version(self) -> int:
-        """Return the version in use while an answer needs it, else that of the answer that waits for longest."""
-        in_use = self._receiver.version
-        return in_use if any(in_use in audit.missing for audit in self._audits) else min(self._audits[0].missing)
+        """Return what the answer that waits for longest needs, the version in use first."""
+        in_use, missing = self._receiver.version, self._audits[0].missing
+        return in_use if in_use in missing else min(missing)
 
     async def _check_version(self, version: int) -> None:
-        audits = [audit for audit in self._audits if version in audit.missing]
         try:
             await self._install(version)
         except LostWeightsError:
             raise
         except (ComposerError, OSError) as error:
-            for audit in audits:
+            for audit in self._waiting_for(version):
                 await self._go_without(audit, version, error)
             return
         self._unavailable.discard(version)
+        audits = self._waiting_for(version)
         start = time.monotonic()
         outcomes = await asyncio.gather(
             *(audit.score(self._local, version) for audit in audits), return_exceptions=True
@@ -291,6 +292,9 @@ class Auditor(InferenceNode):
                 raise outcome
             elif not audit.missing:
                 await self._judge(audit)
+
+    def _waiting_for(self, version: int) -> list[OpenAudit]:
+        return [audit for audit in self._audits if version in audit.missing]
 
     async def _go_without(self, audit: OpenAudit, version: int, error: Exception) -> None:
         """Compare an answer with another version than one that cannot be had. Fail it where it names that one."""
