@@ -74,6 +74,7 @@ class OpenAudit:
     missing: set[int] = field(init=False)
     """Versions whose tokens are not scored yet."""
     seconds: float = 0.0
+    arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         count = len(ints(self.request.token_ids))
@@ -279,6 +280,7 @@ class Auditor(InferenceNode):
                 await self._go_without(audit, version, error)
             return
         self._unavailable.discard(version)
+        self._drop_late()
         audits = self._waiting_for(version)
         start = time.monotonic()
         outcomes = await asyncio.gather(
@@ -292,6 +294,12 @@ class Auditor(InferenceNode):
                 raise outcome
             elif not audit.missing:
                 await self._judge(audit)
+
+    def _drop_late(self) -> None:
+        """Spend no time on what nobody waits for any more."""
+        for audit in [one for one in self._audits if time.monotonic() > one.arrived + one.request.timeout_s]:
+            limit = f"{audit.request.timeout_s:g} s (orchestrator.audit.timeout_s)"
+            self._end(audit, AuditFailed(audit=audit.request.audit, error=f"it was not checked within {limit}"))
 
     def _waiting_for(self, version: int) -> list[OpenAudit]:
         return [audit for audit in self._audits if version in audit.missing]

@@ -10,6 +10,7 @@ below. The other messages are those of a node (node.py), with the same meaning.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -56,6 +57,8 @@ class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
     """As the node got it, with the seed."""
     tolerance: float
     """How far a draw may lie outside of its CDF interval, as a probability."""
+    timeout_s: float = math.inf
+    """How long after its arrival the auditor may begin a pass with it. Then it fails."""
 
 
 class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):

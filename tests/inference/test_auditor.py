@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,10 @@ class TimedEngine(LocalEngine):
     """Checks in PASS_S whatever is asked at the same time."""
 
     def __init__(self) -> None:
-        pass
+        self.checks = 0
 
     async def check_draws(self, token_ids: Any, start: int, end: int, *_: Any, **__: Any):
+        self.checks += 1
         await asyncio.sleep(PASS_S)
         return np.zeros(end - start), np.full(end - start, -1.0, np.float32)
 
@@ -65,17 +67,40 @@ def request(number: int, **changes: Any) -> AuditRequest:
     return AuditRequest(**values | changes)
 
 
-async def test_comparisons_with_an_older_version_do_not_starve():
-    # Answers of the version in use come without a pause, each fourth to be compared with an older version.
-    chances, link = itertools.cycle([0.9, 0.8, 0.7, 0.1]), Link()
-    config: Any = InferenceConfig(device="cpu")
-    parts: Any = TimedEngine(), link, Receiver()
-    auditor = Auditor("a", *parts, config, chance=chances.__next__)
-    auditor._manifests, auditor._welcome = {0: b"0", 1: b"1"}, SimpleNamespace(verify_key=b"", run_id="r")
-    checking = asyncio.create_task(auditor._follow_weights())
-    for number in range(200):
-        auditor._handle(request(number))
-        await asyncio.sleep(PASS_S / 4)
+@asynccontextmanager
+async def auditor(*chances: float):
+    """An auditor that knows versions 0 and 1, its engine, and what it sends."""
+    engine, link, receiver = TimedEngine(), Link(), Receiver()
+    parts: Any = engine, link, receiver
+    one = Auditor("a", *parts, InferenceConfig(device="cpu"), chance=itertools.cycle(chances).__next__)
+    welcome: Any = SimpleNamespace(verify_key=b"", run_id="r")
+    one._manifests, one._welcome = {0: b"0", 1: b"1"}, welcome
+    checking = asyncio.create_task(one._follow_weights())
+    yield one, engine, link.sent
     checking.cancel()
     await asyncio.gather(checking, return_exceptions=True)
-    assert len([verdict for verdict in link.sent if verdict.audit % 4 == 3]) > 35
+
+
+async def test_comparisons_with_an_older_version_do_not_starve():
+    # Answers of the version in use come without a pause, each fourth to be compared with an older version.
+    async with auditor(0.9, 0.8, 0.7, 0.1) as (one, _, sent):
+        for number in range(200):
+            one._handle(request(number))
+            await asyncio.sleep(PASS_S / 4)
+        assert len([verdict for verdict in sent if verdict.audit % 4 == 3]) > 35
+
+
+async def test_an_answer_that_waits_for_too_long_is_dropped():
+    # It came during another one's pass, and its rollout is given up before the next. No pass is spent on it.
+    async with auditor(0.9) as (one, engine, sent):
+        one._handle(request(1))
+        await asyncio.sleep(PASS_S / 4)
+        one._handle(request(2, timeout_s=PASS_S / 4))
+        one._handle(request(3, timeout_s=100.0))
+        while len(sent) < 3:
+            await asyncio.sleep(PASS_S)
+        assert engine.checks == 2
+        assert {type(outcome): outcome.audit for outcome in sent if outcome.audit != 1} == {
+            AuditVerdict: 3,
+            AuditFailed: 2,
+        }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections import defaultdict
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -136,12 +137,16 @@ async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
 
 
 async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited):
-    # Two answers of 72 bytes fit into 200; the third counts as not audited, at once.
+    # Two answers of 72 bytes fit into 200; of three, one counts as not audited, at once.
     async with audited(max_queued_bytes=200) as (audits, *_):
         for name in ("r1", "r2", "r3"):
             audits.offer(record("n0"), name)
-        assert "could not be audited: 2 answers of 0.0 MB wait" in (await audits.cleared("r3") or "")
+        clearing = [asyncio.ensure_future(audits.cleared(name)) for name in ("r1", "r2", "r3")]
+        [refused], waiting = await asyncio.wait(clearing, return_when=asyncio.FIRST_COMPLETED)
+        assert "could not be audited: 3 answers of 0.0 MB wait" in (refused.result() or "")
         assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (2, 1)
+        for task in waiting:
+            task.cancel()
 
 
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
@@ -335,6 +340,87 @@ async def test_an_audit_that_takes_too_long_is_given_up(audited):
         await auditor.next(AuditRequest)
         objection = await audits.cleared("r1") or ""
         assert "orchestrator.audit.timeout_s" in objection
+
+
+async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
+    # One answer more than it ended in the last half of timeout_s, nothing for a late verdict, and nothing in the place
+    # of an answer that it still has, however late that is.
+    async with audited(timeout_s=2.0) as (audits, _, connect):
+        for number in range(64):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        auditor = connect()
+        auditor.hello("a", max_concurrent=64)
+        received: list[AuditRequest] = []
+
+        async def receive() -> int:
+            with suppress(TimeoutError):
+                while True:
+                    received.append(await auditor.next(AuditRequest, 0.1))
+                    assert received[-1].timeout_s == 2.0
+            return len(received)
+
+        assert await receive() == 1
+        auditor.send(verdict(received[0]))
+        assert await receive() == 3
+        for request in received[1:]:
+            auditor.send(verdict(request))
+        assert await receive() == 7
+        await asyncio.sleep(1.2)
+        assert await receive() == 7
+        auditor.send(verdict(received[3]))
+        assert await receive() == 7
+        for request in received[4:]:
+            auditor.send(verdict(request))
+        assert await receive() == 8
+
+
+async def test_a_rollout_is_audited_whole_before_the_next(audited):
+    # With too few auditors some rollouts get all their verdicts, not all of them some.
+    async with audited() as (audits, _, connect):
+        for number in range(30):
+            audits.offer(record("n0", prompt=number), f"r{number % 5}")
+        rollout_of = {one.request.audit: name for name, answers in audits._open.items() for one in answers}
+        auditor = connect()
+        auditor.hello("a")
+        order = []
+        for _ in range(30):
+            request = await auditor.next(AuditRequest)
+            order.append(rollout_of[request.audit])
+            auditor.send(verdict(request))
+        assert [len(list(turns)) for _, turns in itertools.groupby(order)] == [6] * 5
+
+
+async def test_a_slow_auditor_clears_a_steady_share(audited):
+    # It has many places, does one answer after another, and half of those that come. The last second clears as well.
+    async with audited(timeout_s=1.0) as (audits, trust, connect):
+        trust["n0"].clean = -(10**6)
+        auditor = connect()
+        auditor.hello("a", max_concurrent=128)
+        backlog: asyncio.Queue[AuditRequest] = asyncio.Queue()
+
+        async def receive() -> None:
+            while True:
+                backlog.put_nowait(await auditor.next(AuditRequest))
+
+        async def check() -> None:
+            while True:
+                request = await backlog.get()
+                await asyncio.sleep(0.02)
+                auditor.send(verdict(request))
+
+        async def rollout(number: int) -> bool:
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            return await audits.cleared(f"r{number}") is None
+
+        working = asyncio.gather(receive(), check())
+        rollouts = []
+        for number in range(300):
+            rollouts.append(asyncio.ensure_future(rollout(number)))
+            await asyncio.sleep(0.01)
+        cleared = await asyncio.gather(*rollouts)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert sum(cleared[200:]) > 20
 
 
 async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, tmp_path):
