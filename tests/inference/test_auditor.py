@@ -52,7 +52,7 @@ class Link:
         self.sent.append(message)
 
 
-def request(number: int, **changes: Any) -> AuditRequest:
+def request(number: int, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "audit": number,
         "prompt_ids": pack_ints([5]),
@@ -71,8 +71,8 @@ def request(number: int, **changes: Any) -> AuditRequest:
 async def auditor(*chances: float):
     """An auditor that knows versions 0 and 1, its engine, and what it sends."""
     engine, link, receiver = TimedEngine(), Link(), Receiver()
-    parts: Any = engine, link, receiver
-    one = Auditor("a", *parts, InferenceConfig(device="cpu"), chance=itertools.cycle(chances).__next__)
+    parts: tuple[Any, Any] = link, receiver
+    one = Auditor("a", engine, *parts, InferenceConfig(device="cpu"), chance=itertools.cycle(chances).__next__)
     welcome: Any = SimpleNamespace(verify_key=b"", run_id="r")
     one._manifests, one._welcome = {0: b"0", 1: b"1"}, welcome
     checking = asyncio.create_task(one._follow_weights())
