@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.wire.audit import AuditRequest, AuditVerdict
+from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
@@ -71,7 +71,7 @@ class Audited:
 
     name: str
     answers: list[Answer] = field(default_factory=list)
-    verdicts: list[AuditVerdict] = field(default_factory=list)
+    verdicts: list[PartVerdict] = field(default_factory=list)
     generated_s: float = 0.0
     distance: float | None = None
 
@@ -127,20 +127,21 @@ async def started(folder: Path, dtype: str) -> LocalEngine:
 
 async def check(
     auditor: LocalEngine, answers: list[Answer], tolerance: float, *, compares: bool = True
-) -> list[AuditVerdict]:
+) -> list[PartVerdict]:
     """Audit answers together. As without an older version, every other one is compared with weights in int8."""
     return await asyncio.gather(
         *(_checked(auditor, one, tolerance, compares and number % 2 == 0) for number, one in enumerate(answers))
     )
 
 
-async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, in_int8: bool) -> AuditVerdict:
+async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, in_int8: bool) -> PartVerdict:
     audit = OpenAudit(
         AuditRequest(
             audit=0,
             prompt_ids=pack_ints(answer.prompt_ids),
             token_ids=pack_ints(answer.token_ids),
             logprobs=pack_floats(answer.logprobs),
+            parts=[len(answer.token_ids)],
             version_spans=[VersionSpan(0, len(answer.token_ids), 0)],
             finish_reason=answer.finish_reason,
             sampling=answer.sampling,
@@ -149,7 +150,8 @@ async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, in_in
         in_int8=in_int8,
     )
     await audit.score(auditor, 0)
-    return judge(audit, await auditor.find_stop(np.array(answer.token_ids, np.int32), answer.sampling))
+    stop = await auditor.find_stop(np.array(answer.token_ids, np.int32), answer.sampling)
+    return judge(audit, stop).parts[0]
 
 
 async def rescored(engine: LocalEngine, answer: Answer) -> Answer:

@@ -41,7 +41,7 @@ from scipy.stats import beta
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
-from composer_prime.wire.audit import AuditRequest, AuditVerdict
+from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
@@ -203,7 +203,7 @@ class Answers:
     """[batches, 2]: CPU time of generation and of a pass."""
     loads: list[float]
 
-    def verdicts(self, tolerance: float, suspect: str) -> list[AuditVerdict]:
+    def verdicts(self, tolerance: float, suspect: str) -> list[PartVerdict]:
         """Judge all answers. Those that were not compared with `suspect` have no counts."""
         values, ends = self.values, np.cumsum(self.values["ends"])
         found = []
@@ -214,6 +214,7 @@ class Answers:
                 prompt_ids=b"",
                 token_ids=pack_ints(np.zeros(tokens, np.int32)),
                 logprobs=pack_floats(values["claimed"][part]),
+                parts=[int(tokens)],
                 version_spans=[VersionSpan(0, int(tokens), 1)],
                 finish_reason="stop" if stops else "length",
                 sampling=Sampling(max_tokens=int(tokens)),
@@ -223,7 +224,7 @@ class Answers:
             audit.misses[:], audit.logprobs[:] = values["own misses"][part], values["own logprobs"][part]
             scored = values[f"{suspect} misses"][part], values[f"{suspect} logprobs"][part]
             audit.suspect_scores = scored if np.isfinite(scored[0]).all() else None
-            found.append(judge(audit, int(tokens) if stops else None))
+            found += judge(audit, int(tokens) if stops else None).parts
         return found
 
     def lives(self, args: argparse.Namespace) -> Iterator[np.ndarray]:
@@ -296,7 +297,7 @@ def tolerances(node: Answers, args: argparse.Namespace) -> list[float]:
     return [1e-4] if node.name == "honest32" else args.tolerance
 
 
-def until_caught(verdicts: list[AuditVerdict], prompts: np.ndarray, order: np.ndarray) -> tuple[float, float]:
+def until_caught(verdicts: list[PartVerdict], prompts: np.ndarray, order: np.ndarray) -> tuple[float, float]:
     """Meet answers in order: tokens until the node is quarantined, infinite when it is not, and the most evidence."""
     trust, total, most = NodeTrust(), 0, 0.0
     for index in order:

@@ -9,8 +9,9 @@ Half of the answers are scored under suspect weights, too: those of the oldest v
 version's in int8. Which half is random, so no node can know. An auditor that does not compute in float32 leaves this
 out: its own rounding would make honest answers lean.
 
-It holds one version at a time. Answers that wait are checked version by version, so that few swaps are needed, and
-share passes. It is trusted: it runs on the run's host, or elsewhere with the trainer's token.
+It holds one version at a time. The answer that waits for longest chooses it, and all that need that version share
+passes: under load there are few swaps for each answer, and none waits for ever. It is trusted: it runs on the run's
+host, or elsewhere with the trainer's token.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import ComposerError, EngineError, LostWeightsError
+from composer_prime.errors import BadRequestError, ComposerError, EngineError, LostWeightsError
 from composer_prime.run.weights import open_signed
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
 from composer_prime.wire.types import VersionSpan, floats, ints
 from inference.engines.base import Engine
@@ -72,6 +74,7 @@ class OpenAudit:
     missing: set[int] = field(init=False)
     """Versions whose tokens are not scored yet."""
     seconds: float = 0.0
+    arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         count = len(ints(self.request.token_ids))
@@ -109,6 +112,8 @@ class OpenAudit:
 def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     """Return the verdict on a scored answer. `stop`: after how many tokens a stop rule ends it; None where none does.
 
+    Each part is judged alone. A wrong end is the fault of the part that should have ended it.
+
     A logprob of -inf of its own says that top-k or top-p removes the token: rounding may decide that at the edge, so
     its draw alone counts.
     """
@@ -119,32 +124,38 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     bounds[swap:] *= _MIXED_CACHE
     gaps = np.abs(np.where(np.isfinite(audit.logprobs), claimed - audit.logprobs, 0.0))
     wrong = (audit.misses > bounds) | (gaps > _GREATEST_GAP * bounds)
-    by_logprob, by_draw = _leaning(audit, claimed)
-    return AuditVerdict(
-        audit=request.audit,
-        tokens=len(claimed),
-        wrong=np.flatnonzero(wrong).tolist(),
-        fault=_end_fault(request, len(claimed), stop, bool(wrong[-1])) or _mean_fault(gaps / bounds, request.tolerance),
-        gap_mean=float(gaps.mean()),
-        gap_max=float(gaps.max()),
-        seconds=audit.seconds,
-        suspect="int8" if audit.in_int8 else "older",
-        by_logprob=by_logprob,
-        by_draw=by_draw,
-    )
+    end_fault = _end_fault(request, len(claimed), stop, bool(wrong[-1]))
+    should_end = len(claimed) if stop is None else stop
+    parts = []
+    for count, end in zip(request.parts, accumulate(request.parts), strict=True):
+        part = slice(end - count, end)
+        by_logprob, by_draw = _leaning(audit, claimed, part)
+        fault = end_fault if part.start < should_end <= end else None
+        one = PartVerdict(
+            tokens=count,
+            wrong=np.flatnonzero(wrong[part]).tolist(),
+            fault=fault or _mean_fault((gaps / bounds)[part], request.tolerance),
+            gap_mean=float(gaps[part].mean()),
+            gap_max=float(gaps[part].max()),
+            suspect="int8" if audit.in_int8 else "older",
+            by_logprob=by_logprob,
+            by_draw=by_draw,
+        )
+        parts.append(one)
+    return AuditVerdict(audit=request.audit, parts=parts, seconds=audit.seconds)
 
 
-def _leaning(audit: OpenAudit, claimed: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Count the tokens before any swap that lean to the suspect weights, and those compared: AuditVerdict.by_*.
+def _leaning(audit: OpenAudit, claimed: np.ndarray, part: slice) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Count a part's tokens before any swap that lean to the suspect weights, and those compared: PartVerdict.by_*.
 
     A draw that only one of the two makes is decided by that alone. Behind a swap an honest node's cache makes its
     tokens look older.
     """
     if audit.suspect_scores is None:
         return (0, 0), (0, 0)
-    suspect_misses, suspect = audit.suspect_scores
-    count = len(suspect)
-    misses, own, claimed = audit.misses[:count], audit.logprobs[:count], claimed[:count]
+    suspect_misses, suspect = (scores[part] for scores in audit.suspect_scores)
+    part = slice(part.start, part.start + len(suspect))
+    misses, own, claimed = audit.misses[part], audit.logprobs[part], claimed[part]
     by_draw = (misses > 0.0) != (suspect_misses > 0.0)
     compared = ~by_draw & np.isfinite(own) & np.isfinite(suspect) & (own != suspect)
     shift, way = (claimed - own)[compared], (suspect - own)[compared]
@@ -255,21 +266,22 @@ class Auditor(InferenceNode):
         return min((v for v in self._manifests.keys() - self._unavailable if v < named), default=None)
 
     def _next_version(self) -> int:
-        """Return the version in use while an answer needs it, else that of the answer that waits for longest."""
-        in_use = self._receiver.version
-        return in_use if any(in_use in audit.missing for audit in self._audits) else min(self._audits[0].missing)
+        """Return what the answer that waits for longest needs, the version in use first."""
+        in_use, missing = self._receiver.version, self._audits[0].missing
+        return in_use if in_use in missing else min(missing)
 
     async def _check_version(self, version: int) -> None:
-        audits = [audit for audit in self._audits if version in audit.missing]
         try:
             await self._install(version)
         except LostWeightsError:
             raise
         except (ComposerError, OSError) as error:
-            for audit in audits:
+            for audit in self._waiting_for(version):
                 await self._go_without(audit, version, error)
             return
         self._unavailable.discard(version)
+        self._drop_late()
+        audits = self._waiting_for(version)
         start = time.monotonic()
         outcomes = await asyncio.gather(
             *(audit.score(self._local, version) for audit in audits), return_exceptions=True
@@ -277,16 +289,25 @@ class Auditor(InferenceNode):
         for audit, outcome in zip(audits, outcomes, strict=True):
             audit.seconds += (time.monotonic() - start) / len(audits)
             if isinstance(outcome, (ComposerError, ValueError)):
-                self._fail(audit, str(outcome))
+                await self._fail(audit, outcome)
             elif outcome is not None:
                 raise outcome
             elif not audit.missing:
                 await self._judge(audit)
 
+    def _drop_late(self) -> None:
+        """Spend no time on what nobody waits for any more."""
+        for audit in [one for one in self._audits if time.monotonic() > one.arrived + one.request.timeout_s]:
+            limit = f"{audit.request.timeout_s:g} s (orchestrator.audit.timeout_s)"
+            self._end(audit, AuditFailed(audit=audit.request.audit, error=f"it was not checked within {limit}"))
+
+    def _waiting_for(self, version: int) -> list[OpenAudit]:
+        return [audit for audit in self._audits if version in audit.missing]
+
     async def _go_without(self, audit: OpenAudit, version: int, error: Exception) -> None:
         """Compare an answer with another version than one that cannot be had. Fail it where it names that one."""
         if version != audit.older:
-            self._fail(audit, f"version {version} cannot be had: {error}")
+            await self._fail(audit, error, f"version {version} cannot be had: ")
             return
         self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
         audit.compare_with(self._oldest(audit.request))
@@ -298,7 +319,7 @@ class Auditor(InferenceNode):
             stop = await self._local.find_stop(ints(audit.request.token_ids), audit.request.sampling)
             self._end(audit, judge(audit, stop))
         except (ComposerError, ValueError) as error:
-            self._fail(audit, str(error))
+            await self._fail(audit, error)
 
     async def _install(self, version: int) -> None:
         """Raises what Receiver.install raises, and ComposerError for a version that was never announced."""
@@ -309,8 +330,12 @@ class Auditor(InferenceNode):
             known = ", ".join(map(str, sorted(self._manifests))) or "none"
             raise ComposerError(f"it is not one of those that the run keeps ({known})")
 
-    def _fail(self, audit: OpenAudit, error: str) -> None:
-        self._end(audit, AuditFailed(audit=audit.request.audit, error=error))
+    async def _fail(self, audit: OpenAudit, error: Exception, what: str = "") -> None:
+        """Give an answer up. Raises EngineError when the engine is dead, so that other auditors get all answers."""
+        if isinstance(error, EngineError) and not isinstance(error, BadRequestError):
+            await self._local.score([0, 0])
+        retryable = isinstance(error, OSError)
+        self._end(audit, AuditFailed(audit=audit.request.audit, error=f"{what}{error}", retryable=retryable))
 
     def _end(self, audit: OpenAudit, answer: AuditVerdict | AuditFailed) -> None:
         """Send an outcome, unless the connection was lost meanwhile: the orchestrator then asks again."""

@@ -4,12 +4,13 @@
     orchestrator --AuditRequest|NewVersion|Drain--> auditor --AuditVerdict|AuditFailed--> orchestrator
     auditor --Status|ChunkRequest--> orchestrator --Heard|HelloAgain|WeightChunk|ChunkMissing--> auditor
 
-The listener admits the trainer's key only, which nodes do not have. All but the three messages below are those of a
-node (node.py), with the same meaning.
+The listener admits the trainer's key only, which nodes do not have. AuditRequest, AuditVerdict and AuditFailed are
+below. The other messages are those of a node (node.py), with the same meaning.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -46,6 +47,8 @@ class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
     """int32 [T_new], as the node sent them."""
     logprobs: bytes
     """float32 [T_new], likewise."""
+    parts: list[int]
+    """Tokens of each node that sampled it, in order. They sum to T_new."""
     version_spans: list[VersionSpan]
     """Cover [0, T_new)."""
     finish_reason: str
@@ -54,24 +57,24 @@ class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
     """As the node got it, with the seed."""
     tolerance: float
     """How far a draw may lie outside of its CDF interval, as a probability."""
+    timeout_s: float = math.inf
+    """How long after its arrival the auditor may begin a pass with it. Then it fails."""
 
 
-class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
-    audit: int
+class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node did."""
+
     tokens: int
     """Tokens that were checked."""
     wrong: list[int]
-    """Positions in the completion, ascending, of tokens that are not the draw of the seed, or whose logprob is far
-    off."""
-    fault: str | None
-    """What is wrong with the answer as a whole: its end, or the mean error of its logprobs. None for nothing."""
-    gap_mean: float
+    """Positions in the part, ascending, of tokens that are not the draw of the seed, or whose logprob is far off."""
+    fault: str | None = None
+    """What is wrong with the part as a whole: its end, or the mean error of its logprobs. None for nothing."""
+    gap_mean: float = 0.0
     """Mean |claimed - own logprob|, nats."""
-    gap_max: float
-    seconds: float
-    """What the check took."""
+    gap_max: float = 0.0
     suspect: Suspect = "older"
-    """What the answer was compared with, if it was."""
+    """What the part was compared with, if it was."""
     by_logprob: tuple[int, int] = (0, 0)
     """Tokens whose logprob leans from what the named version gives to what the suspect weights give, and all
     compared."""
@@ -79,11 +82,21 @@ class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
     """Tokens that only the suspect weights draw, and all tokens that exactly one of the two draws."""
 
 
+class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
+    audit: int
+    parts: list[PartVerdict]
+    """Of each part of the request."""
+    seconds: float
+    """What the check took."""
+
+
 class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed"):
     """The answer cannot be checked: its version is gone, or the auditor's context is too small."""
 
     audit: int
     error: str
+    retryable: bool = False
+    """Whether another auditor may be able to: the fault is this one's, such as a full disk."""
 
 
 FromAuditor = NodeHello | AuditVerdict | AuditFailed | Status | ChunkRequest | Goodbye

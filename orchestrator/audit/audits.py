@@ -7,6 +7,10 @@
 
 Which answers are audited is drawn after they came, by the operating system's randomness: a node cannot know. A rollout
 waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
+
+Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
+get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
+ended in the last half of `timeout_s`, each within that time. It drops an answer when `timeout_s` is over.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import asyncio
 import logging
 import random
 import time
+from bisect import insort
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +33,7 @@ from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
 from composer_prime.wire.node import (
     ChunkRequest,
     Drain,
@@ -53,9 +59,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 4096
 _MAX_QUEUED_BYTES = 512 << 20
-"""Answers that wait for an auditor, and their bytes; further ones count as not audited."""
+"""Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
 _MAX_LOST = 2
-"""Auditors that may be lost with an answer: it may be what ends them."""
+"""Auditors that may fail at an answer, or be lost with it: it may be what ends them."""
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
@@ -74,6 +80,8 @@ class OfferedAnswer:
     """Whether its rollout waits for the audit."""
     prompt: int
     """A hash of its prompt and version."""
+    rank: float
+    """Random, and the same for all answers of a rollout. The highest is audited first."""
     request: AuditRequest | None = None
     """None when it is not audited, or was."""
     verdict: AuditVerdict | None = None
@@ -83,7 +91,7 @@ class OfferedAnswer:
     placed: float = 0.0
     """When it went to its auditor, monotonic seconds."""
     lost: int = 0
-    """Auditors that were gone before their verdict on it."""
+    """Auditors that were gone before their verdict on it, or could not check it where another one may."""
     is_unwanted: bool = False
     """Whether its rollout is given up. Then it is not queued."""
 
@@ -110,6 +118,15 @@ class ConnectedAuditor:
     last_heard: float
     held: dict[int, OfferedAnswer] = field(default_factory=dict)
     """By audit number."""
+    ended: deque[float] = field(init=False)
+    """When it last ended audits in good time, monotonic seconds; at most as many as it has places."""
+
+    def __post_init__(self) -> None:
+        self.ended = deque(maxlen=self.places)
+
+    def has_room(self, since: float) -> bool:
+        """Whether it holds no more than it ended after `since`."""
+        return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))
 
 
 class Audits:
@@ -150,7 +167,8 @@ class Audits:
         self._seconds = 0.0
         self._open: dict[str, list[OfferedAnswer]] = {}
         """By rollout that has not ended."""
-        self._queue: deque[OfferedAnswer] = deque()
+        self._queue: list[OfferedAnswer] = []
+        """By rank, the highest last."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
@@ -187,21 +205,26 @@ class Audits:
     def offer(self, record: GenerationRecord, rollout_id: str) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
         parts = record.sampled_by or ((record.node_id, len(record.completion_ids)),)
+        counts = [count for _, count in parts]
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
+        others = self._open.setdefault(rollout_id, [])
         answer = OfferedAnswer(
             parts=parts,
             rollout_id=rollout_id,
             quarantines={node_id: trust.quarantines for node_id, trust in nodes.items()},
             is_awaited=any(trust.is_new for trust in nodes.values()),
             prompt=hash((record.prompt_ids.tobytes(), *(span.version for span in record.version_spans[:1]))),
+            rank=others[0].rank if others else random.random(),
         )
-        self._open.setdefault(rollout_id, []).append(answer)
+        others.append(answer)
         self.counters["answers"] += 1
         if invented := [span for span in record.version_spans if self._is_invented(span.version)]:
             logger.warning("node %s names policy version %d, which there never was", answer.nodes, invented[0].version)
-            wrong, tokens = [span.start for span in invented], len(record.completion_ids)
-            self._note(answer, AuditVerdict(audit=0, tokens=tokens, wrong=wrong, fault=None, gap_mean=0.0, gap_max=0.0,
-                                            seconds=0.0))  # fmt: skip
+            found = []
+            for count, end in zip(counts, accumulate(counts), strict=True):
+                wrong = [count - end + span.start for span in invented if end - count <= span.start < end]
+                found.append(PartVerdict(tokens=count, wrong=wrong))
+            self._note(answer, AuditVerdict(audit=0, parts=found, seconds=0.0))
             return
         share = max(trust.share(self._config.floor) for trust in nodes.values())
         if share < 1.0 and self._chance() >= share:
@@ -212,18 +235,23 @@ class Audits:
             prompt_ids=pack_ints(record.prompt_ids),
             token_ids=pack_ints(record.completion_ids),
             logprobs=pack_floats(record.logprobs),
+            parts=counts,
             version_spans=list(record.version_spans),
             finish_reason=record.finish_reason,
             sampling=record.sampling,
             tolerance=self._config.tolerance,
+            timeout_s=self._config.timeout_s,
         )
-        queued_bytes = sum(one.num_bytes for one in self._queue)
-        if len(self._queue) >= _MAX_QUEUED or queued_bytes + answer.num_bytes > self._max_queued_bytes:
-            self._fail(answer, f"{len(self._queue)} answers of {queued_bytes / 1e6:.1f} MB wait for an auditor: start "
-                               "more (orchestrator audit)")  # fmt: skip
-            return
-        self._queue.append(answer)
+        self._enqueue(answer)
         self._place()
+
+    def _enqueue(self, answer: OfferedAnswer) -> None:
+        insort(self._queue, answer, key=lambda one: one.rank)
+        while (queued_bytes := sum(one.num_bytes for one in self._queue)) > self._max_queued_bytes or (
+            len(self._queue) > _MAX_QUEUED
+        ):
+            error = f"{len(self._queue)} answers of {queued_bytes / 1e6:.1f} MB wait for an auditor"
+            self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
 
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
@@ -256,7 +284,7 @@ class Audits:
         """Take answers that nobody waits for out of the queue. Verdicts that are under way count for the node."""
         for answer in answers:
             answer.is_unwanted = True
-        self._queue = deque(answer for answer in self._queue if not answer.is_unwanted)
+        self._queue = [answer for answer in self._queue if not answer.is_unwanted]
 
     def _fail(self, answer: OfferedAnswer, error: str) -> None:
         self.counters["failed"] += 1
@@ -277,7 +305,9 @@ class Audits:
 
     def _objection(self, answer: OfferedAnswer) -> str | None:
         if answer.verdict is not None:
-            return None if is_clean(answer.verdict) else f"node {answer.nodes}: {_describe(answer.verdict)}"
+            found = zip(answer.parts, answer.verdict.parts, strict=True)
+            faults = [f"node {node_id}: {_describe(part)}" for (node_id, _), part in found if not is_clean(part)]
+            return "; ".join(faults) or None
         for node_id, quarantines in answer.quarantines.items():
             if self._trust[node_id].quarantines != quarantines:
                 return f"node {node_id} was quarantined, and this answer of it was not audited"
@@ -289,9 +319,9 @@ class Audits:
         answer.end(verdict)
         self._seconds += verdict.seconds
         self.counters["audited"] += 1
-        self.counters["tokens"] += verdict.tokens
-        self.counters["wrong"] += not is_clean(verdict)
-        for node_id, part in _by_node(verdict, answer.parts):
+        self.counters["tokens"] += sum(part.tokens for part in verdict.parts)
+        self.counters["wrong"] += not all(map(is_clean, verdict.parts))
+        for (node_id, _), part in zip(answer.parts, verdict.parts, strict=True):
             trust = self._trust[node_id]
             if answer.quarantines[node_id] == trust.quarantines and (reason := trust.note(part, answer.prompt)):
                 self._quarantine(node_id, trust, f"{reason}; in its last answer {_describe(part)}")
@@ -328,23 +358,25 @@ class Audits:
             self._send(identity, NewVersion(manifest=signed))
 
     def _place(self) -> None:
-        """Hand waiting answers to auditors with a free place, oldest first."""
+        """Hand waiting answers to auditors with room, the highest rank first."""
+        since = time.monotonic() - self._config.timeout_s / 2
         while self._queue:
             free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
-                    if len(one.held) < one.places]  # fmt: skip
+                    if one.has_room(since)]  # fmt: skip
             if not free:
                 return
-            identity, answer = min(free)[1], self._queue.popleft()
-            assert answer.request is not None
-            answer.placed = time.monotonic()
-            self._auditors[identity].held[answer.request.audit] = answer
-            if not self._send(identity, answer.request):
-                self._lose(identity, "unreachable")
+            self._hand(self._queue.pop(), min(free)[1])
+
+    def _hand(self, answer: OfferedAnswer, identity: bytes) -> None:
+        assert answer.request is not None
+        answer.placed = time.monotonic()
+        self._auditors[identity].held[answer.request.audit] = answer
+        if not self._send(identity, answer.request):
+            self._lose(identity, "unreachable")
 
     def _lose(self, identity: bytes, reason: str) -> None:
         auditor = self._auditors.pop(identity)
         logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
-        kept = []
         for answer in auditor.held.values():
             answer.lost += 1
             if answer.lost >= _MAX_LOST:
@@ -352,8 +384,7 @@ class Audits:
                                answer.lost)  # fmt: skip
                 self._fail(answer, f"{answer.lost} auditors were lost with it, the last one {auditor.name} ({reason})")
             elif not answer.is_unwanted:
-                kept.append(answer)
-        self._queue.extendleft(reversed(kept))
+                self._enqueue(answer)
 
     async def _receive(self) -> None:
         while True:
@@ -378,18 +409,28 @@ class Audits:
                 self._chunks.serve(identity, identity, message, self._socket.send_large)
             case _ if auditor is None:
                 self._send(identity, HelloAgain())
-            case AuditVerdict(audit=audit):
-                if (answer := auditor.held.pop(audit, None)) is not None:
-                    self._note(answer, message)
-            case AuditFailed(audit=audit, error=error):
-                if (answer := auditor.held.pop(audit, None)) is not None:
-                    logger.warning("an answer of node %s could not be audited: %s", answer.nodes, error)
-                    self._fail(answer, error)
+            case AuditVerdict() | AuditFailed():
+                if (answer := auditor.held.pop(message.audit, None)) is not None:
+                    if auditor.last_heard - answer.placed < self._config.timeout_s / 2:
+                        auditor.ended.append(auditor.last_heard)
+                    self._take(identity, answer, message)
             case Status():
                 self._send(identity, Heard())
             case Goodbye(reason=reason):
                 self._lose(identity, f"said goodbye: {reason[:200]}")
         self._place()
+
+    def _take(self, identity: bytes, answer: OfferedAnswer, outcome: AuditVerdict | AuditFailed) -> None:
+        if isinstance(outcome, AuditVerdict):
+            self._note(answer, outcome)
+            return
+        name, others = self._auditors[identity].name, [one for one in self._auditors if one != identity]
+        logger.warning("auditor %s cannot check an answer of %s: %s", name, answer.nodes, outcome.error)
+        answer.lost += outcome.retryable
+        if outcome.retryable and others and answer.lost < _MAX_LOST:
+            self._hand(answer, min(others, key=lambda one: len(self._auditors[one].held)))
+        else:
+            self._fail(answer, outcome.error)
 
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
         if hello.run_id not in (None, self._run_id):
@@ -422,7 +463,7 @@ class Audits:
         return self._socket.send(identity, any_message)
 
     async def _tick(self) -> None:
-        """Look for silent auditors, and for audits that take too long."""
+        """Look for silent auditors."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             now = time.monotonic()
@@ -430,11 +471,6 @@ class Audits:
                 silent_s = now - auditor.last_heard
                 if silent_s > self._lost_after_s:
                     self._lose(identity, f"silent for {silent_s:.1f} s")
-                    continue
-                overdue = [key for key, one in auditor.held.items() if now - one.placed > self._config.timeout_s]
-                for audit in overdue:
-                    error = f"auditor {auditor.name} gave no verdict within {self._config.timeout_s:g} s"
-                    self._fail(auditor.held.pop(audit), f"{error} (orchestrator.audit.timeout_s)")
             self._place()
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -454,18 +490,7 @@ class Audits:
         }
 
 
-def _by_node(verdict: AuditVerdict, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, AuditVerdict]]:
-    """Yield what a verdict says of each node's tokens. A fault of the whole answer is the last node's, who ended it."""
-    start = 0
-    for number, (node_id, count) in enumerate(parts, start=1):
-        wrong = [index - start for index in verdict.wrong if start <= index < start + count]
-        fault = verdict.fault if number == len(parts) else None
-        older = {} if len(parts) == 1 else {"by_logprob": (0, 0), "by_draw": (0, 0)}  # They are not told by node.
-        yield node_id, msgspec.structs.replace(verdict, tokens=count, wrong=wrong, fault=fault, **older)
-        start += count
-
-
-def _describe(verdict: AuditVerdict) -> str:
+def _describe(verdict: PartVerdict) -> str:
     parts = [f"{len(verdict.wrong)} of {verdict.tokens} tokens are not what its seed draws"] if verdict.wrong else []
     parts += [verdict.fault] if verdict.fault is not None else []
     return f"{'; '.join(parts) or 'no fault'} (logprobs off by {verdict.gap_mean:.2g} nats on average)"

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from composer_prime.wire.audit import AuditVerdict, Suspect
+from composer_prime.wire.audit import PartVerdict, Suspect
 
 _NEW_ANSWERS = 32
 """Clean audited answers after which a node is no longer new."""
@@ -98,7 +98,7 @@ class NodeTrust:
         wrong = (1 + self.doubtful) / (2 + self.doubtful + self.clean)
         return min(1.0, max(floor, _SHARE_OF_DOUBT * wrong))
 
-    def note(self, verdict: AuditVerdict, prompt: int) -> str | None:
+    def note(self, verdict: PartVerdict, prompt: int) -> str | None:
         """Take in an audit. Return why to quarantine, None for no reason. `prompt` names prompt and version."""
         self.audited += 1
         if is_clean(verdict):
@@ -132,7 +132,7 @@ class NodeTrust:
         self.token_evidence = max(0.0, self.token_evidence + clean_token * (tokens - position))
         return highest
 
-    def _add_suspect(self, verdict: AuditVerdict, prompt: int) -> bool:
+    def _add_suspect(self, verdict: PartVerdict, prompt: int) -> bool:
         """Add what speaks for suspect weights. Return whether a sum is above its bound."""
         counted = verdict.suspect, prompt
         if counted in self.prompts or verdict.by_logprob[1] + verdict.by_draw[1] == 0:
@@ -160,5 +160,5 @@ def _step(evidence: float, is_wrong: bool, p_wrong: float) -> float:
     return max(0.0, evidence + math.log(ratio))
 
 
-def is_clean(verdict: AuditVerdict) -> bool:
+def is_clean(verdict: PartVerdict) -> bool:
     return not verdict.wrong and verdict.fault is None

@@ -50,6 +50,7 @@ async def test_an_auditor_in_bfloat16_compares_with_nothing(keys):
         prompt_ids=pack_ints([5]),
         token_ids=pack_ints([6]),
         logprobs=pack_floats([-1.0]),
+        parts=[1],
         version_spans=[VersionSpan(0, 1, 0)],
         finish_reason="length",
         sampling=Sampling(max_tokens=1, seed=1),

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 from gateway_config import MODEL
 from http_calls import generate_body, post
 from node_peer import PeerNode
@@ -17,6 +18,7 @@ from composer_prime.wire.audit import ToAuditor
 from composer_prime.wire.node import Sampling, ToNode
 from inference.audit import Auditor
 from inference.engines.base import EngineCompletion
+from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
@@ -36,6 +38,13 @@ class GreedyEngine(LocalEngine):
         greedy = msgspec.structs.replace(sampling, temperature=0.0)
         done: EngineCompletion = await super().generate(request_id, prompt_ids, greedy, session, **rest)
         return done
+
+
+class DyingComputer(Computer):
+    """Ends at the first check of draws."""
+
+    def check_draws(self, *_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 @asynccontextmanager
@@ -115,6 +124,26 @@ async def test_a_node_that_takes_the_likeliest_token_is_quarantined(open_gateway
         assert "quarantined" in described["greedy"]["why_not"] and described["greedy"]["trust"] == 0.0
         assert [(await play(gateway, f"s{i}", [9, 9, 9 + i]))[0] for i in range(2)] == ["honest"] * 2
         assert described["honest"]["trust"] > 0.5 or not any(node == "honest" for node, _ in ended)
+
+
+async def test_an_auditor_whose_engine_died_ends_and_hands_its_answers_on(open_gateway, keys):
+    """Its process ends with the reason, and the next auditor clears the rollout."""
+    async with (
+        open_gateway(inference=PATIENT, orchestrator={"audit": AUDITED}) as gateway,
+        process(InferenceNode, LocalEngine(MODEL, SETTINGS, CONTEXT), "n", gateway.node_endpoint, keys.client("node"),
+                ToNode),
+    ):  # fmt: skip
+        await until(lambda: len(gateway.versions()) == 1, "the node")
+        playing = asyncio.ensure_future(play(gateway, "r1", [5, 6, 7]))
+        link = gateway.audits.endpoint, keys.client("trainer"), ToAuditor
+        dying = LocalEngine(MODEL, SETTINGS, CONTEXT, computer=DyingComputer)
+        with pytest.raises(AssertionError, match="illegal memory access"):
+            async with process(Auditor, dying, "dying", *link):
+                await until(lambda: gateway.audits.metrics()["audit/auditors"], "the auditor")
+                await until(lambda: not gateway.audits.metrics()["audit/auditors"], "its end")
+        async with process(Auditor, LocalEngine(MODEL, SETTINGS, CONTEXT), "healthy", *link):
+            assert await playing == ("n", None)
+        assert gateway.audits.metrics()["audit/failed"] == 0
 
 
 async def test_without_an_auditor_new_nodes_answers_are_refused_after_the_deadline(open_gateway, node_keys):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from composer_prime.wire.audit import AuditRequest, AuditVerdict
+from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
@@ -26,8 +26,25 @@ def verdict(
     finish: str = "length",
     swap: int | None = None,
     newer: int = 4,
-) -> AuditVerdict:
+) -> PartVerdict:
     """Judge an answer of `tokens` tokens: misses, errors of logprobs and own logprobs by position, 0 elsewhere."""
+    [part] = verdicts([tokens], misses=misses, gaps=gaps, own=own, stop=stop, finish=finish, swap=swap, newer=newer)
+    return part
+
+
+def verdicts(
+    parts: list[int],
+    *,
+    misses: dict[int, float] | None = None,
+    gaps: dict[int, float] | None = None,
+    own: dict[int, float] | None = None,
+    stop: int | None = None,
+    finish: str = "length",
+    swap: int | None = None,
+    newer: int = 4,
+) -> list[PartVerdict]:
+    """Judge an answer of several nodes, each with a number of tokens."""
+    tokens = sum(parts)
     claimed = np.full(tokens, -1.0, np.float32)
     for index, gap in (gaps or {}).items():
         claimed[index] += gap
@@ -38,6 +55,7 @@ def verdict(
             prompt_ids=pack_ints([1, 2]),
             token_ids=pack_ints(range(tokens)),
             logprobs=pack_floats(claimed),
+            parts=parts,
             version_spans=spans,
             finish_reason=finish,
             sampling=Sampling(max_tokens=tokens, seed=1),
@@ -50,13 +68,15 @@ def verdict(
         audit.logprobs[index] = value
     for index, miss in (misses or {}).items():
         audit.misses[index] = miss
-    return judge(audit, stop)
+    result = judge(audit, stop)
+    assert result.audit == 9
+    return result.parts
 
 
 def test_an_honest_answer_is_clean():
     # Small misses and gaps are rounding.
     result = verdict(misses={3: 0.019}, gaps={4: -0.2, 5: 0.1})
-    assert (result.audit, result.tokens, result.wrong, result.fault) == (9, 20, [], None)
+    assert (result.tokens, result.wrong, result.fault) == (20, [], None)
     assert abs(result.gap_max - 0.2) < 1e-6 and abs(result.gap_mean - 0.3 / 20) < 1e-6
 
 
@@ -91,6 +111,19 @@ def test_a_stop_must_be_one_and_be_drawn():
     assert "goes on for 5 tokens after a stop" in (verdict(finish="length", stop=15).fault or "")
 
 
+def test_each_part_of_an_answer_is_judged_alone():
+    # A node whose logprobs are off, or that goes on after a stop, cannot have another one blamed that continues.
+    first, last = verdicts([12, 8], gaps=dict.fromkeys(range(12), -0.05), misses={11: 0.3, 14: 0.3})
+    assert (first.tokens, first.wrong, last.tokens, last.wrong) == (12, [11], 8, [2])
+    assert "0.05 nats on average" in (first.fault or "") and last.fault is None
+    for stop, blamed in ((5, 0), (12, 0), (13, 1)):
+        faults = [part.fault for part in verdicts([12, 8], stop=stop, finish="stop")]
+        assert "after a stop" in (faults[blamed] or "") and faults[1 - blamed] is None
+    # Who claims a stop that is none, or was not drawn, is the last one.
+    assert [bool(part.fault) for part in verdicts([12, 8], finish="stop")] == [False, True]
+    assert [bool(part.fault) for part in verdicts([12, 8], finish="stop", stop=20, misses={19: 0.3})] == [False, True]
+
+
 def test_behind_a_swap_the_tolerance_is_wider():
     # The node's cache still holds keys and values of the weights before.
     assert verdict(misses={9: 0.05, 10: 0.05, 11: 0.09}, swap=10).wrong == [9, 11]
@@ -100,6 +133,11 @@ def test_behind_a_swap_the_tolerance_is_wider():
 
 def counted(claimed: list[float], own: list[float], older: list[float], misses: list[float], older_misses: list[float]):
     """Count what leans to the version before, in an answer whose last token is behind a swap."""
+    [part] = counted_by_part([len(claimed)], claimed, own, older, misses, older_misses)
+    return part
+
+
+def counted_by_part(parts: list[int], claimed: list[float], own, older, misses, older_misses):
     tokens = len(claimed)
     audit = OpenAudit(
         AuditRequest(
@@ -107,6 +145,7 @@ def counted(claimed: list[float], own: list[float], older: list[float], misses: 
             prompt_ids=pack_ints([1, 2]),
             token_ids=pack_ints(range(tokens)),
             logprobs=pack_floats(claimed),
+            parts=parts,
             version_spans=[VersionSpan(0, tokens - 1, 3), VersionSpan(tokens - 1, tokens, 4)],
             finish_reason="length",
             sampling=Sampling(max_tokens=tokens, seed=1),
@@ -117,8 +156,7 @@ def counted(claimed: list[float], own: list[float], older: list[float], misses: 
     assert audit.missing == {2, 3, 4}
     audit.logprobs[:], audit.misses[:] = own, misses
     audit.suspect_scores = np.array(older_misses), np.array(older, np.float32)
-    result = judge(audit, None)
-    return result.by_logprob, result.by_draw
+    return [(part.by_logprob, part.by_draw) for part in judge(audit, None).parts]
 
 
 def test_tokens_that_lean_to_the_version_before_are_counted():
@@ -129,6 +167,15 @@ def test_tokens_that_lean_to_the_version_before_are_counted():
     # A quarter of the way is too little, and a token that top-k removes is not compared.
     assert counted([-1.25, -1.0], [-1.0, 0.0], [-2.0], [0.0, 0.0], [0.0]) == ((0, 1), (0, 0))
     assert counted([-1.5, -1.0], [-np.inf, 0.0], [-2.0], [0.0, 0.0], [0.0]) == ((0, 0), (0, 0))
+
+
+def test_tokens_that_lean_are_counted_in_their_part():
+    # Also where the last part lies wholly behind a swap.
+    own, older = [-1.0, -1.0, -1.0, -2.0, -1.0], [-1.1, -1.1, -0.9, -2.1]
+    claimed, right = [-1.08, -0.99, -0.8, -2.0, -1.1], [0.0] * 5
+    compared = counted_by_part([2, 2, 1], claimed, own, older, right, [0.0, 0.0, 0.0, 0.1])
+    assert compared == [((1, 2), (0, 0)), ((1, 1), (0, 1)), ((0, 0), (0, 0))]
+    assert counted_by_part([1, 4], claimed, own, older, right, right[:4])[1] == ((1, 3), (0, 0))
 
 
 def test_a_draw_that_one_version_makes_is_told_by_that():
@@ -155,6 +202,7 @@ def answers_until_quarantine(way: float, *, old: bool = False, auditor: float = 
                 prompt_ids=pack_ints([1]),
                 token_ids=pack_ints(range(count)),
                 logprobs=pack_floats(claimed.astype(np.float32)),
+                parts=[count],
                 version_spans=[VersionSpan(0, count, 3)],
                 finish_reason="length",
                 sampling=Sampling(max_tokens=count, seed=1),
@@ -164,7 +212,7 @@ def answers_until_quarantine(way: float, *, old: bool = False, auditor: float = 
         )
         audit.logprobs[:] = named + rng.normal(0.0, auditor, count)
         audit.suspect_scores = np.zeros(count), (suspect + rng.normal(0.0, auditor, count)).astype(np.float32)
-        if trust.note(judge(audit, None), number) is not None:
+        if trust.note(judge(audit, None).parts[0], number) is not None:
             return number + 1
     return math.inf
 

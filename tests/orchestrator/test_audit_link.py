@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import json
 from collections import defaultdict
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -16,10 +18,10 @@ from orch_peers import PeerTrainer, ScriptedPool, make_config
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, ToAuditor
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
 from composer_prime.wire.node import Goodbye, Heard, HelloAgain, NodeHello, NodeWelcome, Rejected, Sampling, Status
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.types import VersionSpan, ints
+from composer_prime.wire.types import VersionSpan
 from orchestrator.audit.audits import Audits
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.generation import GenerationRecord
@@ -97,10 +99,10 @@ def audited(tmp_path):
     return serve
 
 
-def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0) -> GenerationRecord:
+def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
     return GenerationRecord(
         session="s",
-        prompt_ids=np.array([5, 6], np.int32),
+        prompt_ids=np.array([5, prompt], np.int32),
         completion_ids=np.arange(tokens, dtype=np.int32),
         logprobs=np.full(tokens, -0.5, np.float32),
         version_spans=(VersionSpan(0, tokens, version),),
@@ -113,15 +115,10 @@ def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0
 
 
 def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
-    return AuditVerdict(
-        audit=request.audit,
-        tokens=len(ints(request.token_ids)),
-        wrong=list(wrong),
-        fault=None,
-        gap_mean=0.0,
-        gap_max=0.0,
-        seconds=0.01,
-    )
+    """`wrong`: positions in the first part."""
+    parts = [PartVerdict(tokens=count, wrong=[]) for count in request.parts]
+    parts[0] = msgspec.structs.replace(parts[0], wrong=list(wrong))
+    return AuditVerdict(audit=request.audit, parts=parts, seconds=0.01)
 
 
 async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
@@ -140,12 +137,16 @@ async def test_a_new_nodes_rollout_waits_for_its_audit(audited):
 
 
 async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited):
-    # Two answers of 72 bytes fit into 200; the third counts as not audited, at once.
+    # Two answers of 72 bytes fit into 200; of three, one counts as not audited, at once.
     async with audited(max_queued_bytes=200) as (audits, *_):
         for name in ("r1", "r2", "r3"):
             audits.offer(record("n0"), name)
-        assert "could not be audited: 2 answers of 0.0 MB wait" in (await audits.cleared("r3") or "")
+        clearing = [asyncio.ensure_future(audits.cleared(name)) for name in ("r1", "r2", "r3")]
+        [refused], waiting = await asyncio.wait(clearing, return_when=asyncio.FIRST_COMPLETED)
+        assert "could not be audited: 3 answers of 0.0 MB wait" in (refused.result() or "")
         assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (2, 1)
+        for task in waiting:
+            task.cancel()
 
 
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
@@ -196,9 +197,37 @@ async def test_each_node_answers_for_its_own_tokens(audited):
         audits.offer(record("n1", ("n0", 4), ("n1", 4)), "r1")
         auditor = connect()
         auditor.hello("a")
-        auditor.send(verdict(await auditor.next(AuditRequest), wrong=(0, 1, 2, 3)))
-        assert "n0, n1" in (await audits.cleared("r1") or "")
+        request = await auditor.next(AuditRequest)
+        assert request.parts == [4, 4]
+        auditor.send(verdict(request, wrong=(0, 1, 2, 3)))
+        objection = await audits.cleared("r1") or ""
+        assert "node n0: 4 of 4 tokens" in objection and "n1" not in objection
         assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0 and trust["n1"].clean == 1
+
+
+async def test_old_weights_are_found_though_another_node_ends_each_answer(audited):
+    # What leans to them counts for the node of that part, so a cheat that hands over its last token gains nothing.
+    async with audited() as (audits, trust, connect):
+        auditor = connect()
+        auditor.hello("a")
+        for number in range(8):
+            audits.offer(record("n1", ("n0", 40), ("n1", 1), tokens=41, prompt=number), f"r{number}")
+            found = verdict(await auditor.next(AuditRequest))
+            found.parts[0] = msgspec.structs.replace(found.parts[0], by_logprob=(39, 40))
+            auditor.send(found)
+            await audits.cleared(f"r{number}")
+        assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0
+
+
+async def test_a_version_that_there_never_was_is_the_fault_of_who_names_it(audited):
+    # Its position counts in its node's part.
+    async with audited(chances=[1.0]) as (audits, trust, _):
+        audits.publish(b"", 3)
+        one = record("n1", ("n0", 4), ("n1", 4))
+        spans = (VersionSpan(0, 6, 3), VersionSpan(6, 8, 7))
+        audits.offer(dataclasses.replace(one, version_spans=spans), "r1")
+        assert "node n1: 1 of 4 tokens" in (await audits.cleared("r1") or "")
+        assert (trust["n0"].doubtful, trust["n1"].doubtful) == (0, 1)
 
 
 async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
@@ -228,6 +257,33 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
         auditor.send(AuditFailed(audit=request.audit, error="version 3 cannot be had"))
         assert "could not be audited: version 3 cannot be had" in (await audits.cleared("r1") or "")
         assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
+
+
+async def test_what_one_auditor_cannot_check_another_one_may(audited):
+    # The disk of the first is full. If the second fails too, or there is none, the answer counts as not audited.
+    async with audited() as (audits, _, connect):
+        first, second = connect(), connect()
+        first.hello("a")
+        audits.offer(record("n0"), "r1")
+        request = await first.next(AuditRequest)
+        second.hello("b")
+        await second.next(NodeWelcome)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None
+        audits.offer(record("n0"), "r2")
+        [holder] = [one.name for one in audits._auditors.values() if one.held]
+        for auditor in (first, second) if holder == "a" else (second, first):
+            request = await auditor.next(AuditRequest)
+            auditor.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r2") or "")
+        second.send(Goodbye(reason="test"))
+        while audits.metrics()["audit/auditors"] == 2:
+            await asyncio.sleep(0.01)
+        audits.offer(record("n0"), "r3")
+        request = await first.next(AuditRequest)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r3") or "")
 
 
 async def test_a_version_that_there_never_was_is_the_nodes_fault(audited):
@@ -284,6 +340,87 @@ async def test_an_audit_that_takes_too_long_is_given_up(audited):
         await auditor.next(AuditRequest)
         objection = await audits.cleared("r1") or ""
         assert "orchestrator.audit.timeout_s" in objection
+
+
+async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
+    # One answer more than it ended in the last half of timeout_s, nothing for a late verdict, and nothing in the place
+    # of an answer that it still has, however late that is.
+    async with audited(timeout_s=2.0) as (audits, _, connect):
+        for number in range(64):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        auditor = connect()
+        auditor.hello("a", max_concurrent=64)
+        received: list[AuditRequest] = []
+
+        async def receive() -> int:
+            with suppress(TimeoutError):
+                while True:
+                    received.append(await auditor.next(AuditRequest, 0.1))
+                    assert received[-1].timeout_s == 2.0
+            return len(received)
+
+        assert await receive() == 1
+        auditor.send(verdict(received[0]))
+        assert await receive() == 3
+        for request in received[1:]:
+            auditor.send(verdict(request))
+        assert await receive() == 7
+        await asyncio.sleep(1.2)
+        assert await receive() == 7
+        auditor.send(verdict(received[3]))
+        assert await receive() == 7
+        for request in received[4:]:
+            auditor.send(verdict(request))
+        assert await receive() == 8
+
+
+async def test_a_rollout_is_audited_whole_before_the_next(audited):
+    # With too few auditors some rollouts get all their verdicts, not all of them some.
+    async with audited() as (audits, _, connect):
+        for number in range(30):
+            audits.offer(record("n0", prompt=number), f"r{number % 5}")
+        rollout_of = {one.request.audit: name for name, answers in audits._open.items() for one in answers}
+        auditor = connect()
+        auditor.hello("a")
+        order = []
+        for _ in range(30):
+            request = await auditor.next(AuditRequest)
+            order.append(rollout_of[request.audit])
+            auditor.send(verdict(request))
+        assert [len(list(turns)) for _, turns in itertools.groupby(order)] == [6] * 5
+
+
+async def test_a_slow_auditor_clears_a_steady_share(audited):
+    # It has many places, does one answer after another, and half of those that come. The last second clears as well.
+    async with audited(timeout_s=1.0) as (audits, trust, connect):
+        trust["n0"].clean = -(10**6)
+        auditor = connect()
+        auditor.hello("a", max_concurrent=128)
+        backlog: asyncio.Queue[AuditRequest] = asyncio.Queue()
+
+        async def receive() -> None:
+            while True:
+                backlog.put_nowait(await auditor.next(AuditRequest))
+
+        async def check() -> None:
+            while True:
+                request = await backlog.get()
+                await asyncio.sleep(0.02)
+                auditor.send(verdict(request))
+
+        async def rollout(number: int) -> bool:
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            return await audits.cleared(f"r{number}") is None
+
+        working = asyncio.gather(receive(), check())
+        rollouts = []
+        for number in range(300):
+            rollouts.append(asyncio.ensure_future(rollout(number)))
+            await asyncio.sleep(0.01)
+        cleared = await asyncio.gather(*rollouts)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert sum(cleared[200:]) > 20
 
 
 async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, tmp_path):

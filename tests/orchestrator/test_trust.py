@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.audit import AuditVerdict, Suspect
+from composer_prime.wire.audit import PartVerdict, Suspect
 from orchestrator.audit.trust import BOUND, SUSPECT_BOUND, NodeTrust
 
 FLOOR = 0.02
 
 
-def verdict(tokens: int = 50, wrong: list[int] | None = None, fault: str | None = None) -> AuditVerdict:
-    return AuditVerdict(audit=0, tokens=tokens, wrong=wrong or [], fault=fault, gap_mean=0.0, gap_max=0.0, seconds=0.0)
+def verdict(tokens: int = 50, wrong: list[int] | None = None, fault: str | None = None) -> PartVerdict:
+    return PartVerdict(tokens=tokens, wrong=wrong or [], fault=fault)
 
 
-def note(trust: NodeTrust, found: AuditVerdict, prompt: int = 0) -> bool:
+def note(trust: NodeTrust, found: PartVerdict, prompt: int = 0) -> bool:
     return trust.note(found, prompt) is not None
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_known_of_a_node_that_was_never_audited():
 # -- suspect weights -----------------------------------------------------------------------------------------------
 
 
-def compared(leaning: int, count: int, draws: tuple[int, int] = (0, 0), suspect: Suspect = "older") -> AuditVerdict:
+def compared(leaning: int, count: int, draws: tuple[int, int] = (0, 0), suspect: Suspect = "older") -> PartVerdict:
     """A clean answer of which `leaning` of `count` logprobs lean to the suspect weights."""
     return msgspec.structs.replace(verdict(max(1, count)), by_logprob=(leaning, count), by_draw=draws, suspect=suspect)
 
