@@ -249,13 +249,6 @@ class CurriculumConfig(BaseConfig):
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 
-    @field_validator("import_path")
-    @classmethod
-    def _current_name(cls, import_path: str) -> str:
-        """Accept the module's former name, which the config.json of older runs holds."""
-        module, colon, name = import_path.partition(":")
-        return f"orchestrator.tasks.curriculum:{name}" if module + colon == "orchestrator.curriculum:" else import_path
-
 
 class WeightServiceConfig(BaseConfig):
     """Where nodes on other machines download weights without the gateway."""
