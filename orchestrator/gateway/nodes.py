@@ -197,8 +197,6 @@ class AttachedNode:
     """Whether its process served this run before its Hello, perhaps under an earlier start of the orchestrator."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
-    keeps_prompts: bool = False
-    """Whether it takes a turn's new tokens only; one of an older release gets every prompt whole."""
     keeps_conversations: bool = False
     """Whether a conversation's cache outlives a swap there."""
     streams: bool = False
@@ -357,7 +355,6 @@ class Nodes:
             device=hello.device,
             usd_per_hour=hello.usd_per_hour,
             is_known=hello.run_id is not None,
-            keeps_prompts=hello.keeps_prompts,
             keeps_conversations=hello.keeps_conversations,
         )
         if former is not None:

@@ -255,7 +255,7 @@ class HostServer:
 
     def _refuse(self, identity: bytes, hello: HostHello, reason: str) -> None:
         logger.warning("rejected worker host %.200r: %s", hello.name, reason)
-        self.send(identity, Rejected(reason=reason))
+        self.send(identity, Rejected(reason=reason, may_return=False))
 
     def _attach(self, host: WorkerHost, message: HostReady) -> None:
         if host.workers:

@@ -104,7 +104,7 @@ async def test_two_processes_answer_as_one_does(open_gateway, node_keys):
     for settings in (ONE, TWO):
         async with (
             open_gateway(**settings) as gateway,
-            PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as node,
+            PeerNode(gateway.node_endpoint, node_keys, "n0") as node,
         ):
             both.append(await everything(gateway, node))
     assert both[0] == both[1]
