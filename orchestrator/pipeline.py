@@ -24,7 +24,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -120,7 +120,7 @@ class Pipeline:
         self._rows: asyncio.Future[DemonstrationRows] = asyncio.get_running_loop().create_future()
         self.batches = build_batches(config, run_id, model_dir, lambda: self._rows.result())
         if self.state is not None:
-            versions = self.batches.versions.at(self.state.step, self.state.versions)
+            versions = replace(self.state.versions, period=self.batches.versions.period)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
         self.completion = RunCompletion(self.batches)
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
