@@ -123,14 +123,14 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 def _run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.model_source import resolve_model
+    from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
     from orchestrator.event_loop import freeze_startup
-    from orchestrator.gateway.gateway import TOKEN_VARIABLE
     from orchestrator.pipeline import Pipeline
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     record_events(run_dir, "orchestrator")
     # Only this run's own workers may generate for its rollouts.
-    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
+    os.environ.setdefault(GATEWAY_TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_id = read_run_id(run_dir)
     model_dir = resolve_model(config.model.path)
 

@@ -41,6 +41,7 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
@@ -51,7 +52,6 @@ from orchestrator.durability.resume import load_state, resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.behavior import build_behavior
@@ -359,7 +359,7 @@ class Pipeline:
             config,
             chat_folder=self.model_dir,
             gateway_url=f"{self.gateway.http_url}/v1",
-            gateway_token=os.environ.get(TOKEN_VARIABLE),
+            gateway_token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
             run_root=self.run_dir.root,
             distil=distil,
         )

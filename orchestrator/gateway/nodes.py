@@ -21,7 +21,7 @@ import msgspec
 from composer_prime.errors import RequestError
 from composer_prime.monitor.events import event
 from composer_prime.wire.node import ComputeDevice, Generate, NodeHello, Sampling, Status
-from composer_prime.wire.turns import Prefix
+from composer_prime.wire.turns import Prefix, context_overflow
 from composer_prime.wire.types import INT
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.adaptive import KV_FULL
@@ -439,11 +439,9 @@ def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[Att
 
 def too_long(request: GatewayRequest, context: int) -> RequestError:
     """Return the error of a prompt that no known node has room for."""
-    # Clients recognize this sentence; renderers' own check uses it too.
     return RequestError(
-        f"Prompt length ({request.num_prompt}) exceeds maximum context length ({context}) less one token for the "
-        "reply, on the node with the largest context: shorten the conversation or start a node with a larger "
-        "--max-context",
+        f"{context_overflow(request.num_prompt, context)}, on the node with the largest context: shorten the "
+        "conversation or start a node with a larger --max-context",
         code="context_length_exceeded",
         param="token_ids",
     )

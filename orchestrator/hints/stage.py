@@ -33,6 +33,7 @@ from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
+from composer_prime.wire.turns import POLICY
 from composer_prime.wire.types import HintedTurn, Sample
 from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, Detector, RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint
@@ -323,7 +324,7 @@ def _endpoints(
     if "introspection" in hints.layers:
         policy = EndpointConfig(
             base_url=gateway_url,
-            model="policy",
+            model=POLICY,
             max_tokens=hints.introspection_max_tokens,
             max_concurrent=_POLICY_CALLS,
             timeout_s=hints.timeout_s,
