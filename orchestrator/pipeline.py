@@ -373,7 +373,7 @@ class Pipeline:
             on_error=self.fail,
             failures=failures,
             next_step=lambda: self.batches.formed + 1,
-            behavior=await asyncio.to_thread(build_behavior, orchestrator.behaviour, self.model_dir),
+            behavior=await asyncio.to_thread(build_behavior, orchestrator.behavior, self.model_dir),
             hints=hints,
             wants_hints=lambda: not distil or self.batches.sdpo_ahead(orchestrator.max_staleness),
         )

@@ -6,7 +6,7 @@
 
 Published: the formula and the quantities in x. Inferred: how they are counted here. A turn's sampled tokens are
 thinking (its reasoning text, tokenized), else tool-call tokens if it calls a tool or a tool answers it, else
-final-message tokens. Each term is a reward part `behaviour/<name>`, already weighted, so that the environment's reward
+final-message tokens. Each term is a reward part `behavior/<name>`, already weighted, so that the environment's reward
 can be told apart. Evaluation scores without these terms.
 """
 
@@ -99,7 +99,7 @@ class BehaviorRewards:
         if name in scalars:
             return scalars[name]
         message = (
-            f"orchestrator.behaviour.auxiliary {auxiliary.name!r} asks for the scalar {name!r}, but rollout "
+            f"orchestrator.behavior.auxiliary {auxiliary.name!r} asks for the scalar {name!r}, but rollout "
             f"{reply.rollout_id} has only {', '.join(sorted(scalars))}"
         )
         if is_misspelled:

@@ -19,7 +19,7 @@ import msgspec
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
 
-BEHAVIOR_PART = "behaviour/"
+BEHAVIOR_PART = "behavior/"
 """Prefix of the reward parts that orchestrator/rollouts/behavior.py adds."""
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1

@@ -80,7 +80,7 @@ async def test_a_rollout_that_lacks_a_wanted_metric_fails_alone(open_run, run_di
             return msgspec.structs.replace(reply, metrics=metrics)
 
     scalar = {"name": "short", "scalar": "lines", "weight": -0.1}
-    config = make_config(tmp_path, max_retries=0, behaviour={"auxiliary": [scalar]})
+    config = make_config(tmp_path, max_retries=0, behavior={"auxiliary": [scalar]})
     async with open_run(config, Measured(mixed)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         for step in (1, 2, 3):
