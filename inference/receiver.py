@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
 from composer_prime.run.weights import Manifest, open_signed
 from inference.engines.base import Engine, ReadBack
-from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot, tensor_blocks
+from inference.snapshot import ChunkFolder, Snapshot, folder_snapshot, tensor_blocks, word_sum
 from inference.versions import ChunkSource, VersionFolder
 
 logger = logging.getLogger(__name__)
@@ -274,8 +274,8 @@ def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: l
             for name, text in zip(part.names, sums, strict=True):
                 published = 0
                 for _, block in tensor_blocks(tensors, name):
-                    expected += checksum(block.to(dtype))
-                    published += checksum(block)
+                    expected += word_sum(block.to(dtype))
+                    published += word_sum(block)
                 if text and published % (1 << 64) != int(text, 16):
                     intact = False
             expected %= 1 << 64

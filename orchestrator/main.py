@@ -6,7 +6,7 @@
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
-    orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
+    orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
     orchestrator relay --listen HOST:PORT ...        join nodes with runs that nobody can reach (relay.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
 
@@ -47,7 +47,7 @@ _COMMANDS = {
     "join": "orchestrator.workers.join",
     "relay": "orchestrator.relay",
     "rent": "orchestrator.rent.command",
-    "weights": "orchestrator.weights",
+    "weights": "orchestrator.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)

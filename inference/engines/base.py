@@ -53,7 +53,7 @@ class ReadBack:
     dtype: str
     """Its own type, which the published values were cast to."""
     checksum: int
-    """inference.snapshot.checksum of its values."""
+    """inference.snapshot.word_sum of its values."""
 
 
 class Engine(Protocol):

@@ -22,7 +22,7 @@ import msgspec
 
 from composer_prime.config.orchestrator import AuxiliaryConfig, BehaviorConfig
 from composer_prime.errors import ConfigError, RolloutError
-from orchestrator.rollouts.groups import BEHAVIOR_PART, answers, failed_turns
+from orchestrator.rollouts.groups import BEHAVIOR_PART, failed_turns, tool_replies
 from orchestrator.workers.protocol import RolloutReply
 
 _LOG_WITHIN = 1e-9
@@ -70,7 +70,7 @@ class BehaviorRewards:
     def effort(self, reply: RolloutReply) -> Counter[str]:
         """Return what the rollout spent, in tokens and counts, by the names of EffortWeights."""
         spent: Counter[str] = Counter()
-        answers_at = answers(reply.turns)
+        answers_at = tool_replies(reply.turns)
         for index, turn in enumerate(reply.turns):
             tokens = turn.num_tokens or 0
             if turn.role == "tool":
@@ -108,7 +108,7 @@ class BehaviorRewards:
 
 
 def _scalars(reply: RolloutReply) -> dict[str, float]:
-    answers_at = answers(reply.turns)
+    answers_at = tool_replies(reply.turns)
     calls = sum(max(len(reply.turns[index].tool_calls), len(indices)) for index, indices in answers_at.items())
     return {
         **reply.metrics,

@@ -9,7 +9,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.episode import generate, run_call
 from orchestrator.hints.detect import RuleDetector, violation
 from orchestrator.hints.generate import ErrorTurn, Templates
-from orchestrator.rollouts.groups import answers, failed_turns, messages_before, turn_error_rate
+from orchestrator.rollouts.groups import failed_turns, messages_before, tool_replies, turn_error_rate
 from orchestrator.workers.protocol import MessageRecord, ToolCall
 from tests.rollouts_made import TOOLS, Step, call, play
 
@@ -220,7 +220,7 @@ def test_answers_and_histories_follow_the_tree():
         MessageRecord(role="assistant", text="b", parent=3),
         MessageRecord(role="assistant", text="c", parent=2),
     ]
-    assert answers(turns) == {1: [2, 3], 4: [], 5: []}
+    assert tool_replies(turns) == {1: [2, 3], 4: [], 5: []}
     assert [turn.text for turn in messages_before(turns, 4)] == ["q", "a", "1", "bad"]
     assert [turn.text for turn in messages_before(turns, 5)] == ["q", "a", "1"]
     assert failed_turns(turns) == 1
