@@ -59,6 +59,8 @@ _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
 _POLICY_CALLS = 4
 """Introspection's calls in flight: they share the nodes with rollouts."""
+_POLICY_HINT_TOKENS = 96
+"""The most that introspection answers."""
 
 
 @dataclass(slots=True)
@@ -325,7 +327,7 @@ def _endpoints(
         policy = EndpointConfig(
             base_url=gateway_url,
             model=POLICY,
-            max_tokens=hints.introspection_max_tokens,
+            max_tokens=_POLICY_HINT_TOKENS,
             max_concurrent=_POLICY_CALLS,
             timeout_s=hints.timeout_s,
         )
