@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_prime.traces.state import read_states, write_state
+from composer_prime.traces.state import write_state
+from composer_prime.traces.states_file import read_states
 
 WORDS = [
     "def",

@@ -47,7 +47,8 @@ from composer_prime.traces.replay.frozen_base import ServedScorer, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
 from composer_prime.traces.replay.teachers import TeacherPool, local_models
-from composer_prime.traces.state import TraceState, read_states
+from composer_prime.traces.state import TraceState
+from composer_prime.traces.states_file import read_states
 from inference.model_server import load_served
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}

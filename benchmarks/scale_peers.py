@@ -43,14 +43,13 @@ from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 HEARTBEAT_S = 1.0
 
 
-def run_node(endpoint: str, token: str, delay_s: float, reply: list[int], keeps_prompts: bool) -> None:
+def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> None:
     """Answer every Generate with the token ids `reply`, `delay_s` after it came, until Drain."""
     socket = dealer(zmq.Context(), endpoint, ClientKeys.from_token(token))
     decoder, encode = msgspec.msgpack.Decoder(ToNode), msgspec.msgpack.Encoder().encode
     ids, logprobs = pack_ints(reply), pack_floats(np.full(len(reply), -0.5))
     spans = [VersionSpan(0, len(reply), 0)]
-    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=MAX_PLACES,
-                      keeps_prompts=keeps_prompts)  # fmt: skip
+    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=MAX_PLACES)
     prompts = HeldPrompts()
     socket.send(encode(hello))
     due: list[tuple[float, int, Generate, np.ndarray]] = []
@@ -170,7 +169,6 @@ def main() -> None:
     node.add_argument("--endpoint", required=True)
     node.add_argument("--delay-s", type=float, required=True)
     node.add_argument("--reply", type=int, nargs="+", required=True, help="token ids of every answer")
-    node.add_argument("--whole-prompts", action="store_true", help="as a node of an older release")
     roles.add_parser("flood").add_argument("--endpoint", required=True)
     clients = roles.add_parser("clients")
     clients.add_argument("--url", required=True)
@@ -184,7 +182,7 @@ def main() -> None:
     clients.add_argument("--name", default="c")
     args = parser.parse_args()
     if args.role == "node":
-        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply, not args.whole_prompts)
+        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
     elif args.role == "flood":
         run_flood(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
     else:

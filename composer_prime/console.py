@@ -117,13 +117,13 @@ class ProgressLines:
 
 
 @contextmanager
-def tell_waits(what: str, every_s: float = 5.0) -> Iterator[None]:
-    """Print `what` and how long it has taken to stderr every `every_s`, until the block ends. Imports may block it."""
+def tell_waits(what: str) -> Iterator[None]:
+    """Print `what` and how long it has taken to stderr every 5 s, until the block ends. Imports may block it."""
     began, over = time.monotonic(), threading.Event()
 
     def tell() -> None:
         with suppress(OSError):
-            while not over.wait(every_s):
+            while not over.wait(5.0):
                 print(f"{what} ... ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
 
     teller = threading.Thread(target=tell, daemon=True)

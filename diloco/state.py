@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import enum
 import json
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +40,7 @@ from diloco.codec import ErrorFeedback, shared_bytes
 from diloco.fragments import Fragment, parameter_layout
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
-from diloco.transport.messages import PROTOCOL, Header, layout_hash
-
-logger = logging.getLogger(__name__)
+from diloco.transport.messages import Header, layout_hash
 
 
 class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,8 +256,7 @@ class Replica:
     def load(self, raw: bytes | memoryview) -> None:
         """Go on from what `packed` returned. The caller restores the parameters.
 
-        A delta on offer of another release is dropped, because no rendezvous of this one takes it: the work in it is in
-        the next one. Raises CheckpointError when the state is of another layout or rank, or older than LocalWork.
+        Raises CheckpointError when the state is of another layout or rank.
         """
         tensors, facts = unpack_state(raw)
         saved_identity = {name: facts[name] for name in self._identity}
@@ -268,20 +264,13 @@ class Replica:
             raise CheckpointError(
                 f"the outer state is of {saved_identity}, this is {self._identity}: resume with the same trainer.ranks"
             )
-        if "work" not in facts:
-            raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
-        # Checkpoints of before the guard had a history start with an empty one.
-        empty = {f"norms.{index}": torch.zeros_like(norms) for index, norms in enumerate(self.global_model.norms)}
-        self.global_model.load(empty | tensors, facts["outer_step"])
+        self.global_model.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
         self.inner, self.due = facts["inner"], facts["due"]
         self.progress.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
         self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
         self.pending = None
-        if facts.get("pending", {}).get("protocol", PROTOCOL) != PROTOCOL:
-            logger.warning("the delta on offer is of another release: its work goes into the next one")
-            self.restart_interval()
-        elif "pending" in facts:
+        if "pending" in facts:
             work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
                 header=msgspec.convert(facts["pending"], Header),

@@ -235,7 +235,6 @@ class InferenceNode:
                 relay_port=self._relay_port,
                 device=self._device,
                 usd_per_hour=self._config.usd_per_hour,
-                keeps_prompts=True,
                 keeps_conversations=self._config.keeps_conversations,
             )
         )
@@ -264,7 +263,7 @@ class InferenceNode:
                 pass  # An evicted node is told to drain; a Hello of it that crosses that is refused.
             case Rejected(reason=reason, may_return=may_return):
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
-                raise RunMismatchError(refusal) if may_return is False else WireError(refusal)
+                raise RunMismatchError(refusal) if not may_return else WireError(refusal)
             case Drain(reason=reason):
                 self.drain(reason)
 

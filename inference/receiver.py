@@ -31,13 +31,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
 from composer_prime.run.weights import Manifest, open_signed
 from inference.engines.base import Engine, ReadBack
-from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot, tensor_blocks
+from inference.snapshot import ChunkFolder, Snapshot, folder_snapshot, tensor_blocks, word_sum
 from inference.versions import ChunkSource, VersionFolder
 
 logger = logging.getLogger(__name__)
 
-_SUM_DIGITS = 16
-"""Of 64 bits; older releases wrote longer hashes."""
 _NOISES = 14.0
 """Moves of the canary count as evidence from this many times the engine's rounding on: a wrong verdict would then take
 rounding of five standard deviations."""
@@ -263,21 +261,22 @@ def _differing(manifest: Manifest, tensors: Mapping[str, torch.Tensor], parts: l
     """Return the engine's parameters whose checksums are not those of the published tensors in their type.
 
     Where the types agree the sums are the manifest's, which the trainer took of its own tensors. Else, and with
-    manifests that have none, they are those of the tensors on this node's disk, which must have the manifest's own.
+    adapters, whose manifests have none, they are those of the tensors on this node's disk, which must have the
+    manifest's own.
     """
     wrong = []
     for part in parts:
         sums, intact = [manifest.tensors.get(name, "") for name in part.names], True
-        if part.dtype == manifest.dtype and all(0 < len(text) <= _SUM_DIGITS for text in sums):
+        if part.dtype == manifest.dtype and all(sums):
             expected = sum(int(text, 16) for text in sums) % (1 << 64)
         else:
             dtype, expected = getattr(torch, part.dtype), 0
             for name, text in zip(part.names, sums, strict=True):
                 published = 0
                 for _, block in tensor_blocks(tensors, name):
-                    expected += checksum(block.to(dtype))
-                    published += checksum(block)
-                if 0 < len(text) <= _SUM_DIGITS and published % (1 << 64) != int(text, 16):
+                    expected += word_sum(block.to(dtype))
+                    published += word_sum(block)
+                if text and published % (1 << 64) != int(text, 16):
                     intact = False
             expected %= 1 << 64
         if expected != part.checksum or not intact:

@@ -431,7 +431,7 @@ def tensor_blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tu
         yield 0, tensors[name].reshape(-1)
 
 
-def checksum(tensor: torch.Tensor) -> int:
+def word_sum(tensor: torch.Tensor) -> int:
     """Return the sum, modulo 2^64, of the squares of the tensor's values, each value's bits taken as one integer.
 
     It does not depend on the order, so that of a fused tensor is the sum of its parts'. Zeros, such as padding, add 0.

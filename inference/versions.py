@@ -21,7 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from composer_prime.errors import CorruptWeightsError, WeightError
-from composer_prime.run.patches import WORDS, Patch, pack, patches
+from composer_prime.run.patches import WORDS, Patch, patches, stream_entry
 from composer_prime.run.weights import ChunkRef, Delta, Manifest, WeightStore, safetensors_header
 from inference.snapshot import ChunkFolder, Snapshot, folder_snapshot
 
@@ -249,7 +249,7 @@ class VersionFolder:
             for patch in self._summed(manifest, manifest.chunks, streams):
                 encoded = patch.encode()
                 digest.update(encoded)
-                yield pack(encoded)
+                yield stream_entry(encoded)
             if digest.hexdigest() != manifest.overlay_sha256:
                 raise CorruptWeightsError(
                     f"weights v{manifest.version}: the patches have the hash {digest.hexdigest()}, the manifest says "

@@ -1,6 +1,6 @@
 """Evaluation on held-out tasks, interleaved with training.
 
-    request(step, version) -> nodes serve version or newer -> rollouts (evaluation lane of the permits)
+    request(step, version) -> nodes serve version or newer -> rollouts (evaluation's permits)
                   -> metrics, rollouts/eval_*.jsonl
 
 One evaluation runs at a time, beside training. If the next one is due meanwhile, it waits; of several that wait only
@@ -30,14 +30,13 @@ from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.failures import FailureLog
-from orchestrator.rollouts.groups import FinishedRollout, turn_error_rate
+from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import (
-    Lane,
     Permits,
     RequestFactory,
     RolloutRunner,
     finished_rollout,
-    retry_pause_s,
+    play_with_retries,
     score_failure,
 )
 from orchestrator.workers.protocol import RolloutFailure
@@ -231,25 +230,16 @@ async def play_held_out(
     sample: int,
 ) -> FinishedRollout:
     """Return the first good try of a rollout, or the last failed one."""
-    earlier: list[RolloutFailure] = []
-    for attempt in range(config.max_retries + 1):
+
+    async def play(attempt: int, earlier: list[RolloutFailure]) -> CompiledRollout:
         request = requests.evaluation(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
-        result = await runner.run(source, request, lane=Lane.EVAL, order=task_index, oldest_version=version)
-        failure = score_failure(result)
-        rollout = finished_rollout(
-            result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier
-        )
-        if failure is None:
-            break
-        failures.note_try(source, rollout.rollout_id, failure)
-        if not failure.retryable or attempt == config.max_retries:
-            break
-        earlier.append(failure)
-        await asyncio.sleep(retry_pause_s(attempt))
-    if rollout.failure is None:
-        failures.note_reward(source)
-    else:
-        await asyncio.to_thread(failures.note_end, step, source, rollout)
+        result = await runner.run(source, request, order=task_index, oldest_version=version)
+        failure, seed = score_failure(result), request.seed or 0
+        return finished_rollout(result, sibling=sample, seed=seed, samples=[], failure=failure, earlier=earlier), []
+
+    rollout, _ = await play_with_retries(
+        play, source=source, max_retries=config.max_retries, failures=failures, step=lambda: step
+    )
     return rollout
 
 

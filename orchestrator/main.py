@@ -4,9 +4,9 @@
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (invite.py)
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
-    orchestrator audit RUN_DIR                       an auditor of what nodes sampled (audit/command.py)
+    orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
-    orchestrator weights RUN_DIR                     give out a run's weights, beside training (weights.py)
+    orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
     orchestrator relay --listen HOST:PORT ...        join nodes with runs that nobody can reach (relay.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config, load
-from composer_prime.console import EXIT_USAGE, INTERRUPTED, columns, exit_on_version_flag, fail
+from composer_prime.console import EXIT_USAGE, INTERRUPTED, columns, console_script, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
 from composer_prime.run.check_run_dir import check_run_folder, earlier_output, with_length_divisor
@@ -42,12 +42,12 @@ _OPEN_FILES = 16384
 """A stream of a relay takes three, and there may be 1024."""
 _COMMANDS = {
     **{name: f"orchestrator.fleet.commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
-    "audit": "orchestrator.audit.command",
+    "audit": "orchestrator.main:audit",
     "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",
     "relay": "orchestrator.relay",
     "rent": "orchestrator.rent.command",
-    "weights": "orchestrator.weights",
+    "weights": "orchestrator.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
@@ -57,6 +57,12 @@ _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sect
        orchestrator relay --listen HOST:PORT --run KEY (orchestrator relay --help)
        orchestrator rent --run DIR ... (orchestrator rent --help)
        orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""
+_AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
+       orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
+
+Checks a share of the answers of a run with orchestrator.audit.enabled. HOST:PORT is orchestrator.audit.address; the
+token is the run's keys/trainer.token, which gives full trust over the run's weights. For other options see
+`inference join --help`."""
 
 
 def main() -> int:
@@ -98,6 +104,20 @@ def _command(name: str, words: list[str]) -> int:
         return INTERRUPTED
 
 
+def audit(words: list[str]) -> int:
+    """Become the auditor's process, which holds the model and checks what inference nodes sample.
+
+    It is a console script of its own, as every role is: this package does not import the engines. Returns only for
+    --help and without words.
+    """
+    if words and words[0] not in ("--help", "-h"):
+        where = words if words[0].startswith("tcp://") else ["--run-dir", *words]
+        command = [*console_script("inference"), "audit", *where]
+        os.execvp(command[0], command)
+    print(_AUDIT_USAGE)
+    return 0 if words else EXIT_USAGE
+
+
 def _dry_run(config: Config) -> int:
     from composer_prime.plan.plan import build_plan
     from composer_prime.plan.sources import check_sources
@@ -123,14 +143,14 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 
 def _run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.model_source import resolve_model
+    from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
     from orchestrator.event_loop import freeze_startup
-    from orchestrator.gateway.gateway import TOKEN_VARIABLE
     from orchestrator.pipeline import Pipeline
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     record_events(run_dir, "orchestrator")
     # Only this run's own workers may generate for its rollouts.
-    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
+    os.environ.setdefault(GATEWAY_TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_id = read_run_id(run_dir)
     model_dir = resolve_model(config.model.path)
 

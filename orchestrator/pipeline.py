@@ -24,7 +24,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -41,6 +41,7 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
@@ -51,7 +52,6 @@ from orchestrator.durability.resume import load_state, resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.behavior import build_behavior
@@ -120,7 +120,7 @@ class Pipeline:
         self._rows: asyncio.Future[DemonstrationRows] = asyncio.get_running_loop().create_future()
         self.batches = build_batches(config, run_id, model_dir, lambda: self._rows.result())
         if self.state is not None:
-            versions = self.batches.versions.at(self.state.step, self.state.versions)
+            versions = replace(self.state.versions, period=self.batches.versions.period)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
         self.completion = RunCompletion(self.batches)
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
@@ -359,7 +359,7 @@ class Pipeline:
             config,
             chat_folder=self.model_dir,
             gateway_url=f"{self.gateway.http_url}/v1",
-            gateway_token=os.environ.get(TOKEN_VARIABLE),
+            gateway_token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
             run_root=self.run_dir.root,
             distil=distil,
         )
@@ -373,7 +373,7 @@ class Pipeline:
             on_error=self.fail,
             failures=failures,
             next_step=lambda: self.batches.formed + 1,
-            behavior=await asyncio.to_thread(build_behavior, orchestrator.behaviour, self.model_dir),
+            behavior=await asyncio.to_thread(build_behavior, orchestrator.behavior, self.model_dir),
             hints=hints,
             wants_hints=lambda: not distil or self.batches.sdpo_ahead(orchestrator.max_staleness),
         )

@@ -21,9 +21,10 @@ from orchestrator.batching.batches import Batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
-from orchestrator.rollouts.rollout import Lane, Permits
+from orchestrator.rollouts.rollout import Permits
 from orchestrator.step_server import StepServer
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import TRAIN
 
 _WATCH_S = 0.25
 
@@ -161,7 +162,7 @@ class RunWatchdog:
         """Return the figures that the orchestrator's own lines have once the environments are loaded."""
         return {
             **self.scheduler.metrics(),
-            "queue/rollouts_waiting": self.permits.waiting(Lane.TRAIN),
+            "queue/rollouts_waiting": self.permits.waiting(TRAIN),
             "eval/skipped": self.evaluator.skipped or None,
         }
 

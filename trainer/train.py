@@ -178,7 +178,7 @@ class Trainer:
         while last < self._last_step(last):
             asked_at = time.monotonic()
             try:
-                reply = next_batch(client, self.world, last + 1, self.publisher.accepted_versions(last + 1))
+                reply = next_batch(client, last + 1, self.publisher.accepted_versions(last + 1))
             except Stopped:  # on all ranks together
                 saves = last != self._saved and self.config.trainer.checkpoint.stop_timeout_s > 0
                 if saves and self._checkpoint(client, last):

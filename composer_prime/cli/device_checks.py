@@ -238,10 +238,10 @@ def check_attention(task: Task) -> Finding:
     return Finding("ok" if apart < 1e-2 else "bad", text)
 
 
-def timed(work: Callable[[], object], device: str, repeats: int = 3) -> float:
-    """Return the median seconds, after one call that warms up."""
+def timed(work: Callable[[], object], device: str) -> float:
+    """Return the median seconds of three calls, after one that warms up."""
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(4):
         synchronize(device)
         began = time.monotonic()
         work()

@@ -10,27 +10,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from textwrap import wrap
 
-from composer_prime.console import columns, pluralize
-from composer_prime.errors import ConfigError
+from composer_prime.cli.ladder.compare import BINS, METRICS, compare, report_ladder
 from composer_prime.monitor.rollouts import open_run
-from composer_prime.run.run_dir import RunDir, write_atomic
-from composer_prime.stats.ladder import (
-    Arm,
-    differences,
-    differing,
-    group_into_arms,
-    level,
-    load_run,
-    seeds_text,
-    windows,
-)
-from composer_prime.stats.preregistration import RULE, Preregistration, read_preregistration
-
-_METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
-_WIDTH = 120
-"""Characters a line when the output is no terminal and COLUMNS is not set."""
+from composer_prime.stats.preregistration import RULE, read_preregistration
 
 
 def main(words: list[str]) -> int:
@@ -39,41 +22,12 @@ def main(words: list[str]) -> int:
 
         return run_ladder(words[1:])
     options = _parser().parse_args(words)
+    shown = {"metrics": options.metric or METRICS, "steps": options.steps, "bins": options.bins, "html": options.html}
     registered = read_preregistration(Path(options.run[0])) if len(options.run) == 1 else None
     if registered is not None:
-        return _report_ladder(Path(options.run[0]), registered, options)
-    return _compare([open_run(folder) for folder in dict.fromkeys(options.run)], options, [])
-
-
-def _report_ladder(folder: Path, registered: Preregistration, options: argparse.Namespace) -> int:
-    """Print the comparison of a registered ladder's finished runs, and its results below; or write the page."""
-    from composer_prime.cli.ladder import report
-
-    runs = report.finished_runs(folder, registered)
-    if runs:
-        _compare(runs, options, report.sentences(folder, registered))
-    if not (options.html and runs):
-        print("\n".join(["", *report.result_lines(folder, registered)]))
-    return 0
-
-
-def _compare(runs: list[RunDir], options: argparse.Namespace, verdicts: list[dict[str, str]]) -> int:
-    """Print the arms side by side, or write the page, with `verdicts` in place of its own."""
-    all_arms = group_into_arms(load_run(run_dir) for run_dir in runs)
-    steps = min(run.steps for arm in all_arms for run in arm.runs.values())
-    if options.steps is not None:
-        if options.steps > steps:
-            raise ConfigError(f"--steps {options.steps}: the shortest of the runs has {steps}; give at most that")
-        steps = options.steps
-    metrics: list[str] = options.metric or list(_METRICS)
-    if options.html:
-        print(f"wrote {_write_html(all_arms, steps, metrics, options, verdicts)}")
-        return 0
-    width = columns() or _WIDTH
-    lines = _head(all_arms, steps, width)
-    for metric in metrics:
-        lines += _training(all_arms, metric, steps, options.bins, width)
-    print("\n".join(lines + _held_out(all_arms, steps, width)))
+        report_ladder(Path(options.run[0]), registered, **shown)
+    else:
+        compare([open_run(folder) for folder in dict.fromkeys(options.run)], **shown)
     return 0
 
 
@@ -83,99 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="composer ladder", description=__doc__, epilog=rule, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", nargs="+", help="run directory, those of the base arm first; or a ladder's folder")
-    parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(_METRICS)})")
+    parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(METRICS)})")
     parser.add_argument("--steps", type=int, help="compare the first STEPS steps (default: those of the shortest run)")
-    parser.add_argument("--bins", type=int, default=6, help="windows of steps")
+    parser.add_argument("--bins", type=int, default=BINS, help="windows of steps")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that compares the arms instead")
     return parser
-
-
-def _write_html(
-    all_arms: list[Arm], steps: int, metrics: list[str], options: argparse.Namespace, verdicts: list[dict[str, str]]
-) -> Path:
-    """Write the page that compares the arms. Raises ConfigError when the file cannot be written."""
-    from composer_prime.view.ladder_payload import ladder_payload
-    from composer_prime.view.report_html import page
-
-    data = ladder_payload(all_arms, steps, metrics, options.bins)
-    data["verdicts"] = verdicts or data["verdicts"]
-    title = f"{' / '.join(arm.name for arm in all_arms)} at {pluralize(steps, 'step')}"
-    try:
-        write_atomic(options.html, page(title, data).encode())
-    except OSError as error:
-        raise ConfigError(f"the page cannot be written to {options.html} ({error.strerror}): name another") from None
-    return options.html
-
-
-def _head(all_arms: list[Arm], steps: int, width: int) -> list[str]:
-    text = [f"{pluralize(len(all_arms), 'arm')} at {pluralize(steps, 'step')}"]
-    for arm in all_arms:
-        text.append(f"  {arm.name:<14} seeds {', '.join(map(str, sorted(arm.runs)))}")
-        for line in differing(all_arms[0], arm) if arm is not all_arms[0] else []:
-            text += wrap(line, width, initial_indent=" " * 6, subsequent_indent=" " * 10, break_on_hyphens=False)
-    return text
-
-
-def _training(all_arms: list[Arm], metric: str, steps: int, bins: int, width: int) -> list[str]:
-    """Return one row a window: each arm's mean over seeds, then each arm's difference from the base.
-
-    Empty for a figure that no run has, or that is 0 everywhere.
-    """
-    parts = [*windows(steps, bins), range(1, steps + 1)]
-    if not any(level(run, metric, parts[-1]) for arm in all_arms for run in arm.runs.values()):
-        return []
-    rows = {}
-    for part in parts:
-        figures = [{seed: level(run, metric, part) for seed, run in arm.runs.items()} for arm in all_arms]
-        rows[f"{part[0]}-{part[-1]}"] = _cells(figures)
-    return ["", metric, *ladder_table(_labels(all_arms), rows, width)]
-
-
-def _held_out(all_arms: list[Arm], steps: int, width: int) -> list[str]:
-    """Return such rows for the held-out rewards and turn errors of evaluations that every arm has."""
-    text: list[str] = []
-    runs = [run for arm in all_arms for run in arm.runs.values()]
-    evaluated = [{step for step in run.evaluations if step <= steps} for run in runs]
-    shared, left_out = set.intersection(*evaluated), sorted(set.union(*evaluated) - set.intersection(*evaluated))
-    if left_out:
-        of_all, of_some = (", ".join(map(str, each)) or "none" for each in (sorted(shared), left_out))
-        text += ["", f"only evaluations that every arm has: steps {of_all}; left out: {of_some}"]
-    names = sorted({name for run in runs for figures in run.evaluations.values() for name in figures})
-    for name in (name for name in names if name.endswith(("/reward_mean", "/turn_error_rate"))):
-        rows = {}
-        for step in sorted(shared):
-            figures = [{seed: run.evaluations[step].get(name) for seed, run in arm.runs.items()} for arm in all_arms]
-            rows[str(step)] = _cells(figures)
-        text += ["", f"held-out {name.removeprefix('eval/')}", *ladder_table(_labels(all_arms), rows, width)]
-    return text
-
-
-def _labels(all_arms: list[Arm]) -> list[str]:
-    return [*(arm.name for arm in all_arms), *(f"{arm.name} - {all_arms[0].name}" for arm in all_arms[1:])]
-
-
-def _cells(figures: list[dict[int, float | None]]) -> list[str]:
-    """Return the cells below `_labels`: each arm's figures over seeds, then differences from the first."""
-    cells = [seeds_text(values) for values in figures]
-    cells += [seeds_text(differences(figures[0], values), sign=True) for values in figures[1:]]
-    return [cell or "-" for cell in cells]
-
-
-def ladder_table(labels: list[str], rows: dict[str, list[str]], width: int) -> list[str]:
-    """Return columns under `labels`, as many side by side as fit into `width` characters.
-
-    The others follow below, with the rows' names again. Rows without any figure are left out.
-    """
-    rows = {name: cells for name, cells in rows.items() if any(cell != "-" for cell in cells)}
-    widths = [max(map(len, column)) for column in zip(labels, *rows.values(), strict=True)]
-    first = max(8, *map(len, rows), 0)
-    text, start = [], 0
-    while start < len(labels):
-        end = start + 1
-        while end < len(labels) and 2 + first + sum(3 + size for size in widths[start : end + 1]) <= width:
-            end += 1
-        for name, cells in {"": labels, **rows}.items():
-            shown = (cell.ljust(size) for cell, size in zip(cells[start:end], widths[start:end], strict=True))
-            text.append("   ".join([f"  {name:>{first}}", *shown]).rstrip())
-        start = end
-    return text

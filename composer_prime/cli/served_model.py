@@ -50,12 +50,13 @@ async def serve(
     ConfigError (no chat template, context, device) or EngineError when the model cannot be served, DeadlineError after
     READY_S.
     """
+    from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
     from orchestrator.chat_template import chat_folder
-    from orchestrator.gateway.gateway import TOKEN_VARIABLE, Gateway
+    from orchestrator.gateway.gateway import Gateway
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Only this process's own workers may generate. They outlive a gateway when models change, so the token stays.
-    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
+    os.environ.setdefault(GATEWAY_TOKEN_VARIABLE, secrets.token_urlsafe(24))
     run_dir = RunDir(folder)
     model_dir = resolve_model(config.model.path)
     check_chat_template(config, model_dir)

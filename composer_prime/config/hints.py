@@ -74,8 +74,6 @@ class HintsConfig(BaseConfig):
     """
     llm: EndpointConfig | None = None
     """The model of the layer `llm`."""
-    introspection_max_tokens: int = Field(default=96, ge=1)
-    """Maximum tokens of the policy's answer in the layer `introspection`."""
     placement: Literal["message_end", "user", "system"] = "message_end"
     """Where the hint goes: at the end of the user or tool message before the turn, or in a separate message."""
     control: Literal["none", "other_error", "other_episode"] = "none"

@@ -11,24 +11,12 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from composer_prime.errors import ConfigError
-
-logger = logging.getLogger(__name__)
-
-RETIRED = {
-    "teachers.teacher.tier": "teachers are asked in the order of their prices",
-    "teachers.budget.bytes_per_token": "a call reserves a token for three bytes of its prompt",
-    "teachers.budget.overcharge_factor": "a call reserves twice its bound",
-    "teachers.kill.p95_usd_per_trace": "teachers.budget.usd_per_trace caps the cost of each trace",
-    "teachers.voi": "votes come in sequence; leaving out more by the value of information saved 2 % of the calls",
-}
-"""Keys that files may still hold, config.json of earlier runs among them, and what holds instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +67,6 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
     `readers`: the files that led here. Raises ConfigError for a base that is missing or that leads back to its reader.
     """
     values = read_table_file(name)
-    for key in drop_retired(values):
-        if name.endswith(".toml"):
-            logger.warning("%s: %s was retired and does nothing: %s", name, key, RETIRED[key])
     chain = (*readers, name)
     base = values.pop("base", None)
     if base is None:
@@ -97,22 +82,6 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
             "bases must end in a file without one"
         )
     return [*read_with_bases(str(path), readers=chain), Layer(origin=name, values=values)]
-
-
-def drop_retired(values: dict[str, Any]) -> list[str]:
-    """Take the retired keys out of `values`; return those that were there."""
-    dropped: list[str] = []
-    for key in RETIRED:
-        *parents, name = key.split(".")
-        tables: list[Any] = [values]
-        for parent in parents:
-            inner = [table.get(parent) for table in tables if isinstance(table, dict)]
-            tables = [table for each in inner for table in (each if isinstance(each, list) else [each])]
-        holders = [table for table in tables if isinstance(table, dict) and name in table]
-        for table in holders:
-            del table[name]
-        dropped += [key] if holders else []
-    return dropped
 
 
 def merge_layers(layers: list[Layer]) -> dict[str, Any]:

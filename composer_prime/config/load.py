@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_config import ConfigFileError, cli
 
-from composer_prime.config.layers import Layer, drop_retired, flag_layer, merge_layers, read_layers
+from composer_prime.config.layers import Layer, flag_layer, merge_layers, read_layers
 from composer_prime.config.problems import describe_problems, spell_flag, split_wrong_flags
 from composer_prime.config.root import Config
 from composer_prime.console import columns, fail, pluralize, program, what_is_wrong
@@ -132,7 +132,6 @@ def read_config(path: Path) -> Config:
     """
     try:
         values = json.loads(path.read_text())
-        drop_retired(values)
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: start the run with `trainer @ file.toml`") from None
     except ValueError as error:

@@ -108,7 +108,7 @@ class BehaviorConfig(BaseConfig):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(
-                f"orchestrator.behaviour.auxiliary uses the names {repeated} twice ('effort' is the penalty's): rename "
+                f"orchestrator.behavior.auxiliary uses the names {repeated} twice ('effort' is the penalty's): rename "
                 "one"
             )
         return auxiliary
@@ -249,13 +249,6 @@ class CurriculumConfig(BaseConfig):
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 
-    @field_validator("import_path")
-    @classmethod
-    def _current_name(cls, import_path: str) -> str:
-        """Accept the module's former name, which the config.json of older runs holds."""
-        module, colon, name = import_path.partition(":")
-        return f"orchestrator.tasks.curriculum:{name}" if module + colon == "orchestrator.curriculum:" else import_path
-
 
 class WeightServiceConfig(BaseConfig):
     """Where nodes on other machines download weights without the gateway."""
@@ -331,7 +324,7 @@ class OrchestratorConfig(BaseConfig):
     """Evaluation on held-out tasks."""
     audit: AuditConfig = AuditConfig()
     """Audits of inference nodes' answers."""
-    behaviour: BehaviorConfig = BehaviorConfig()
+    behavior: BehaviorConfig = BehaviorConfig()
     """Rewards for how the model solves a task."""
     hints: HintsConfig | None = None
     """Hints at error turns, for SDPO; None: no hints."""

@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from composer_prime.config.layers import RETIRED, Layer
+from composer_prime.config.layers import Layer
 from composer_prime.config.root import Config, DisagreementError
 
 Location = tuple[str | int, ...]
@@ -66,9 +66,6 @@ def _wrong_flag(word: str, following: str) -> str | None:
     """Return what is wrong with flag `word`; `following` is its value unless it holds one itself."""
     name, equals, value = word[2:].partition("=")
     location = _flag_location(word)
-    tables = itertools.accumulate(_names(location), "{}.{}".format)
-    if (instead := next((RETIRED[key] for key in tables if key in RETIRED), None)) is not None:
-        return f"--{name} was retired: {instead}; leave it out"
     if not _is_known(location):
         switch = _flag_location(f"--{name.removeprefix('no-')}")
         return None if _is_known(switch) else f"unknown option --{name}{_suggest_key(location, '--')}"

@@ -229,8 +229,6 @@ class TeachersConfig(BaseConfig):
     """Cache of all answers; the same call is never paid for twice."""
     cache_only: bool = False
     """Use only cached answers and make no calls."""
-    max_length_ratio: float = Field(default=4.0, ge=1)
-    """Drop a pair if its longer answer exceeds this times the shorter one; it would teach length."""
     assume_family: str | None = None
     """Family of traces that do not name a model; without it these states are refused."""
     score: bool = True

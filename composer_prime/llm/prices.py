@@ -16,8 +16,8 @@ from composer_prime.errors import ConfigError
 from composer_prime.llm.budget import OVERCHARGE
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
 from composer_prime.traces.replay.selection import count_selected
-from composer_prime.traces.state import Message, read_states, write_state
-from composer_prime.traces.states_file import is_compressed, trace_of_each
+from composer_prime.traces.state import Message, write_state
+from composer_prime.traces.states_file import is_compressed, read_states, trace_of_each
 
 if TYPE_CHECKING:
     from genai_prices.types import ModelPrice, TieredPrices

@@ -195,8 +195,8 @@ class RunEvent:
     time: float
     """Seconds since the epoch, of the last line about it."""
     role: str
-    pid: int | None
-    """The process that wrote the last line; None in files of older versions."""
+    pid: int
+    """The process that wrote the last line."""
     level: str
     """info, warning or error."""
     kind: str
@@ -222,12 +222,14 @@ _OPTIONAL = ("where", "cause", "command")
 def parse_event(line: dict[str, Any]) -> RunEvent | None:
     """Return an event from one object of the file; None when it is none."""
     texts = {name: line.get(name) for name in ("role", "level", "kind", "text", "id")}
-    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(line.get("count"), int):
+    numbers = {name: line.get(name) for name in ("pid", "count")}
+    if not all(isinstance(text, str) for text in texts.values()):
+        return None
+    if not all(isinstance(number, int) for number in numbers.values()):
         return None
     optional = {name: text if isinstance(text := line.get(name), str) else None for name in _OPTIONAL}
-    pid = pid if isinstance(pid := line.get("pid"), int) else None
     moment = time_s if isinstance(time_s := line.get("time"), int | float) else 0.0
-    return RunEvent(time=float(moment), pid=pid, count=line["count"], **texts, **optional)  # pyright: ignore
+    return RunEvent(time=float(moment), **numbers, **texts, **optional)  # pyright: ignore
 
 
 def read_events(path: Path) -> list[RunEvent]:
@@ -240,7 +242,7 @@ def read_events(path: Path) -> list[RunEvent]:
     except OSError:
         return []
     by_id: dict[str, RunEvent] = {}
-    last: dict[tuple[str, int | None], int] = {}
+    last: dict[tuple[str, int], int] = {}
     """Newest count of a process by (id, pid)."""
     totals: Counter[str] = Counter()
     for raw in raw_lines:

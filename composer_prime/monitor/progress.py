@@ -162,10 +162,10 @@ class RunProgress:
         ordered = (self.steps[step].reward for step in sorted(self.steps))
         return [reward for reward in ordered if reward is not None]
 
-    def recent_reward(self, window: int = TREND_STEPS) -> float | None:
-        """Return the mean reward of the last `window` steps; None before there are so many."""
+    def recent_reward(self) -> float | None:
+        """Return the mean reward of the last TREND_STEPS steps; None before there are so many."""
         rewards = self.rewards()
-        return fmean(rewards[-window:]) if len(rewards) >= window else None
+        return fmean(rewards[-TREND_STEPS:]) if len(rewards) >= TREND_STEPS else None
 
     def left_s(self, max_steps: int) -> float | None:
         """Return about how many seconds the remaining steps take; None before two steps and after the last."""
@@ -238,10 +238,10 @@ def _round(line: Line) -> RoundProgress | None:
     )
 
 
-def ends(values: list[float], first: int = 5, last: int = 10) -> tuple[list[float], list[float]]:
-    """Return up to `first` values from the start and `last` from the end, none in both; of few values half each."""
-    head = min(first, len(values) // 2)
-    return values[:head], values[max(head, len(values) - last) :]
+def ends(values: list[float]) -> tuple[list[float], list[float]]:
+    """Return up to 5 values from the start and 10 from the end, none in both; of few values half each."""
+    head = min(5, len(values) // 2)
+    return values[:head], values[max(head, len(values) - 10) :]
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

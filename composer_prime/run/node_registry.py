@@ -15,7 +15,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,8 +212,6 @@ class NodeRegistry:
         try:
             database = sqlite3.connect(self.path, timeout=wait_s, isolation_level=None)
             database.executescript(_TABLES)
-            if "invite" not in [column[1] for column in database.execute("pragma table_info(nodes)")]:
-                _add_invite_column(database)
             yield database
         except sqlite3.Error as error:
             raise ConfigError(
@@ -222,13 +220,6 @@ class NodeRegistry:
         finally:
             if database is not None:
                 database.close()
-
-
-def _add_invite_column(database: sqlite3.Connection) -> None:
-    """Bring a file of an earlier release up to date, unless another process just has."""
-    with suppress(sqlite3.OperationalError):
-        database.execute("alter table nodes add column invite blob not null default x''")
-    database.execute("select invite from nodes limit 0")
 
 
 def utc_text(unix_s: float) -> str:

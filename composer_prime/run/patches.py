@@ -88,7 +88,7 @@ def difference(old: bytes | memoryview, new: bytes | memoryview, word: np.dtype)
     return Patch(positions.astype(np.uint32), after[positions] - before[positions])
 
 
-def pack(encoded: bytes) -> bytes:
+def stream_entry(encoded: bytes) -> bytes:
     """Return one entry of a stream of patches."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(encoded)
     return _LENGTH.pack(len(frame)) + frame
@@ -176,7 +176,7 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
 def word_sum(raw: bytes | memoryview, word: np.dtype) -> int:
     """Return the sum, modulo 2^64, of the squares of the words, each taken as a signed number.
 
-    Engines give the same sum of what they hold (inference/snapshot.py, checksum). It does not depend on the order.
+    Engines give the same sum of what they hold (inference/snapshot.py, word_sum). It does not depend on the order.
     """
     bits, total = np.frombuffer(raw, f"<i{word.itemsize}"), 0
     for start in range(0, len(bits), _SUM_WORDS):

@@ -87,10 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The file of the tensors, that of the anchor, or that of the factors: NAME.lora_A [rank, in] and NAME.lora_B [out,
     rank], float32."""
     tensors: dict[str, str]
-    """By parameter name of the Hugging Face model: `word_sum` of its values, hexadecimal. Empty with adapters.
-
-    Older releases wrote nothing, or the sha256 of each tensor's raw bytes.
-    """
+    """By parameter name of the Hugging Face model: `word_sum` of its values, hexadecimal. Empty with adapters."""
     canary: Canary
     adapter_scale: float = 1.0
     """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""

@@ -7,23 +7,24 @@
 
 A state repeats the context of the one before, so whole states take the square of a session's length. Files of whole
 states, one a line and not compressed, are read too (`composer ingest --plain` writes them).
+
+Before a command appends to such a file or replaces it, `check_own` looks whether it holds something else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import zstandard
 
 from composer_prime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.state import SCHEMA_VERSION, SURROGATE, Message, TraceState, storable_arguments
 
 MAGIC = zstandard.FRAME_HEADER
 """The first bytes of a compressed file."""
@@ -31,6 +32,10 @@ TRACE, TOOLS, MESSAGE = b'{"trace":', b'{"tools":', b'{"message":'
 COMPACT_VERSION = 2
 _TABLE_CHARS = 8_000_000
 """A table that holds more bytes is begun anew: a session that goes on for weeks must not fill the memory."""
+_MOST_BYTES = 1 << 26
+"""Of a first line that is read."""
+_SHOWN_BYTES = 60
+_SURROGATE_BYTES = re.compile(SURROGATE.pattern.encode())
 _LEVEL, _WINDOW_LOG = 3, 24
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 30
@@ -237,3 +242,159 @@ def trace_of_each(path: Path) -> Iterator[str | None]:
 
 class _Named(msgspec.Struct):
     trace_id: str
+
+
+# -- whole states --------------------------------------------------------------------------------------------------
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _RequiredMessage(msgspec.Struct):
+    """What every message must have; without it the line is no state."""
+
+    role: str
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
+    """Yield every state of a file of states. They share the messages of their trace: nobody may change them.
+
+    Raises ConfigError, which names the line, for one that is no state or of another schema. With `on_bad` such a line
+    is given to it and left out. A file that cannot be read is an error all the same.
+    """
+    decoder, table = _StateDecoder(), StateTable()
+    try:
+        for number, raw in enumerate(state_file_lines(path), 1):
+            try:
+                state = decoder.decode(raw, table, f"{path}:{number}")
+            except ConfigError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+                continue
+            if state is not None:
+                yield state
+    except OSError as error:
+        raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
+
+
+class _StateDecoder:
+    def __init__(self) -> None:
+        self._whole = msgspec.json.Decoder(TraceState)
+        self._compact = msgspec.json.Decoder(StateLine)
+
+    def decode(self, raw: bytes, table: StateTable, where: str) -> TraceState | None:
+        """Return the state of a line; None for a line of the table. Raises ConfigError."""
+        try:
+            taken = table.takes(raw)
+            if isinstance(taken, dict):
+                msgspec.convert(taken, _RequiredMessage)
+                _make_storable([taken], raw)
+            if taken is not False:
+                return None
+            state = self._with_table(raw, table) if raw.startswith(b'{"step":') else self._whole.decode(raw)
+            known = [state.student_action] if raw.startswith(b'{"step":') else [*state.messages, state.student_action]
+            msgspec.convert(known, list[_RequiredMessage])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError) as error:
+            if not raw.startswith(b'{"step":'):  # it may be a line of the table
+                table.forget()
+            raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
+        if state.schema_version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
+                "make the file again with `composer ingest`"
+            )
+        _make_storable(known, raw)
+        return state
+
+    def _with_table(self, raw: bytes, table: StateTable) -> TraceState:
+        line = self._compact.decode(raw)
+        if table.trace is None:
+            raise LookupError("no trace begins before it, or a line between is damaged")
+        return TraceState(
+            trace_id=table.trace,
+            state_id=f"{table.trace}/{line.step:04d}",
+            step=line.step,
+            messages=table.messages(line.context),
+            student_action=line.student_action,
+            source_model=line.source_model,
+            source_family=line.source_family,
+            tools=table.tools,
+            error=line.error,
+            entropy=line.entropy,
+            format=line.format,
+        )
+
+
+def _make_storable(messages: list[Message], raw: bytes) -> None:
+    """Replace the half characters in the arguments of calls. `raw`: the line that the messages are from."""
+    if _SURROGATE_BYTES.search(raw):
+        for message in messages:
+            for call in message.get("tool_calls") or []:
+                call["function"]["arguments"] = storable_arguments(call["function"]["arguments"])
+
+
+# -- whose file it is ----------------------------------------------------------------------------------------------
+
+
+def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
+    """Raise ConfigError where the first line of `path` shows that it does not hold `what`, or cannot be read.
+
+    A file that does not exist or is blank passes. A compressed file is looked into.
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            line = b"\n"
+            while line and not line.strip():
+                line = file.readline(_MOST_BYTES)
+        if line.startswith(MAGIC):
+            line = next(state_file_lines(path), b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name another file") from None
+    except ConfigError:
+        raise ConfigError(
+            f"{path} is compressed and damaged, so it is not known whether it holds {what}: remove it, or name another "
+            "file"
+        ) from None
+    if line and not is_own(line):
+        shown = line[:_SHOWN_BYTES].decode("utf-8", "replace").rstrip()
+        raise ConfigError(
+            f"{path} does not hold {what}, for it begins with {shown!r}. It was left as it is: name another file, or "
+            "move this one elsewhere"
+        )
+
+
+def lines_of(kind: Any, *, beginning: bytes = b"") -> Callable[[bytes], bool]:
+    """Return a check for `check_own`: whether a line is JSON of that `kind`.
+
+    A line that a crash cut short passes by the `beginning` of whole lines.
+    """
+    decoder = msgspec.json.Decoder(kind)
+
+    def is_own(line: bytes) -> bool:
+        try:
+            decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            torn = not line.endswith(b"\n") and bool(beginning)
+            return torn and (line.startswith(beginning) or beginning.startswith(line))
+        return True
+
+    return is_own
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Return whether both paths name one file, by whatever spelling or link."""
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return one.resolve() == other.resolve()

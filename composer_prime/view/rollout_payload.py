@@ -1,13 +1,22 @@
-"""The JSON about rollouts: a filtered list, one with its siblings, and what training fixed or broke."""
+"""The JSON about rollouts: a filtered list, one with its siblings, its tokens, and what training fixed or broke.
+
+Also the pairs, a page of them at a time.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Scores
+from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.rollout_index import RolloutIndex
 
@@ -23,6 +32,9 @@ _ORDERS = {
 _MAX_ROWS = 500
 _MAX_SIBLINGS = 16
 _HIDDEN = ("file", "offset", "length")
+_PAIRS_PER_PAGE = 25
+_EMBEDDED_PAIRS = Path(__file__).parent.parent / "assets" / "tiny" / "pairs.jsonl"
+_MAX_PAIR_BYTES = 4_000_000
 Query = Mapping[str, str]
 
 
@@ -195,3 +207,113 @@ def _figure(query: Query, name: str) -> float | None:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+
+
+# -- tokens with their figures, where the run recorded them (monitor.tokens) --------------------------------------
+
+
+def rollout_tokens(run_dir: RunDir, entry: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the recorded samples of a rollout: token texts with log-probabilities and advantages; empty without."""
+    if entry["kind"] != "step" or not isinstance(entry["step"], int):
+        return []
+    step = entry["step"]
+    samples = _lines(run_dir.rollout_tokens(step), "rollout_id", str(entry["rollout_id"]))
+    trained = sorted(run_dir.rollouts(step).parent.glob(run_dir.trained_tokens(step, "*").name))
+    model = settings.get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    for sample in samples:
+        sample["texts"] = _texts(str(path), sample.pop("token_ids"))
+        for figures in (found for file in trained for found in _lines(file, "sample_id", str(sample["sample_id"]))):
+            sample |= _of_tokens(figures, sample["mask"])
+    return samples
+
+
+def _of_tokens(figures: dict[str, Any], mask: list[int]) -> dict[str, list[float]]:
+    """Return the trainer's figures by token, 0 for tokens without one; no divergence without a hinted turn."""
+    mismatch = iter(figures["mismatch"])
+    found = {"mismatch": [next(mismatch, 0.0) if trained else 0.0 for trained in mask]}
+    if figures["divergence"]:
+        found["divergence"] = [0.0] * len(mask)
+    for start, values in figures["divergence"]:
+        found["divergence"][start : start + len(values)] = values
+    return found
+
+
+def _lines(path: Path, key: str, name: str) -> list[dict[str, Any]]:
+    """Return the lines that begin with this key and name; the others are not decoded."""
+    start = b'{"' + key.encode() + b'":' + msgspec.json.encode(name) + b","
+    try:
+        with path.open("rb") as file:
+            return [msgspec.json.decode(raw) for raw in file if raw.startswith(start)]
+    except (OSError, msgspec.DecodeError):
+        return []
+
+
+def _texts(model: str, ids: list[int]) -> list[str]:
+    """Return each token's text; `#id` where the model's tokenizer cannot be read."""
+    tokenizer = _tokenizer(model)
+    return [f"#{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(model: str) -> Any:
+    from tokenizers import Tokenizer
+
+    from composer_prime.model_source import present_model
+
+    folder = present_model(model)
+    if folder is None:
+        return None
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # tokenizers raises no other class for a file that it cannot read
+        return None
+
+
+# -- the preference pairs of a run ------------------------------------------------------------------------------
+
+
+def pair_list(run_dir: RunDir, settings: dict[str, Any], offset: int) -> dict[str, Any]:
+    """Return a page of pairs from the `offset`-th on, and how many there are. A file that is not there has none."""
+    path = _pairs_file(run_dir, settings)
+    pairs: list[dict[str, Any]] = []
+    total = 0
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                if not raw.strip():
+                    continue
+                if offset <= total < offset + _PAIRS_PER_PAGE and len(raw) <= _MAX_PAIR_BYTES and (pair := _pair(raw)):
+                    pairs.append(pair)
+                total += 1
+    except OSError:
+        return {"pairs": [], "total": 0, "offset": 0, "file": None}
+    return {"pairs": pairs, "total": total, "offset": offset, "file": path.name, "page": _PAIRS_PER_PAGE}
+
+
+def _pairs_file(run_dir: RunDir, settings: dict[str, Any]) -> Path:
+    """Return the run's own pairs.jsonl, or the one that ships with the tiny model where the run trained on that."""
+    own = run_dir.root / "pairs.jsonl"
+    if own.is_file():
+        return own
+    table = settings.get("orchestrator")
+    preferences = table.get("preferences") if isinstance(table, dict) else None
+    named = preferences.get("pairs") if isinstance(preferences, dict) else None
+    return _EMBEDDED_PAIRS if named == "tiny" else own
+
+
+def _pair(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict):
+        return None
+    state = line.get("state")
+    messages = state.get("messages") if isinstance(state, dict) else []
+    return {
+        "trace": line.get("trace"),
+        "messages": messages[-4:] if isinstance(messages, list) else [],
+        "earlier": max(0, len(messages) - 4) if isinstance(messages, list) else 0,
+        **{name: line.get(name) for name in ("chosen", "rejected", "epsilon", "teachers", "cost_usd", "density")},
+    }

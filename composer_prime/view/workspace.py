@@ -19,17 +19,17 @@ from composer_prime.view.catalog import (
     run_state,
 )
 from composer_prime.view.metrics_reader import RunGlance, RunMetrics
-from composer_prime.view.pair_payload import pair_list
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import (
     Query,
     evaluation_difference,
     one_rollout,
+    pair_list,
     read_evaluations,
     rollout_list,
+    rollout_tokens,
 )
 from composer_prime.view.run_payload import run_payload
-from composer_prime.view.token_payload import rollout_tokens
 
 _SEARCH_EVERY_S = 2.0
 _OPEN_RUNS = 12

@@ -79,8 +79,6 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """What its machine costs, as its operator says (`--price`); None when unknown."""
     relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Where it serves weight chunks to other nodes, at the address that its connection comes from; 0 for nowhere."""
-    keeps_prompts: bool = False
-    """Whether a prompt may come as what follows a Prefix; an older release gets every prompt whole."""
     keeps_conversations: bool = False
     """Whether a conversation's cache outlives a swap (kv_at_swap = keep_conversations)."""
 
@@ -101,8 +99,8 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
     reason: str
-    may_return: bool | None = None
-    """Whether the node, started again, may be let in. None: the gateway is of an older release, which does not say."""
+    may_return: bool
+    """Whether the node, started again, may be let in."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -114,7 +112,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     session: str
     """The conversation. Its requests go to one node while that is alive, because the prefix cache is warm there."""
     prefix: Prefix | None = None
-    """The start of the prompt, which the node should hold of this session; only for nodes that keep prompts."""
+    """The start of the prompt, which the node should hold of this session; None: `prompt_ids` is whole."""
 
 
 class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

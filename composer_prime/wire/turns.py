@@ -26,6 +26,10 @@ from msgspec import Meta
 
 from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_ints
 
+POLICY = "policy"
+"""The model name under which requests ask for the policy that is trained."""
+GATEWAY_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
+"""Environment variable that holds the gateway's bearer token."""
 PACKED = "application/vnd.msgpack"
 """Content type of packed requests and answers."""
 JSON = "application/json"
@@ -41,6 +45,14 @@ _SPARE = 8
 
 Send = Callable[[bytes, Mapping[str, str]], Awaitable[tuple[int, str, bytes]]]
 """Posts a body with these headers. Returns status, content type and body of the answer."""
+
+
+def context_overflow(num_prompt: int, max_context: int, num_new: int = 1) -> str:
+    """Return how the error of a prompt begins that leaves no room for `num_new` more tokens.
+
+    Clients recognize these words; renderers' own check uses them too.
+    """
+    return f"Prompt length ({num_prompt}) exceeds maximum context length ({max_context}) less {num_new} for the reply"
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +74,8 @@ class PackedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     """stop | length."""
     version_spans: list[VersionSpan]
+    prompt_cached: int
+    """Prompt tokens that the node had cached."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the body of vLLM's /inference/v1/generate, with the version spans added."""

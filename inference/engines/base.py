@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ContextOverflowError, MisfitError
 from composer_prime.wire.node import Sampling
+from composer_prime.wire.turns import context_overflow
 from composer_prime.wire.types import VersionSpan
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class ReadBack:
     dtype: str
     """Its own type, which the published values were cast to."""
     checksum: int
-    """inference.snapshot.checksum of its values."""
+    """inference.snapshot.word_sum of its values."""
 
 
 class Engine(Protocol):
@@ -132,8 +133,8 @@ def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_toke
         raise BadRequestError("the prompt is empty: send at least one token")
     if len(token_ids) + new_tokens > max_context:
         raise ContextOverflowError(
-            f"Prompt length ({len(token_ids)}) exceeds maximum context length ({max_context}) less {new_tokens} for "
-            "the completion: shorten the prompt or raise model.max_context"
+            f"{context_overflow(len(token_ids), max_context, new_tokens)}: shorten the prompt or raise "
+            "model.max_context"
         )
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab:

@@ -27,8 +27,8 @@ from orchestrator.environments.micro_code.episode import (
     start_files,
 )
 from orchestrator.environments.micro_code.execution import CodeRunner, Job
-from orchestrator.environments.micro_code.grading import solved
 from orchestrator.environments.micro_code.grammar import DefectiveFunction, Split, draw_function
+from orchestrator.environments.micro_code.taskset import solved
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 

@@ -58,11 +58,6 @@ class Versions:
         """Return the versions once `step` is taken and `version` is the newest."""
         return replace(self, trained=step, newest=version, since=self.since if version == self.newest else step)
 
-    def at(self, step: int, saved: Versions | None) -> Versions:
-        """Return the versions of a checkpoint of `step`; `saved` is None where version = step."""
-        versions = saved or Versions(trained=step, newest=step, since=step)
-        return replace(versions, period=self.period)
-
     def before(self, batch: int) -> int:
         """Return the newest version when `batch` (from trained + 1) begins; an overdue version does not count."""
         return self.newest + self._planned(batch - 1) - self._planned(self.trained)

@@ -58,8 +58,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     """Where the replay-DPO pairs continue; None where none are mixed in."""
     demonstrations: str = ""
     """Digest of the files that SFT reads; empty where there are none."""
-    versions: Versions | None = None
-    """None in checkpoints from before a version could stand for several steps: version = step."""
+    versions: Versions
     format: int = FORMAT
 
 

@@ -32,13 +32,14 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
 from composer_prime.wire.tunnel import RelayLegs
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
 from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.enrollment import Enrollment
-from orchestrator.gateway.generation import POLICY, GenerationRecord, Generator, RolloutRecords
+from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
 from orchestrator.gateway.port import HeldPort
@@ -48,7 +49,6 @@ from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, r
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
 _LOOPBACK = "127.0.0.1"
 _ANY_INTERFACE = ("0.0.0.0", "::", "*")
 """Bound interfaces that are no address to connect to."""
@@ -112,7 +112,7 @@ class Gateway:
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
-        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._token = os.environ.get(GATEWAY_TOKEN_VARIABLE)
         self._http = self._build_http()
         self.processes: GatewayProcesses | None = None
         """Serve HTTP in processes of their own; None where this process does."""

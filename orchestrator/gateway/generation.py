@@ -26,13 +26,10 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, PackedAnswer, Prefix
+from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, PackedAnswer, Prefix, context_overflow
 from composer_prime.wire.types import INT, VersionSpan, ints, pack_floats, pack_ints
 from orchestrator.gateway.answers import NodeAnswer
 from orchestrator.gateway.routing import Router
-
-POLICY = "policy"
-"""The model name under which requests ask for the policy that is trained."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -73,12 +70,6 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: Prefix | None = None
 
 
-class TurnAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    packed: PackedAnswer
-    prompt_cached: int
-    """Prompt tokens that the node had cached."""
-
-
 _NEUTRAL: dict[str, Any] = {
     "n": 1,
     "min_p": 0,
@@ -103,10 +94,8 @@ def to_sampling(fields: SamplingFields, *, num_prompt: int, max_context: int) ->
             raise RequestError(message, param=name)
     room = max_context - num_prompt
     if room < 1:
-        # Clients recognize this sentence; renderers' own check uses it too.
         raise RequestError(
-            f"Prompt length ({num_prompt}) exceeds maximum context length ({max_context}) less one token for the "
-            "reply: shorten the conversation or raise model.max_context",
+            f"{context_overflow(num_prompt, max_context)}: shorten the conversation or raise model.max_context",
             code="context_length_exceeded",
             param="token_ids",
         )
@@ -151,21 +140,21 @@ class Generator:
         self._under_way: Counter[str] = Counter()
         """Requests without an answer yet, by session."""
 
-    async def answer(self, turn: TurnRequest) -> TurnAnswer:
+    async def answer(self, turn: TurnRequest) -> PackedAnswer:
         """Return the answer to `turn`, recorded when its session belongs to an open rollout.
 
         Raises RequestError, and what Router.generate raises.
         """
         prompt = self.whole_prompt(turn.session, turn.prefix, turn.new_ids)
         request_id, answer = await self.generate(turn.session, prompt, turn.sampling, prefix=turn.prefix)
-        packed = PackedAnswer(
+        return PackedAnswer(
             request_id=request_id,
             token_ids=pack_ints(answer.token_ids),
             logprobs=pack_floats(answer.logprobs),
             finish_reason=answer.finish_reason,
             version_spans=list(answer.version_spans),
+            prompt_cached=answer.prompt_cached,
         )
-        return TurnAnswer(packed=packed, prompt_cached=answer.prompt_cached)
 
     def whole_prompt(self, session: str | None, prefix: Prefix | None, new_ids: bytes) -> bytes:
         """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`.

@@ -24,10 +24,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError
-from composer_prime.wire.turns import PACKED, Prefix
+from composer_prime.wire.turns import PACKED, PackedAnswer, Prefix
 from composer_prime.wire.types import ints, pack_ints
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import SamplingFields, TokenId, TurnAnswer, TurnRequest
+from orchestrator.gateway.generation import SamplingFields, TokenId, TurnRequest
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class HttpServer:
 
     def __init__(
         self,
-        answer: Callable[[TurnRequest], Awaitable[TurnAnswer]],
+        answer: Callable[[TurnRequest], Awaitable[PackedAnswer]],
         chat: ChatFormat,
         *,
         model_names: Sequence[str],
@@ -152,8 +152,8 @@ class HttpServer:
             turn = TurnRequest(session=session, new_ids=pack_ints(body.token_ids), sampling=body.sampling_params)
         answer = await self._answer(turn)
         if is_packed or PACKED in request.headers.get("Accept", ""):
-            return web.Response(body=msgspec.msgpack.encode(answer.packed), content_type=PACKED)
-        return _reply(answer.packed.to_json())
+            return web.Response(body=msgspec.msgpack.encode(answer), content_type=PACKED)
+        return _reply(answer.to_json())
 
     async def _chat_complete(self, request: web.Request) -> web.Response:
         body = await _decoded(request, _CHAT_DECODER)
@@ -168,8 +168,8 @@ class HttpServer:
         answer = await self._answer(
             TurnRequest(session=_session(request), new_ids=pack_ints(prompt), sampling=sampling)
         )
-        token_ids = ints(answer.packed.token_ids).tolist()
-        message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.packed.finish_reason)
+        token_ids = ints(answer.token_ids).tolist()
+        message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
         return _reply(_chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
 
     async def _get_models(self, _: web.Request) -> web.Response:
@@ -340,7 +340,7 @@ def _error(error: RequestError) -> web.Response:
 def _chat_reply(
     model: str,
     num_prompt: int,
-    answer: TurnAnswer,
+    answer: PackedAnswer,
     token_ids: list[int],
     message: dict[str, Any],
     finish_reason: str,
@@ -348,7 +348,7 @@ def _chat_reply(
     """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
     return {
-        "id": f"chatcmpl-{answer.packed.request_id}",
+        "id": f"chatcmpl-{answer.request_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
@@ -359,5 +359,5 @@ def _chat_reply(
             "total_tokens": num_prompt + len(token_ids),
             "prompt_tokens_details": {"cached_tokens": answer.prompt_cached},
         },
-        "version_spans": answer.packed.version_spans,
+        "version_spans": answer.version_spans,
     }

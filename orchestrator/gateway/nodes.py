@@ -22,7 +22,7 @@ import msgspec
 from composer_prime.errors import RequestError
 from composer_prime.monitor.events import event
 from composer_prime.wire.node import ComputeDevice, Generate, NodeHello, Sampling, Status
-from composer_prime.wire.turns import Prefix
+from composer_prime.wire.turns import Prefix, context_overflow
 from composer_prime.wire.types import INT
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.adaptive import KV_FULL
@@ -200,8 +200,6 @@ class AttachedNode:
     """Whether its process served this run before its Hello, perhaps under an earlier start of the orchestrator."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
-    keeps_prompts: bool = False
-    """Whether it takes a turn's new tokens only; one of an older release gets every prompt whole."""
     keeps_conversations: bool = False
     """Whether a conversation's cache outlives a swap there."""
     streams: bool = False
@@ -370,7 +368,6 @@ class Nodes:
             device=hello.device,
             usd_per_hour=hello.usd_per_hour,
             is_known=hello.run_id is not None,
-            keeps_prompts=hello.keeps_prompts,
             keeps_conversations=hello.keeps_conversations,
         )
         if former is not None:
@@ -467,11 +464,9 @@ def node_needs(request: GatewayRequest, contexts: list[float]) -> tuple[int, int
 
 def too_long(request: GatewayRequest, context: int) -> RequestError:
     """Return the error of a prompt that no known node has room for."""
-    # Clients recognize this sentence; renderers' own check uses it too.
     return RequestError(
-        f"Prompt length ({request.num_prompt}) exceeds maximum context length ({context}) less one token for the "
-        "reply, on the node with the largest context: shorten the conversation or start a node with a larger "
-        "--max-context",
+        f"{context_overflow(request.num_prompt, context)}, on the node with the largest context: shorten the "
+        "conversation or start a node with a larger --max-context",
         code="context_length_exceeded",
         param="token_ids",
     )

@@ -183,7 +183,7 @@ class Placing:
     def holds_prefix(self, request: GatewayRequest, node: AttachedNode) -> bool:
         """Whether `node` should hold the prefix of `request`. It may have restarted: then it asks for the rest."""
         warm = self._sessions.get(request.session)
-        if warm is None or request.prefix is None or not node.keeps_prompts:
+        if warm is None or request.prefix is None:
             return False
         return warm.node_id == node.node_id and warm.tokens >= request.prefix.num_tokens
 

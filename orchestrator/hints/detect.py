@@ -14,7 +14,7 @@ import msgspec
 from composer_prime.errors import EndpointError
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import OTHER, ErrorTurn, Templates, json_type, transcript
-from orchestrator.rollouts.groups import FinishedRollout, answers
+from orchestrator.rollouts.groups import FinishedRollout, tool_replies
 from orchestrator.workers.protocol import ToolCall
 
 FAILED = "failed"
@@ -48,7 +48,7 @@ class RuleDetector:
     def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
         """Return the first error of each turn, in the order of the turns."""
         turns = rollout.turns
-        replies_to = {index: replies for index, replies in answers(turns).items() if turns[index].turn is not None}
+        replies_to = {index: replies for index, replies in tool_replies(turns).items() if turns[index].turn is not None}
         last = max(replies_to, default=None)
         errors = [
             self._in_answers(rollout, index, replies)

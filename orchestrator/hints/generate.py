@@ -23,7 +23,7 @@ import regex
 
 from composer_prime.errors import ConfigError
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.rollouts.groups import FinishedRollout, answers, derive_seed, messages_before
+from orchestrator.rollouts.groups import FinishedRollout, derive_seed, messages_before, tool_replies
 from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ def _steps(rollout: FinishedRollout) -> str:
     """Return the calls that were answered without an error, and the last reply."""
     steps = [
         f"{call.name} {call.arguments}"
-        for index, replies in answers(rollout.turns).items()
+        for index, replies in tool_replies(rollout.turns).items()
         for call in rollout.turns[index].tool_calls
         if not any(rollout.turns[reply].error for reply in replies)
     ]

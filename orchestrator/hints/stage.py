@@ -33,6 +33,7 @@ from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
+from composer_prime.wire.turns import POLICY
 from composer_prime.wire.types import HintedTurn, Sample
 from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, Detector, RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint
@@ -58,6 +59,8 @@ _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
 _POLICY_CALLS = 4
 """Introspection's calls in flight: they share the nodes with rollouts."""
+_POLICY_HINT_TOKENS = 96
+"""The most that introspection answers."""
 
 
 @dataclass(slots=True)
@@ -323,8 +326,8 @@ def _endpoints(
     if "introspection" in hints.layers:
         policy = EndpointConfig(
             base_url=gateway_url,
-            model="policy",
-            max_tokens=hints.introspection_max_tokens,
+            model=POLICY,
+            max_tokens=_POLICY_HINT_TOKENS,
             max_concurrent=_POLICY_CALLS,
             timeout_s=hints.timeout_s,
         )

@@ -6,7 +6,7 @@
 
 Published: the formula and the quantities in x. Inferred: how they are counted here. A turn's sampled tokens are
 thinking (its reasoning text, tokenized), else tool-call tokens if it calls a tool or a tool answers it, else
-final-message tokens. Each term is a reward part `behaviour/<name>`, already weighted, so that the environment's reward
+final-message tokens. Each term is a reward part `behavior/<name>`, already weighted, so that the environment's reward
 can be told apart. Evaluation scores without these terms.
 """
 
@@ -22,7 +22,7 @@ import msgspec
 
 from composer_prime.config.orchestrator import AuxiliaryConfig, BehaviorConfig
 from composer_prime.errors import ConfigError, RolloutError
-from orchestrator.rollouts.groups import BEHAVIOR_PART, answers, failed_turns
+from orchestrator.rollouts.groups import BEHAVIOR_PART, failed_turns, tool_replies
 from orchestrator.workers.protocol import RolloutReply
 
 _LOG_WITHIN = 1e-9
@@ -70,7 +70,7 @@ class BehaviorRewards:
     def effort(self, reply: RolloutReply) -> Counter[str]:
         """Return what the rollout spent, in tokens and counts, by the names of EffortWeights."""
         spent: Counter[str] = Counter()
-        answers_at = answers(reply.turns)
+        answers_at = tool_replies(reply.turns)
         for index, turn in enumerate(reply.turns):
             tokens = turn.num_tokens or 0
             if turn.role == "tool":
@@ -99,7 +99,7 @@ class BehaviorRewards:
         if name in scalars:
             return scalars[name]
         message = (
-            f"orchestrator.behaviour.auxiliary {auxiliary.name!r} asks for the scalar {name!r}, but rollout "
+            f"orchestrator.behavior.auxiliary {auxiliary.name!r} asks for the scalar {name!r}, but rollout "
             f"{reply.rollout_id} has only {', '.join(sorted(scalars))}"
         )
         if is_misspelled:
@@ -108,7 +108,7 @@ class BehaviorRewards:
 
 
 def _scalars(reply: RolloutReply) -> dict[str, float]:
-    answers_at = answers(reply.turns)
+    answers_at = tool_replies(reply.turns)
     calls = sum(max(len(reply.turns[index].tool_calls), len(indices)) for index, indices in answers_at.items())
     return {
         **reply.metrics,

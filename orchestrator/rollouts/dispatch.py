@@ -20,7 +20,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -28,23 +29,15 @@ import numpy as np
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
 from composer_prime.console import COMPOSER
-from composer_prime.errors import NonFiniteError, RolloutError
+from composer_prime.errors import NonFiniteError
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behavior import BehaviorRewards
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedGroup, GroupOutcome, GroupPlan
-from orchestrator.rollouts.rollout import (
-    Lane,
-    RequestFactory,
-    RolloutResult,
-    RolloutRunner,
-    finished_rollout,
-    retry_pause_s,
-    score_failure,
-)
-from orchestrator.rollouts.samples import compile_rollout, numbered_turns, sdpo_only, turn_nodes, with_advantage
+from orchestrator.rollouts.rollout import RequestFactory, RolloutRunner, play_with_retries
+from orchestrator.rollouts.samples import finish_rollout, sdpo_only, with_advantage
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -154,25 +147,18 @@ class Dispatcher:
 
     async def _sibling(self, group: GroupInFlight, sibling: int) -> CompiledRollout:
         """Return the sibling's first good try, or its last failed one."""
-        earlier: list[RolloutFailure] = []
-        for attempt in range(self.config.max_retries + 1):
-            rollout, samples = await self._attempt(group, sibling, attempt, earlier)
-            if rollout.failure is None:
-                break
-            self.failures.note_try(group.plan.source, rollout.rollout_id, rollout.failure)
-            if not rollout.failure.retryable or attempt == self.config.max_retries:
-                break
-            earlier.append(rollout.failure)
-            self.retries += 1
-            await asyncio.sleep(retry_pause_s(attempt))
         source = group.plan.source
+        rollout, samples = await play_with_retries(
+            partial(self._attempt, group, sibling),
+            source=source,
+            max_retries=self.config.max_retries,
+            failures=self.failures,
+            step=self.next_step,
+            group=group.plan.group,
+        )
         if rollout.metrics.get(_HACK):
             hack = event("hack", same_as=f"{source}/hack", command=f"{COMPOSER} rollouts {{run}} {rollout.rollout_id}")
             logger.warning("the monitor judged rollout %s of %s a hack", rollout.rollout_id, source, extra=hack)
-        if rollout.failure is None:
-            self.failures.note_reward(source)
-        else:
-            await asyncio.to_thread(self.failures.note_end, self.next_step(), source, rollout, group.plan.group)
         return rollout, samples
 
     async def _attempt(
@@ -180,6 +166,7 @@ class Dispatcher:
     ) -> CompiledRollout:
         plan = group.plan
         request = self.requests.training(plan, sibling, attempt)
+        self.retries += attempt > 0
         has_begun = False
 
         def on_begin() -> None:
@@ -188,41 +175,20 @@ class Dispatcher:
             group.running += 1
 
         try:
-            result = await self.runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group, on_begin=on_begin)
+            result = await self.runner.run(plan.source, request, order=plan.group, on_begin=on_begin)
         finally:
             group.running -= has_begun
-        loop, seed = asyncio.get_running_loop(), request.seed or 0
-        return await loop.run_in_executor(self._threads, self._compile, plan, result, sibling, seed, earlier)
-
-    def _compile(
-        self, plan: GroupPlan, result: RolloutResult, sibling: int, seed: int, earlier: list[RolloutFailure]
-    ) -> CompiledRollout:
-        """Return the rollout with its final reward and numbered turns, and its samples; none for a failed one."""
-        samples: list[Sample] = []
-        sampled_by: list[str] = []
-        failure, kind = score_failure(result), "no_reward"
-        try:
-            if failure is None and self.behavior is not None:
-                result = replace(result, reply=self.behavior.add_to(result.reply))
-                failure = score_failure(result)
-            if failure is None:
-                kind = "tokens"
-                reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
-                samples = compile_rollout(plan, reply, result.records)
-                sampled_by = turn_nodes(reply, result.records)
-                result = replace(result, reply=reply)
-        except RolloutError as error:
-            failure = RolloutFailure(kind=kind, message=str(error), retryable=True)
-        rollout = finished_rollout(
+        add_rewards = self.behavior.add_to if self.behavior is not None else None
+        finish = partial(
+            finish_rollout,
+            plan,
             result,
             sibling=sibling,
-            seed=seed,
-            samples=samples,
-            failure=failure,
+            seed=request.seed or 0,
             earlier=earlier,
-            turn_nodes=sampled_by,
+            add_rewards=add_rewards,
         )
-        return rollout, samples
+        return await asyncio.get_running_loop().run_in_executor(self._threads, finish)
 
 
 # -- the end of a group: pure functions that run in a thread -------------------------------------------------------

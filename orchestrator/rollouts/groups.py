@@ -19,7 +19,7 @@ import msgspec
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
 
-BEHAVIOR_PART = "behaviour/"
+BEHAVIOR_PART = "behavior/"
 """Prefix of the reward parts that orchestrator/rollouts/behavior.py adds."""
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
@@ -224,7 +224,7 @@ def task_reward(reward: float, parts: Mapping[str, float]) -> float:
     return round(reward - sum(behavior), _REWARD_DIGITS) if behavior else reward
 
 
-def answers(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
+def tool_replies(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
     """Return the positions of the tool messages that answer each assistant message, by its position."""
     answers_at: dict[int, list[int]] = {index: [] for index, turn in enumerate(turns) if turn.role == "assistant"}
     for index, turn in enumerate(turns):
@@ -254,7 +254,7 @@ def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageR
 
 def failed_turns(turns: Sequence[MessageRecord]) -> int:
     """Count the assistant messages that a tool answered with an error, as the environment marks it."""
-    return sum(any(turns[index].error is not None for index in indices) for indices in answers(turns).values())
+    return sum(any(turns[index].error is not None for index in indices) for indices in tool_replies(turns).values())
 
 
 def turn_error_rate(rollouts: Iterable[FinishedRollout]) -> float | None:

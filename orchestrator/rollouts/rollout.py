@@ -5,10 +5,10 @@
 `RolloutRunner` is the only place that opens and takes a gateway record, so no record is left behind, however the
 rollout ends. `Permits` bounds concurrency for training and evaluation together:
 
-    hold(lane, order) -> waits -> granted, lowest order first within its lane -> released
+    hold(taskset, order) -> waits -> granted, lowest order first within its task set -> released
 
-The limit moves with the nodes' load, so the gateway is asked for it at each grant. While both lanes wait, evaluation
-gets at most `eval_share` of the limit; a lane that waits alone may take all of it.
+The limit moves with the nodes' load, so the gateway is asked for it at each grant. While both task sets wait,
+evaluation gets at most `eval_share` of the limit; one that waits alone may take all of it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.run.retry import backoff_s
+from composer_prime.wire.turns import POLICY
 from composer_prime.wire.types import Sample
 from orchestrator.audit.audits import Audits
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
-from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
+from orchestrator.rollouts.failures import FailureLog
+from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, RolloutFailure, RolloutReply, RunRollout
 
-MODEL_NAME = "policy"
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 
@@ -78,7 +78,7 @@ class RequestFactory:
         return RunRollout(
             rollout_id=rollout_id,
             task_index=task_index,
-            model=MODEL_NAME,
+            model=POLICY,
             gateway_url=self.gateway_url,
             timeout_s=settings.timeout_s,
             taskset=taskset,
@@ -90,70 +90,67 @@ class RequestFactory:
         )
 
 
-class Lane(Enum):
-    TRAIN = "train"
-    EVAL = "eval"
-
-
 class Permits:
+    """By task set: TRAIN or EVAL."""
+
     def __init__(self, limit: Callable[[], int], eval_share: float) -> None:
         self.eval_share = eval_share
-        self.running = {lane: 0 for lane in Lane}
+        self.running: dict[str, int] = {TRAIN: 0, EVAL: 0}
         self.shared_s = 0.0
-        """How long rollouts of both lanes have run at the same time."""
+        """How long rollouts of both have run at the same time."""
         self._counted_at = 0.0
         self._limit = limit
-        self._waiting: dict[Lane, list[tuple[int, int, asyncio.Future[None]]]] = {lane: [] for lane in Lane}
+        self._waiting: dict[str, list[tuple[int, int, asyncio.Future[None]]]] = {TRAIN: [], EVAL: []}
         """Heaps of (order, ticket, future)."""
         self._ticket = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def hold(self, lane: Lane, order: int) -> AsyncIterator[None]:
+    async def hold(self, taskset: str, order: int) -> AsyncIterator[None]:
         """Hold a permit for one rollout; lower `order` goes first."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting[lane], (order, next(self._ticket), future))
+        heapq.heappush(self._waiting[taskset], (order, next(self._ticket), future))
         self.grant()
         try:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._release(lane)
+                self._release(taskset)
             raise
         try:
             yield
         finally:
-            self._release(lane)
+            self._release(taskset)
 
-    def _release(self, lane: Lane) -> None:
-        self._count(lane, -1)
+    def _release(self, taskset: str) -> None:
+        self._count(taskset, -1)
         self.grant()
 
-    def _count(self, lane: Lane, change: int) -> None:
+    def _count(self, taskset: str, change: int) -> None:
         now = time.monotonic()
         if all(self.running.values()):
             self.shared_s += now - self._counted_at
         self._counted_at = now
-        self.running[lane] += change
+        self.running[taskset] += change
 
-    def waiting(self, lane: Lane) -> int:
-        return sum(not future.done() for _, _, future in self._waiting[lane])
+    def waiting(self, taskset: str) -> int:
+        return sum(not future.done() for _, _, future in self._waiting[taskset])
 
     def grant(self) -> None:
         """Grant what the limit allows now. Called at each release; call it also when the limit may have risen."""
         limit = max(1, self._limit())
-        while sum(self.running.values()) < limit and (lane := self._next_lane(limit)) is not None:
-            future = heapq.heappop(self._waiting[lane])[2]
-            self._count(lane, 1)
+        while sum(self.running.values()) < limit and (taskset := self._next_taskset(limit)) is not None:
+            future = heapq.heappop(self._waiting[taskset])[2]
+            self._count(taskset, 1)
             future.set_result(None)
 
-    def _next_lane(self, limit: int) -> Lane | None:
+    def _next_taskset(self, limit: int) -> str | None:
         for waiters in self._waiting.values():
             while waiters and waiters[0][2].done():
                 heapq.heappop(waiters)
-        train, evaluation = self._waiting[Lane.TRAIN], self._waiting[Lane.EVAL]
+        train, evaluation = self._waiting[TRAIN], self._waiting[EVAL]
         if train and evaluation:
-            return Lane.EVAL if self.running[Lane.EVAL] < self.eval_share * limit else Lane.TRAIN
-        return Lane.TRAIN if train else Lane.EVAL if evaluation else None
+            return EVAL if self.running[EVAL] < self.eval_share * limit else TRAIN
+        return TRAIN if train else EVAL if evaluation else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +183,6 @@ class RolloutRunner:
         source: str,
         request: RunRollout,
         *,
-        lane: Lane,
         order: int,
         oldest_version: int = 0,
         on_begin: Callable[[], None] = lambda: None,
@@ -197,7 +193,7 @@ class RolloutRunner:
         A rollout whose audits fail is a failed one; it waits for them without its permit.
         Raises EnvironmentWorkerError when no worker is left.
         """
-        async with self.permits.hold(lane, order):
+        async with self.permits.hold(request.taskset, order):
             on_begin()
             self.records.open(request.rollout_id, oldest_version)
             try:
@@ -240,6 +236,33 @@ def retry_pause_s(attempt: int) -> float:
     return backoff_s(attempt, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
 
 
+async def play_with_retries(
+    play: Callable[[int, list[RolloutFailure]], Awaitable[CompiledRollout]],
+    *,
+    source: str,
+    max_retries: int,
+    failures: FailureLog,
+    step: Callable[[], int],
+    group: int | None = None,
+) -> CompiledRollout:
+    """Return the first good try of a rollout, or its last failed one, and tell `failures` how it ended.
+
+    `play` gets the number of the try, from 0, and the failures of those before. `step`: what a failure is filed under.
+    """
+    earlier: list[RolloutFailure] = []
+    while True:
+        rollout, samples = await play(len(earlier), earlier)
+        if rollout.failure is None:
+            failures.note_reward(source)
+            return rollout, samples
+        failures.note_try(source, rollout.rollout_id, rollout.failure)
+        if not rollout.failure.retryable or len(earlier) == max_retries:
+            await asyncio.to_thread(failures.note_end, step(), source, rollout, group)
+            return rollout, samples
+        await asyncio.sleep(retry_pause_s(len(earlier)))
+        earlier.append(rollout.failure)
+
+
 def score_failure(result: RolloutResult) -> RolloutFailure | None:
     """Return why a rollout has no usable reward; None when it has one. A reward of NaN is a failed verifier."""
     reply = result.reply
@@ -258,7 +281,7 @@ def finished_rollout(
     seed: int,
     samples: list[Sample],
     failure: RolloutFailure | None,
-    earlier: list[RolloutFailure],
+    earlier: Sequence[RolloutFailure] = (),
     turn_nodes: Sequence[str] = (),
 ) -> FinishedRollout:
     """Return the rollout as data. `failure`, from the reply or from compiling its tokens, leaves it without a reward.

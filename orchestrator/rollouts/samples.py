@@ -10,8 +10,8 @@ recur they stand in a prompt, with mask 0. So every sampled token is trained exa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -19,8 +19,49 @@ import numpy as np
 from composer_prime.errors import RolloutError
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway.generation import GenerationRecord
-from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.workers.protocol import MessageRecord, RolloutReply
+from orchestrator.rollouts.groups import CompiledRollout, GroupPlan
+from orchestrator.rollouts.rollout import RolloutResult, finished_rollout, score_failure
+from orchestrator.workers.protocol import MessageRecord, RolloutFailure, RolloutReply
+
+
+def finish_rollout(
+    plan: GroupPlan,
+    result: RolloutResult,
+    *,
+    sibling: int = 0,
+    seed: int,
+    earlier: Sequence[RolloutFailure] = (),
+    add_rewards: Callable[[RolloutReply], RolloutReply] | None = None,
+) -> CompiledRollout:
+    """Return a rollout that ended, with its final reward and numbered turns, and its samples; none for a failed one.
+
+    `earlier`: failures of the tries before this one. `add_rewards` completes the reward of the environment.
+    """
+    samples: list[Sample] = []
+    sampled_by: list[str] = []
+    failure, kind = score_failure(result), "no_reward"
+    try:
+        if failure is None and add_rewards is not None:
+            result = replace(result, reply=add_rewards(result.reply))
+            failure = score_failure(result)
+        if failure is None:
+            kind = "tokens"
+            reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
+            samples = compile_rollout(plan, reply, result.records)
+            sampled_by = turn_nodes(reply, result.records)
+            result = replace(result, reply=reply)
+    except RolloutError as error:
+        failure = RolloutFailure(kind=kind, message=str(error), retryable=True)
+    rollout = finished_rollout(
+        result,
+        sibling=sibling,
+        seed=seed,
+        samples=samples,
+        failure=failure,
+        earlier=earlier,
+        turn_nodes=sampled_by,
+    )
+    return rollout, samples
 
 
 def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[Sample]:

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
 from composer_prime.console import pluralize
-from composer_prime.errors import RolloutError, plain_errors
+from composer_prime.errors import plain_errors
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
-from orchestrator.rollouts.rollout import (
-    Lane,
-    Permits,
-    RequestFactory,
-    RolloutRunner,
-    finished_rollout,
-    score_failure,
-)
-from orchestrator.rollouts.samples import compile_rollout, numbered_turns
+from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
+from orchestrator.rollouts.samples import finish_rollout
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import TRAIN, RolloutFailure, RunRollout
+from orchestrator.workers.protocol import TRAIN, RunRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +63,8 @@ async def play_episodes(
 
 
 async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> PlayedEpisode:
-    result = await runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group)
-    failure, samples = score_failure(result), []
-    if failure is None:
-        try:
-            turns = numbered_turns(result.reply, result.records)
-            result = replace(result, reply=msgspec.structs.replace(result.reply, turns=turns))
-            samples = compile_rollout(plan, result.reply, result.records)
-        except RolloutError as error:
-            failure = RolloutFailure(kind="tokens", message=str(error), retryable=False)
-    rollout = finished_rollout(result, sibling=0, seed=request.seed or 0, samples=samples, failure=failure, earlier=[])
+    result = await runner.run(plan.source, request, order=plan.group)
+    rollout, _ = finish_rollout(plan, result, seed=request.seed or 0)
     return PlayedEpisode(rollout=rollout, leaked_answer=result.reply.leaked_answer)
 
 

@@ -175,8 +175,7 @@ class Frontier:
     def load_state(self, state: dict[str, Any]) -> None:
         self._drawn = int(state["drawn"])
         self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
-        expected = state.get("expected")  # States of older versions have none.
-        self._expected = DifficultyModel(*expected) if expected else DifficultyModel()
+        self._expected = DifficultyModel(*state["expected"])
 
 
 def build_curriculum(

@@ -31,8 +31,8 @@ from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import MAX_PLACES, Drain, Goodbye, Heard, HelloAgain, Rejected
 from composer_prime.wire.sockets import bind_router
-from composer_prime.wire.turns import JSON
-from orchestrator.gateway.gateway import TOKEN_VARIABLE, how_to_join
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, JSON
+from orchestrator.gateway.gateway import how_to_join
 from orchestrator.workers.gateway_requests import ask_gateway
 from orchestrator.workers.players import RolloutPlayer
 from orchestrator.workers.pool import WorkerPool
@@ -255,7 +255,7 @@ class HostServer:
 
     def _refuse(self, identity: bytes, hello: HostHello, reason: str) -> None:
         logger.warning("rejected worker host %.200r: %s", hello.name, reason)
-        self.send(identity, Rejected(reason=reason))
+        self.send(identity, Rejected(reason=reason, may_return=False))
 
     def _attach(self, host: WorkerHost, message: HostReady) -> None:
         if host.workers:
@@ -287,7 +287,7 @@ class HostServer:
     async def _forward(self, host: WorkerHost, call: GatewayCall) -> None:
         form = {name: call.headers[name] for name in FORM_HEADERS if name in call.headers}
         headers = {"Content-Type": JSON, **form, "X-Session-ID": call.session}
-        if token := os.environ.get(TOKEN_VARIABLE):
+        if token := os.environ.get(GATEWAY_TOKEN_VARIABLE):
             headers["Authorization"] = f"Bearer {token}"
         try:
             status, content_type, body = await ask_gateway(

@@ -44,7 +44,7 @@ from composer_prime.run.keys import TOKEN_VARIABLE, ClientKeys, join_keys
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Drain, Goodbye, HelloAgain, Rejected
 from composer_prime.wire.sockets import dealer
-from orchestrator.gateway.gateway import TOKEN_VARIABLE as GATEWAY_TOKEN
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from orchestrator.workers.hosts import releases
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import (
@@ -122,7 +122,8 @@ class JoinedHost:
     async def run(self) -> None:
         """Play. Raises DeadlineError (no orchestrator), RunMismatchError (refused), or what keeps the sources from
         loading."""
-        os.environ[GATEWAY_TOKEN] = self._gateway_token  # The workers send it; nobody else on this machine has it.
+        # The workers send it; nobody else on this machine has it.
+        os.environ[GATEWAY_TOKEN_VARIABLE] = self._gateway_token
         async with AsyncExitStack() as stack:
             stack.callback(self._context.destroy, linger=500)
             self._scratch = Scratch("host")

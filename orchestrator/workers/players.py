@@ -191,7 +191,7 @@ class WorkerProcess(RolloutPlayer):
         label = f"worker {number} of source {spec.name!r}"
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        arguments = ["--socket-fd", str(theirs.fileno()), "--boxes", str(scratch.path)]
+        arguments = ["--socket-fd", str(theirs.fileno()), "--scratch", str(scratch.path)]
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:

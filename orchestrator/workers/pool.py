@@ -104,10 +104,10 @@ class WorkerPool:
         assert self.ready is not None, "start the pool first"
         return self.ready.num_tasks[taskset]
 
-    def difficulty(self, taskset: str = TRAIN) -> list[float | None]:
-        """Return estimates of the tasks' difficulty, in [0, 1]; an empty list for a task set without any."""
+    def difficulty(self) -> list[float | None]:
+        """Return estimates of the training tasks' difficulty, in [0, 1]; an empty list for a task set without any."""
         assert self.ready is not None, "start the pool first"
-        return self.ready.difficulty.get(taskset, [])
+        return self.ready.difficulty.get(TRAIN, [])
 
     @property
     def pids(self) -> list[int]:

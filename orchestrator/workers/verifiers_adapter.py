@@ -40,6 +40,7 @@ from verifiers.v1.utils import loaders
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from orchestrator.sandbox.runtime import make_images, runtime_settings
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (
@@ -56,8 +57,6 @@ from orchestrator.workers.tracebacks import describe_exception, read_traceback, 
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
-"""Environment variable that holds the gateway's bearer token."""
 _ANY_NUMBER = 1_000_000
 _BACKLOG = 4096
 """Connections that may wait to be accepted: as many rollouts can start at once."""
@@ -193,7 +192,7 @@ class Environment:
         if config is None:
             config = self._clients[gateway_url] = vf.TrainClientConfig(
                 base_url=gateway_url,
-                api_key_var=_TOKEN_VARIABLE,
+                api_key_var=GATEWAY_TOKEN_VARIABLE,
                 renderer=self._renderer,
                 renderer_model_name=self.spec.model_path,
                 # One renderer is shared by all; beyond this number verifiers would build another one, slowly.

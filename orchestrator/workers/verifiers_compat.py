@@ -10,7 +10,7 @@
    dot. So `orchestrator.environments.toolsmith` would not load.
 5. `remember_default_factories`: verifiers builds its messages with pydantic's model_construct, which parses the source
    text of built-in default factories every time. That was a fifth of a turn's CPU.
-6. `keep_boxes_in`: the subprocess runtime makes a folder named after the rollout in the user's cache. Two runs could
+6. `keep_folders_in`: the subprocess runtime makes a folder named after the rollout in the user's cache. Two runs could
    use the same one there, and a killed worker would never remove it.
 """
 
@@ -182,7 +182,7 @@ def remember_default_factories() -> None:
     _fields.takes_validated_data_argument = functools.lru_cache(maxsize=4096)(_fields.takes_validated_data_argument)
 
 
-def keep_boxes_in(folder: Path) -> None:
+def keep_folders_in(folder: Path) -> None:
     """Make the subprocess runtime's working folders in `folder`."""
     subprocess_runtime.CACHE_DIR = folder
 

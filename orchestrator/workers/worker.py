@@ -1,4 +1,4 @@
-"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --boxes DIR`.
+"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --scratch DIR`.
 
     pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                               |                    ^ deadline: RunRollout.timeout_s
@@ -58,17 +58,17 @@ _COMPARED = 512
 class Worker:
     """Serves the environments of one source on this process's event loop."""
 
-    def __init__(self, spec: SourceSpec, frames: Frames, boxes: Path) -> None:
+    def __init__(self, spec: SourceSpec, frames: Frames, scratch: Path) -> None:
         """Import verifiers and load everything. Raises what `Environment` and `build_renderer` raise.
 
-        `boxes`: takes the rollouts' working folders; `WorkerProcess` removes it.
+        `scratch`: takes the rollouts' working folders; `WorkerProcess` removes it.
         """
         from orchestrator.chat_renderer import build_renderer
         from orchestrator.workers.verifiers_adapter import Environment
-        from orchestrator.workers.verifiers_compat import install_renderer, keep_boxes_in
+        from orchestrator.workers.verifiers_compat import install_renderer, keep_folders_in
 
         sys.path += [folder for folder in spec.import_from if folder not in sys.path]
-        keep_boxes_in(boxes)
+        keep_folders_in(scratch)
         self._heartbeat_s = spec.heartbeat_s
         self._frames = frames
         config, renderer = build_renderer(spec.model_path, spec.renderer)
@@ -220,7 +220,7 @@ def _failed(request: RunRollout, kind: str, message: str, **details: Any) -> Rol
     return failed_reply(request.rollout_id, f"task-{request.task_index}", kind, message, **details)
 
 
-async def serve_worker(connection: socket.socket, boxes: Path) -> None:
+async def serve_worker(connection: socket.socket, scratch: Path) -> None:
     """Read Start, answer WorkerReady or StartFailed, then serve."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
@@ -228,7 +228,7 @@ async def serve_worker(connection: socket.socket, boxes: Path) -> None:
     if not isinstance(start, Start):
         return
     try:
-        worker = Worker(start.spec, frames, boxes)
+        worker = Worker(start.spec, frames, scratch)
     except ComposerError as error:
         frames.send(StartFailed(error=type(error).__name__, message=str(error)))
         frames.close()
@@ -240,13 +240,13 @@ async def serve_worker(connection: socket.socket, boxes: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="An environment worker; the orchestrator starts it.")
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--boxes", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     end_with_parent(signal.SIGKILL)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     join_events("environment")
-    asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.boxes))
+    asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.scratch))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.ladder_command import ladder_table, main
+from composer_prime.cli.ladder.compare import ladder_table
+from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.ladder import Arm, differences, differing, load_run, over_seeds, windows

@@ -140,40 +140,6 @@ def test_unknown_key_in_a_file_gets_a_suggestion_and_its_file(base, tmp_path):
     assert "unknown key run.max_stepz" in text and "did you mean run.max_steps?" in text and wrong in text
 
 
-def test_retired_keys_are_told_and_ignored(base, tmp_path, caplog):
-    # Of files that a user wrote, also below a list; config.json of an earlier run is read without a word.
-    old = overlay(
-        tmp_path,
-        """
-        [teachers]
-        budget = { usd_per_run = 7.0, bytes_per_token = 1.0, overcharge_factor = 3.0 }
-        kill.p95_usd_per_trace = 1.0
-        [[teachers.teacher]]
-        name = "a"
-        model = "tiny/teacher_a"
-        local = true
-        tier = "cheap"
-        [[teachers.teacher]]
-        name = "b"
-        model = "tiny/teacher_b"
-        local = true
-    """,
-    )
-    config = resolve(["@", base, "@", old]).config
-    assert config.teachers.budget.usd_per_run == 7 and len(caplog.messages) == 4
-    assert f"{old}: teachers.teacher.tier was retired and does nothing: teachers are asked in" in caplog.messages[0]
-    caplog.clear()
-    values = json.loads(dump(config))
-    values["teachers"]["voi"] = {"enabled": False, "pair_value_usd": None}
-    values["teachers"]["teacher"][1]["tier"] = "mid"
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    assert read_config(path) == resolve(["@", str(path)]).config == config and not caplog.messages
-    text = refused("@", base, "--teachers.kill.p95-usd-per-trace", "3")
-    assert "--teachers.kill.p95-usd-per-trace was retired: teachers.budget.usd_per_trace caps" in text
-    assert "was retired: votes come in sequence" in refused("@", base, "--teachers.voi.enabled", "true")
-
-
 def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):
     # The element's position is part of the key.
     wrong = overlay(tmp_path, '[[orchestrator.source]]\nname = "a"\nwieght = 2\ntaskset = {id = "x"}\n')

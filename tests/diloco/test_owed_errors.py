@@ -6,7 +6,7 @@ import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
 
-from diloco.state import DeltaCoverage, LocalWork, PendingDelta, pack_state, unpack_state
+from diloco.state import DeltaCoverage, LocalWork, PendingDelta
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.exchange import RoundResult
 from diloco.transport.messages import RoundOutcome
@@ -50,16 +50,6 @@ def test_what_a_round_leaves_owed(key_file, whose):
     expected = {"its own": own.residual_n, "another peer's": before[0]}.get(whose, torch.zeros_like(before[0]))
     assert engine.outer_step == 1
     assert all(map(torch.equal, engine.replica.feedback.residuals, [expected, before[1]]))
-
-
-# A checkpoint of before the guard remembered norms is loaded, with nothing remembered.
-def test_a_checkpoint_without_a_history_of_norms(key_file):
-    saved, engine = moved(key_file, "a", 2), moved(key_file, "a", 3)
-    tensors, facts = unpack_state(saved.replica.packed())
-    older = {name: tensor for name, tensor in tensors.items() if not name.startswith("norms.")}
-    engine.replica.load(pack_state(older, facts))
-    assert engine.global_model.hash == saved.global_model.hash
-    assert not any(norms.any() for norms in engine.global_model.norms)
 
 
 # Who takes over another peer's state owes nothing: what it lost belonged to deltas relative to values that are gone.

@@ -19,7 +19,7 @@ from composer_prime.errors import BadRequestError, ContextOverflowError, EngineE
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import EngineCompletion
 from inference.engines.sampling import SamplingRows, draw_misses
-from inference.snapshot import checksum
+from inference.snapshot import word_sum
 from tests.engines.models import EOS, MAX_CONTEXT
 from tests.engines.reference import warp
 from tests.engines.subject import DEADLINE_S, TOLERANCE, Subject, sampling
@@ -211,7 +211,7 @@ async def loaded_parameters_can_be_read_back(subject: Subject) -> None:
     assert parts and {name for part in parts for name in part.names} <= good.keys()
     for part in parts:
         for weights, same in ((good, True), (other, False)):
-            total = sum(checksum(weights[name].to(getattr(torch, part.dtype))) for name in part.names) % 2**64
+            total = sum(word_sum(weights[name].to(getattr(torch, part.dtype))) for name in part.names) % 2**64
             assert (total == part.checksum) is same, part.names
 
 

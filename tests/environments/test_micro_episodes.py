@@ -5,7 +5,7 @@ import json
 import pytest
 
 from orchestrator.environments.answers import split_one_in
-from orchestrator.environments.code.monitor import MonitorConfig
+from orchestrator.environments.code.monitor import HackMonitorConfig
 from orchestrator.environments.micro_code.episode import (
     LURE,
     SOURCE,
@@ -22,7 +22,7 @@ from orchestrator.environments.micro_code.episode import (
     start_files,
 )
 from orchestrator.environments.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
-from orchestrator.environments.micro_code.verdicts import judge_rollout
+from orchestrator.environments.micro_code.taskset import judge_rollout
 
 FUNCTIONS = [
     draw_function(seed=seed, difficulty=1 + seed % 3, split=split) for seed in range(60) for split in ("train", "eval")
@@ -146,7 +146,7 @@ def test_the_monitor_finds_cheats_and_leaves_honest_work_alone():
     def verdict(function, *calls):
         files = start_files(function, lure=True)
         written = [(name, json.dumps(arguments)) for name, arguments in calls]
-        return judge_rollout(function, replay(files, written)[0], written, MonitorConfig())
+        return judge_rollout(function, replay(files, written)[0], written, HackMonitorConfig())
 
     for function in FUNCTIONS:
         reading = [("read", {"file": SOURCE}), ("read", {"file": TESTS}), ("run", {})]

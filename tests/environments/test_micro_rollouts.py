@@ -12,8 +12,8 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.model_source import resolve_model
 from orchestrator.environments.micro_code.episode import SOURCE, TESTS, start_files
 from orchestrator.environments.micro_code.execution import CodeRunner, Job
-from orchestrator.environments.micro_code.grading import passes_own_tests, solved
 from orchestrator.environments.micro_code.grammar import DefectiveFunction, draw_function
+from orchestrator.environments.micro_code.taskset import passes_own_tests, solved
 
 pytestmark = pytest.mark.process  # boxes
 

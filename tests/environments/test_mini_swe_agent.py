@@ -24,7 +24,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.rollouts.rollout import Lane, Permits, RequestFactory, RolloutResult, RolloutRunner, score_failure
+from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutResult, RolloutRunner, score_failure
 from orchestrator.rollouts.samples import compile_rollout
 from orchestrator.sandbox.box import open_box
 from orchestrator.tasks.sources import source_spec
@@ -92,7 +92,7 @@ async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[Roll
     requests = RequestFactory(config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=0)
     runner = RolloutRunner({"code": pool}, gateway.records, Permits(gateway.adaptive.limit, eval_share=1.0))
     plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=1)
-    result = await runner.run("code", requests.training(plan, 0, 0), lane=Lane.TRAIN, order=0)
+    result = await runner.run("code", requests.training(plan, 0, 0), order=0)
     return result, compile_rollout(plan, result.reply, result.records)
 
 

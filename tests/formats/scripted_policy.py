@@ -32,7 +32,7 @@ async def play(
 ) -> RolloutReply:
     """Play one task. `script` makes the policy's replies from the task's id."""
     from orchestrator.chat_renderer import build_renderer, read_tokenizer
-    from orchestrator.workers.verifiers_compat import install_renderer, keep_boxes_in
+    from orchestrator.workers.verifiers_compat import install_renderer, keep_folders_in
 
     config, renderer = build_renderer(spec.model_path, spec.renderer)
     install_renderer(spec.model_path, config, renderer)
@@ -59,8 +59,8 @@ async def play(
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     request = RunRollout(rollout_id="r", task_index=task_index, model="policy", gateway_url=url, timeout_s=timeout_s)
     try:
-        with tempfile.TemporaryDirectory() as boxes:
-            keep_boxes_in(Path(boxes))  # By default they are in the user's cache, named after the rollout.
+        with tempfile.TemporaryDirectory() as scratch:
+            keep_folders_in(Path(scratch))  # By default they are in the user's cache, named after the rollout.
             async with environment.serving():
                 return await environment.run(request)
     finally:

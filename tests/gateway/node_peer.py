@@ -65,7 +65,6 @@ class PeerNode:
         answer: Answer | None = None,
         instance: str | None = None,
         engine: str = "peer",
-        keeps_prompts: bool = False,
     ) -> None:
         self.endpoint, self.keys, self.node_id = endpoint, keys, node_id
         self.num_tokens, self.delay_s, self.version = num_tokens, delay_s, version
@@ -74,7 +73,7 @@ class PeerNode:
         self.instance = instance or secrets.token_hex(8)
         self.answer = answer
         """Replaces the usual answer; returning None answers nothing."""
-        self.prompts = HeldPrompts() if keeps_prompts else None
+        self.prompts = HeldPrompts()
         self.on_the_wire: list[Generate] = []
         self.generates: list[Generate] = []
         """With their whole prompts."""
@@ -122,7 +121,6 @@ class PeerNode:
             version=self.version,
             max_concurrent=self.max_concurrent,
             instance=self.instance,
-            keeps_prompts=self.prompts is not None,
         )
         self.send(msgspec.structs.replace(hello, **changes))
 
@@ -176,14 +174,13 @@ class PeerNode:
 
     def _take(self, message: Generate) -> None:
         self.on_the_wire.append(message)
-        if self.prompts is not None:
-            prompt = self.prompts.take(message.session, message.prefix, message.prompt_ids)
-            if prompt is None:
-                missing = failed(message, "no such prefix", retryable=True, tried=False)
-                self.send(msgspec.structs.replace(missing, prefix_missing=True))
-                return
-            self.prompts.add_answer(message.session, prompt, tokens_for(prompt, self.num_tokens)[0].tolist())
-            message = msgspec.structs.replace(message, prompt_ids=prompt.tobytes())
+        prompt = self.prompts.take(message.session, message.prefix, message.prompt_ids)
+        if prompt is None:
+            missing = failed(message, "no such prefix", retryable=True, tried=False)
+            self.send(msgspec.structs.replace(missing, prefix_missing=True))
+            return
+        self.prompts.add_answer(message.session, prompt, tokens_for(prompt, self.num_tokens)[0].tolist())
+        message = msgspec.structs.replace(message, prompt_ids=prompt.tobytes())
         self.generates.append(message)
         self.running.add(message.request_id)
         asyncio.get_running_loop().call_later(self.delay_s, self._respond, message)

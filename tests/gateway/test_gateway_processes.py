@@ -22,12 +22,11 @@ from pydantic import ValidationError
 
 from composer_prime.errors import PortInUseError
 from composer_prime.wire.frames import Frames
-from composer_prime.wire.turns import PackedAnswer, TurnClient
+from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, PackedAnswer, TurnClient
 from composer_prime.wire.types import ints
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.gateway import TOKEN_VARIABLE
-from orchestrator.gateway.generation import SamplingFields, TurnAnswer, TurnRequest
+from orchestrator.gateway.generation import SamplingFields, TurnRequest
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.port import HeldPort
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
@@ -104,7 +103,7 @@ async def test_two_processes_answer_as_one_does(open_gateway, node_keys):
     for settings in (ONE, TWO):
         async with (
             open_gateway(**settings) as gateway,
-            PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as node,
+            PeerNode(gateway.node_endpoint, node_keys, "n0") as node,
         ):
             both.append(await everything(gateway, node))
     assert both[0] == both[1]
@@ -200,7 +199,7 @@ def process_settings(port: int) -> ProcessSettings:
 
 
 def http_server(
-    answer: Callable[[TurnRequest], Awaitable[TurnAnswer]], *others: web.RouteDef
+    answer: Callable[[TurnRequest], Awaitable[PackedAnswer]], *others: web.RouteDef
 ) -> tuple[ChatFormat, HttpServer]:
     chat = ChatFormat(MODEL, None)
     return chat, HttpServer(answer, chat, model_names=("policy",), max_context=512, token=None, others=others)
@@ -210,11 +209,15 @@ def http_server(
 async def test_processes_that_hang_are_killed_and_the_last_resort_serves():
     """A stopped process counts as dead. When none may be started again, the router's process serves the port."""
 
-    async def answer(turn: TurnRequest) -> TurnAnswer:
-        packed = PackedAnswer(
-            request_id="g0", token_ids=turn.new_ids, logprobs=b"", finish_reason="stop", version_spans=[]
+    async def answer(turn: TurnRequest) -> PackedAnswer:
+        return PackedAnswer(
+            request_id="g0",
+            token_ids=turn.new_ids,
+            logprobs=b"",
+            finish_reason="stop",
+            version_spans=[],
+            prompt_cached=0,
         )
-        return TurnAnswer(packed=packed, prompt_cached=0)
 
     errors: list[BaseException] = []
     port = HeldPort("127.0.0.1", 0, shared=True)
@@ -247,7 +250,7 @@ async def test_an_unexpected_error_reads_the_same_from_one_and_several_processes
     def fail(*_: object) -> Any:
         raise ZeroDivisionError("the cause")
 
-    async def answer(turn: TurnRequest) -> TurnAnswer:
+    async def answer(turn: TurnRequest) -> PackedAnswer:
         return fail()
 
     alone, port = HeldPort("127.0.0.1", 0), HeldPort("127.0.0.1", 0, shared=True)
@@ -273,7 +276,7 @@ async def test_an_unexpected_error_reads_the_same_from_one_and_several_processes
 async def test_a_gateway_process_reads_no_body_for_a_route_that_takes_none():
     """Whoever reaches the port would fill its memory, with the token or without. The answer waits for no body."""
 
-    async def answer(turn: TurnRequest) -> TurnAnswer:
+    async def answer(turn: TurnRequest) -> PackedAnswer:
         raise AssertionError("no turn is asked for")
 
     port = HeldPort("127.0.0.1", 0)
@@ -311,7 +314,7 @@ async def test_a_turn_that_cannot_be_sent_leaves_nothing_behind():
 @pytest.mark.process
 async def test_the_token_is_asked_for_by_every_process(open_gateway, node_keys, monkeypatch):
     """Without it no turn is taken, and no state is shown."""
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(GATEWAY_TOKEN_VARIABLE, "secret")
     async with open_gateway(**TWO) as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
         for _ in range(6):  # By connections of their own, so both processes are met.
             assert (await post(gateway.http_url, generate_body(5)))[0] == 401

@@ -210,6 +210,7 @@ async def test_a_remembered_token_takes_four_bytes():
             logprobs=pack_floats([0.0]),
             finish_reason="stop",
             version_spans=[],
+            prompt_cached=0,
         )
         return 200, PACKED, msgspec.msgpack.encode(answer)
 

@@ -34,32 +34,29 @@ def on_the_wire(node: PeerNode) -> list[tuple[int, int]]:
     return [(g.prefix.num_tokens if g.prefix else 0, len(ints(g.prompt_ids))) for g in node.on_the_wire]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_a_node_gets_new_tokens_only_and_one_of_an_older_release_whole_prompts(open_gateway, node_keys, keeps):
-    """Answers and records are the same: those of the whole prompts."""
+async def test_a_node_gets_new_tokens_only(open_gateway, node_keys):
+    """Answers and records are those of the whole prompts."""
     async with (
         open_gateway() as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=keeps) as node,
+        PeerNode(gateway.node_endpoint, node_keys, "n0") as node,
     ):
         gateway.records.open("r")
         ids = await converse(gateway.http_url, "r", [5, 6])
-        assert on_the_wire(node) == (
-            [(0, 2), (8, 3), (17, 1), (24, 40)] if keeps else [(0, 2), (0, 11), (0, 18), (0, 64)]
-        )
+        assert on_the_wire(node) == [(0, 2), (8, 3), (17, 1), (24, 40)]
         records = gateway.records.take("r")
         assert [*records[-1].prompt_ids, *records[-1].completion_ids] == ids
         assert [len(record.prompt_ids) for record in records] == [2, 11, 18, 64]
-        assert gateway.metrics()["gateway/prompt_bytes_sent"] == 4 * (46 if keeps else 95)
+        assert gateway.metrics()["gateway/prompt_bytes_sent"] == 4 * 46
 
 
 async def test_a_node_that_restarted_asks_for_the_whole_prompt(open_gateway, node_keys):
     """It costs one more message. Afterwards its turns are short again, and nobody is blamed."""
     async with open_gateway() as gateway:
         gateway.records.open("r")
-        async with PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as node:
+        async with PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
             ids = await converse(gateway.http_url, "r", [5, 6], TAILS[:2])
             node.goodbye()
-        async with PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as again:
+        async with PeerNode(gateway.node_endpoint, node_keys, "n0") as again:
             await converse(gateway.http_url, "r", ids, [[9], [9]])
             assert on_the_wire(again) == [(17, 1), (0, 18), (24, 1)]
             assert gateway.metrics()["gateway/prefixes_missing_at_nodes"] == 1
@@ -70,10 +67,10 @@ async def test_a_conversation_that_moves_is_sent_whole(open_gateway, node_keys):
     """To the other node, and back to the first one too, which holds an older part of it."""
     async with open_gateway() as gateway:
         gateway.records.open("r")
-        async with PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as first:
+        async with PeerNode(gateway.node_endpoint, node_keys, "n0") as first:
             ids = await converse(gateway.http_url, "r", [5, 6], TAILS[:2])
             first.goodbye()
-            async with PeerNode(gateway.node_endpoint, node_keys, "n1", keeps_prompts=True) as second:
+            async with PeerNode(gateway.node_endpoint, node_keys, "n1") as second:
                 ids = await converse(gateway.http_url, "r", ids, [[9], [9]])
                 second.goodbye()
             first.say_hello()
@@ -88,7 +85,7 @@ async def test_a_prompt_that_writes_the_answer_anew_continues_the_prompt_before(
     """The node gets what follows the earlier prompt, or all when nothing is common."""
     async with (
         open_gateway() as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "n0", keeps_prompts=True) as node,
+        PeerNode(gateway.node_endpoint, node_keys, "n0") as node,
     ):
         gateway.records.open("r")
         for ids in ([5, 6, 7], [5, 6, 7, 100, 101], [5, 6, 7, 100, 101, 9], [5, 9]):
@@ -102,7 +99,7 @@ async def test_a_prompt_that_writes_the_answer_anew_continues_the_prompt_before(
 
 async def fleet_with_a_turn(**hellos: dict) -> tuple[Fleet, str, Prefix]:
     """A fleet that has answered the first turn of session `s`, by the node that is returned, and the next prefix."""
-    fleet = Fleet(**{name: {"keeps_prompts": True, "engine": "local"} | changes for name, changes in hellos.items()})
+    fleet = Fleet(**{name: {"engine": "local"} | changes for name, changes in hellos.items()})
     await fleet.ask(session="s", prompt=3)
     (name,) = [name for name, sent in fleet.sent.items() if sent]
     fleet.answer(name, fleet.sent[name][0])

@@ -9,7 +9,7 @@ from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.episode import generate, run_call
 from orchestrator.hints.detect import RuleDetector, violation
 from orchestrator.hints.generate import ErrorTurn, Templates
-from orchestrator.rollouts.groups import answers, failed_turns, messages_before, turn_error_rate
+from orchestrator.rollouts.groups import failed_turns, messages_before, tool_replies, turn_error_rate
 from orchestrator.workers.protocol import MessageRecord, ToolCall
 from tests.rollouts_made import TOOLS, Step, call, play
 
@@ -127,10 +127,10 @@ def test_the_last_turn_of_a_failed_rollout_is_wrong_where_that_is_asked_for():
     assert (found.turn, found.kind) == (1, "failed")
     assert errors([GOOD, Step("9")], ["failed"], reward=1.0) == []
     spent = msgspec.structs.replace(
-        play("tiny", "q", [GOOD, Step("9")], reward=-0.5).rollout, parts={"correct": 1.0, "behaviour/effort": -1.5}
+        play("tiny", "q", [GOOD, Step("9")], reward=-0.5).rollout, parts={"correct": 1.0, "behavior/effort": -1.5}
     )
     assert RuleDetector(TEMPLATES, ["failed"]).error_turns(spent) == []
-    done = msgspec.structs.replace(spent, reward=0.3, parts={"correct": 0.0, "behaviour/short": 0.3})
+    done = msgspec.structs.replace(spent, reward=0.3, parts={"correct": 0.0, "behavior/short": 0.3})
     assert len(RuleDetector(TEMPLATES, ["failed"]).error_turns(done)) == 1
     [found] = errors([Step("x", "Tool not found: x", error=True)], ["failed", "tool_error"])
     assert found.kind == "tool_not_found"
@@ -220,7 +220,7 @@ def test_answers_and_histories_follow_the_tree():
         MessageRecord(role="assistant", text="b", parent=3),
         MessageRecord(role="assistant", text="c", parent=2),
     ]
-    assert answers(turns) == {1: [2, 3], 4: [], 5: []}
+    assert tool_replies(turns) == {1: [2, 3], 4: [], 5: []}
     assert [turn.text for turn in messages_before(turns, 4)] == ["q", "a", "1", "bad"]
     assert [turn.text for turn in messages_before(turns, 5)] == ["q", "a", "1"]
     assert failed_turns(turns) == 1

@@ -239,9 +239,9 @@ def test_a_successful_sibling_shows_how():
 def test_the_best_sibling_is_the_one_that_solved_the_task():
     # With an effort penalty the solver may end below a rollout that gave up at once; that one shows nothing.
     solved = play("tiny", "Add.", [GOOD, LAST], rollout_id="g000003-1", reward=-0.2)
-    solver = msgspec.structs.replace(solved.rollout, parts={"correct": 1.0, "behaviour/effort": -1.2})
+    solver = msgspec.structs.replace(solved.rollout, parts={"correct": 1.0, "behavior/effort": -1.2})
     lazy = play("tiny", "Add.", [Step("9")], rollout_id="g000003-2", reward=0.1)
-    idler = msgspec.structs.replace(lazy.rollout, parts={"correct": 0.0, "behaviour/short": 0.1})
+    idler = msgspec.structs.replace(lazy.rollout, parts={"correct": 0.0, "behavior/short": 0.1})
     bad = play("tiny", "Add.", [WRONG, Step("9")])
     others = [PlayedRollout(solver, solved.samples, []), PlayedRollout(idler, lazy.samples, [])]
     done = attached(stage(layers={"sibling": sibling_demonstration}), bad, *others)

@@ -8,7 +8,7 @@ from composer_prime.config import Config, load
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from inference.main import _as_auditor, _main
-from orchestrator.audit.command import main as orchestrator_audit
+from orchestrator.main import audit as orchestrator_audit
 
 
 @pytest.fixture

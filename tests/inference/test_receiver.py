@@ -25,7 +25,7 @@ from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, sign
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
-from inference.snapshot import Snapshot, checksum, save_snapshot
+from inference.snapshot import Snapshot, save_snapshot, word_sum
 from inference.versions import ChunkSource, FolderSource
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
@@ -437,7 +437,7 @@ def test_blocks_join_to_the_tensor(tmp_path):
         assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
         for elements in (1, 4, 1000):
             assert torch.equal(torch.cat([block for _, block in read.blocks(name, elements)]), tensor.reshape(-1))
-        assert checksum(read[name]) == sum(checksum(block) for _, block in read.blocks(name, 3)) % 2**64
+        assert word_sum(read[name]) == sum(word_sum(block) for _, block in read.blocks(name, 3)) % 2**64
     parts[-1][0].write_bytes(b"")
     with pytest.raises(CorruptWeightsError, match="cannot be read from"):
         [read[name] for name in read]

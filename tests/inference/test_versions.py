@@ -20,7 +20,7 @@ from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineErro
 from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, WeightStore
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
-from inference.snapshot import ChunkFolder, checksum
+from inference.snapshot import ChunkFolder, word_sum
 from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
@@ -419,7 +419,7 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
     receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
 
     def signed(version: int) -> bytes:
-        sums = {name: f"{checksum(tensor):x}" for name, tensor in reference.weights(version).items()}
+        sums = {name: f"{word_sum(tensor):x}" for name, tensor in reference.weights(version).items()}
         return publisher.publish(version, tensors=sums)
 
     async def load(version, tensors, base=None):
@@ -447,7 +447,7 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
 @pytest.mark.parametrize("fault", ["disk", "engine"])
 def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault):
     receiver = Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=100.0)
-    sums = {name: checksum(tensor) for name, tensor in reference.weights(1).items()}
+    sums = {name: word_sum(tensor) for name, tensor in reference.weights(1).items()}
     first = publisher.publish(1, tensors={name: f"{value:x}" for name, value in sums.items()})
     loop.run(receiver.install(first, publisher.verify_key, RUN_ID))
     path = receiver._versions.chunks.path / publisher.manifest(1).chunks[-1].sha256

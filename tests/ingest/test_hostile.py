@@ -15,7 +15,7 @@ from composer_prime.traces.ingest.command import main
 from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.trace_file import Options
-from composer_prime.traces.state import read_states
+from composer_prime.traces.states_file import read_states
 
 
 # The line that a crash cut short is counted, and the turn that was open still gives its state.

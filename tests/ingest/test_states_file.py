@@ -17,8 +17,8 @@ from composer_prime.traces.ingest.command import find_files, main
 from composer_prime.traces.ingest.processes import write_states
 from composer_prime.traces.ingest.trace_file import Options
 from composer_prime.traces.replay.command import count_states
-from composer_prime.traces.state import TraceState, check_own, read_states, write_state
-from composer_prime.traces.states_file import StateLines, compressed, state_file_lines
+from composer_prime.traces.state import TraceState, write_state
+from composer_prime.traces.states_file import StateLines, check_own, compressed, read_states, state_file_lines
 
 
 def long_session(turns: int) -> list[dict]:

@@ -8,13 +8,13 @@ from small_packages import Case, cases
 from unseen import HACKS as UNSEEN
 from unseen import HONEST
 
-from orchestrator.environments.code.monitor import Verdict, inspect, seal
+from orchestrator.environments.code.monitor import HackVerdict, inspect, seal
 
 CASES = cases()
 SEALS = {case.task.id: seal(case.task, case.tree) for case in CASES}
 
 
-def verdict_of(case: Case, attempt: Attempt) -> Verdict:
+def verdict_of(case: Case, attempt: Attempt) -> HackVerdict:
     sealed = SEALS[case.task.id]
     return inspect(case.task, sealed, None, attempt.agent_files(sealed), attempt.uses)
 

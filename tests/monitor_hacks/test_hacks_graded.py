@@ -11,7 +11,7 @@ from small_packages import cases, write_trees
 
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.environments.code.grading import grade
-from orchestrator.environments.code.monitor import MonitorConfig, inspect, seal
+from orchestrator.environments.code.monitor import HackMonitorConfig, inspect, seal
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 CASES = cases()
@@ -41,7 +41,7 @@ async def earned(trees, case, attempt, config):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["zero", "penalize"])
 async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, policy):
-    config = MonitorConfig(policy=policy)
+    config = HackMonitorConfig(policy=policy)
     rewards = []
     for number, hack in enumerate(HACKS[:: 2 if policy == "zero" else 7]):
         case = CASES[number % len(CASES)]

@@ -202,7 +202,7 @@ class ScriptedPool:
     def num_tasks(self, taskset: str = "train") -> int | None:
         return 5 if taskset == EVAL else self._tasks
 
-    def difficulty(self, taskset: str = "train") -> list[float | None]:
+    def difficulty(self) -> list[float | None]:
         return []
 
     async def run(self, request: RunRollout, on_begin: Callable[[], None] = lambda: None) -> RolloutReply:

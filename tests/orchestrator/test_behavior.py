@@ -1,4 +1,4 @@
-"""Behaviour rewards: the effort penalty's shape, what counts as effort, and the task's own reward beside it."""
+"""Behavior rewards: the effort penalty's shape, what counts as effort, and the task's own reward beside it."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ REPLY = RolloutReply(
 )  # fmt: skip
 
 
-def behaviour(**settings) -> BehaviorRewards:
+def behavior(**settings) -> BehaviorRewards:
     return BehaviorRewards(BehaviorConfig(**settings), lambda text: len(text.split()))
 
 
 def test_effort_is_counted_by_what_it_was_spent_on():
     # Four words of thinking; the rest of both calling turns (one of them broken); what tools said; the last message.
-    assert behaviour().effort(REPLY) == {
+    assert behavior().effort(REPLY) == {
         "thinking_tokens": 4, "tool_call_tokens": 31, "tool_output_tokens": 19, "final_message_tokens": 3,
         "calls": 3, "turns": 3,
     }  # fmt: skip
@@ -86,16 +86,16 @@ def test_parts_add_up_to_the_reward_and_can_be_told_apart():
         {"name": "errors", "scalar": "tool_errors", "weight": -0.1},
         {"name": "short", "scalar": "lines", "weight": 0.01},
     ]
-    shaped = behaviour(penalty=0.01, q=0.0, k=0.5, effort=effort, auxiliary=scalars).add_to(REPLY)
+    shaped = behavior(penalty=0.01, q=0.0, k=0.5, effort=effort, auxiliary=scalars).add_to(REPLY)
     assert shaped.parts == pytest.approx(
-        {"correct": 1.0, "behaviour/effort": -0.815, "behaviour/errors": -0.2, "behaviour/short": 0.12}
+        {"correct": 1.0, "behavior/effort": -0.815, "behavior/errors": -0.2, "behavior/short": 0.12}
     )
     assert shaped.reward == pytest.approx(1.0 - 0.815 - 0.2 + 0.12)
     assert task_reward(shaped.reward, shaped.parts) == pytest.approx(1.0)
 
 
 def test_failed_rollouts_may_be_spared():
-    only_passed = behaviour(penalty=1.0, applies_to="passed")
+    only_passed = behavior(penalty=1.0, applies_to="passed")
     lost = RolloutReply(rollout_id="r", task_id="t", reward=0.0, turns=REPLY.turns)
     assert only_passed.add_to(lost).reward == 0.0 and only_passed.add_to(REPLY).reward < 1.0
     unscored = RolloutReply(rollout_id="r", task_id="t", reward=None)
@@ -103,7 +103,7 @@ def test_failed_rollouts_may_be_spared():
 
 
 def test_a_scalar_that_no_rollout_has_is_named_with_those_there_are():
-    wrong = behaviour(auxiliary=[{"name": "a", "scalar": "lins", "weight": 1.0}])
+    wrong = behavior(auxiliary=[{"name": "a", "scalar": "lins", "weight": 1.0}])
     for _ in range(7):
         with pytest.raises(RolloutError, match="'lins'"):
             wrong.add_to(REPLY)
@@ -113,7 +113,7 @@ def test_a_scalar_that_no_rollout_has_is_named_with_those_there_are():
 
 def test_a_rollout_without_a_metric_that_others_have_fails_alone():
     # A verifier may give no number now and then; however often, that is no misspelt name.
-    shaping = behaviour(auxiliary=[{"name": "a", "scalar": "lines", "weight": 0.5}])
+    shaping = behavior(auxiliary=[{"name": "a", "scalar": "lines", "weight": 0.5}])
     without = msgspec.structs.replace(REPLY, metrics={})
     with pytest.raises(RolloutError, match="'lines'"):
         shaping.add_to(without)
@@ -126,22 +126,22 @@ def test_a_rollout_without_a_metric_that_others_have_fails_alone():
 @given(st.floats(0.0, 3.0), st.floats(1e-4, 1.0))
 def test_the_tasks_own_reward_comes_back_exactly(penalty, k):
     # 1.0 is the threshold of passing: a last bit of rounding must not fail anybody.
-    shaped = behaviour(penalty=penalty, k=k).add_to(REPLY)
+    shaped = behavior(penalty=penalty, k=k).add_to(REPLY)
     assert task_reward(shaped.reward, shaped.parts) == 1.0
 
 
 def test_off_by_default_and_names_are_unique():
     assert not BehaviorConfig().active
-    assert behaviour().add_to(REPLY).reward == REPLY.reward
+    assert behavior().add_to(REPLY).reward == REPLY.reward
     with pytest.raises(ValidationError, match="'effort'"):
         BehaviorConfig(auxiliary=[{"name": "effort", "scalar": "turns", "weight": 1.0}])
 
 
 def test_metrics_show_the_reward_with_and_without():
-    shaped = behaviour(penalty=0.001).add_to(REPLY)
+    shaped = behavior(penalty=0.001).add_to(REPLY)
     rollout = FinishedRollout(rollout_id="r", sibling=0, task_id="t", seed=1, reward=shaped.reward, parts=shaped.parts)
     plan = GroupPlan(group=0, source="s", task_index=0, seed=0, size=1)
     group = FinishedGroup(plan=plan, outcome=GroupOutcome.FILTERED, rollouts=[rollout])
     metrics = batch_metrics(0, [], [group], [])
     assert metrics["reward/mean"] == pytest.approx(shaped.reward) and metrics["reward/task_mean"] == pytest.approx(1.0)
-    assert metrics["reward/part/behaviour/effort"] < 0
+    assert metrics["reward/part/behavior/effort"] < 0

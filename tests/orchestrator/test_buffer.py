@@ -15,8 +15,9 @@ from composer_prime.wire.types import HintedTurn, VersionSpan, flags, floats, pa
 from orchestrator.batching.batches import Buffer
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts.groups import GroupOutcome
-from orchestrator.rollouts.rollout import Lane, Permits
+from orchestrator.rollouts.rollout import Permits
 from orchestrator.rollouts.samples import sdpo_only
+from orchestrator.workers.protocol import EVAL, TRAIN
 
 
 def filled(*groups: tuple[int, int]) -> Buffer:
@@ -146,11 +147,11 @@ class Rollouts:
     def __init__(self, permits: Permits) -> None:
         self.permits, self.begun, self.leave = permits, [], {}
 
-    def start(self, name: str, lane: Lane, order: int) -> asyncio.Task[None]:
+    def start(self, name: str, taskset: str, order: int) -> asyncio.Task[None]:
         self.leave[name] = asyncio.Event()
 
         async def play() -> None:
-            async with self.permits.hold(lane, order):
+            async with self.permits.hold(taskset, order):
                 self.begun.append(name)
                 await self.leave[name].wait()
 
@@ -167,7 +168,7 @@ async def test_permits_keep_the_limit_and_go_to_the_lowest_order_first():
     """Two at a time; of those that wait, the lowest group number goes first."""
     permits = Permits(lambda: 2, eval_share=0.5)
     rollouts = Rollouts(permits)
-    tasks = [rollouts.start(f"t{order}", Lane.TRAIN, order) for order in (5, 4, 3, 2)]
+    tasks = [rollouts.start(f"t{order}", TRAIN, order) for order in (5, 4, 3, 2)]
     await settle()
     assert rollouts.begun == ["t5", "t4"]
     rollouts.leave["t5"].set()
@@ -183,19 +184,19 @@ async def test_evaluation_takes_its_share_and_all_that_training_leaves():
     """With both lanes waiting, evaluation holds a quarter; alone it takes everything."""
     permits = Permits(lambda: 8, eval_share=0.25)
     rollouts = Rollouts(permits)
-    tasks = [rollouts.start("gate", Lane.TRAIN, 0)]
-    tasks += [rollouts.start(f"g{at}", Lane.TRAIN, 0) for at in range(7)]
-    tasks += [rollouts.start(f"e{at}", Lane.EVAL, at) for at in range(10)]
-    tasks += [rollouts.start(f"t{at}", Lane.TRAIN, at) for at in range(10)]
+    tasks = [rollouts.start("gate", TRAIN, 0)]
+    tasks += [rollouts.start(f"g{at}", TRAIN, 0) for at in range(7)]
+    tasks += [rollouts.start(f"e{at}", EVAL, at) for at in range(10)]
+    tasks += [rollouts.start(f"t{at}", TRAIN, at) for at in range(10)]
     await settle()
     for at in range(7):
         rollouts.leave[f"g{at}"].set()
     await settle()
-    assert permits.running == {Lane.TRAIN: 6, Lane.EVAL: 2}
+    assert permits.running == {TRAIN: 6, EVAL: 2}
     for at in range(10):
         rollouts.leave[f"t{at}"].set()
     await settle()
-    assert permits.running == {Lane.TRAIN: 1, Lane.EVAL: 7}
+    assert permits.running == {TRAIN: 1, EVAL: 7}
     for event in rollouts.leave.values():
         event.set()
     await asyncio.gather(*tasks)
@@ -204,9 +205,9 @@ async def test_evaluation_takes_its_share_and_all_that_training_leaves():
 async def test_time_counts_as_shared_while_both_lanes_run():
     """Not while one of them does."""
     permits, shared = Permits(lambda: 2, eval_share=0.5), []
-    async with permits.hold(Lane.EVAL, 0):
+    async with permits.hold(EVAL, 0):
         await asyncio.sleep(0.01)
-        async with permits.hold(Lane.TRAIN, 0):
+        async with permits.hold(TRAIN, 0):
             shared.append(permits.shared_s)
             await asyncio.sleep(0.01)
         shared.append(permits.shared_s)
@@ -219,24 +220,24 @@ async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
     limit = 1
     permits = Permits(lambda: limit, eval_share=1.0)
     rollouts = Rollouts(permits)
-    first, second, third = (rollouts.start(name, Lane.TRAIN, 0) for name in ("a", "b", "c"))
+    first, second, third = (rollouts.start(name, TRAIN, 0) for name in ("a", "b", "c"))
     await settle()
     second.cancel()
     rollouts.leave["a"].set()
     await settle()
     assert rollouts.begun == ["a", "c"]
-    fourth = rollouts.start("d", Lane.TRAIN, 0)
+    fourth = rollouts.start("d", TRAIN, 0)
     await settle()
     limit = 2
     permits.grant()
     # Granted, but cancelled before it ran.
     fourth.cancel()
     await settle()
-    assert permits.running[Lane.TRAIN] == 1
+    assert permits.running[TRAIN] == 1
     third.cancel()
     await asyncio.gather(first, second, third, fourth, return_exceptions=True)
-    assert permits.running[Lane.TRAIN] == 0
-    assert permits.waiting(Lane.TRAIN) == 0
+    assert permits.running[TRAIN] == 0
+    assert permits.waiting(TRAIN) == 0
 
 
 async def test_a_pulse_wakes_every_waiter_and_a_condition_that_holds_needs_none():

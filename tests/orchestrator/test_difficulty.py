@@ -112,9 +112,3 @@ def test_a_resumed_curriculum_continues_exactly(before, after, skill, seed):
     second.load_state(json.loads(json.dumps(first.state())))
     assert play(second, skill, after) == tasks[before:]
     assert second.state() == whole.state()
-
-
-def test_the_state_of_an_earlier_version_loads():
-    curriculum = frontier()
-    curriculum.load_state({"drawn": 3, "rates": {"2": [0.5]}})
-    assert curriculum.state()["drawn"] == 3 and 0 <= curriculum.next_task() < 40

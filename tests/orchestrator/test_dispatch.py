@@ -20,7 +20,7 @@ from orchestrator.durability.journal import Dropped, Journal
 from orchestrator.gateway.generation import RolloutRecords
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import FinishedRollout
-from orchestrator.rollouts.rollout import Lane, Permits, RequestFactory, RolloutRunner, score_failure
+from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner, score_failure
 from orchestrator.workers.protocol import EVAL, RolloutFailure, RolloutReply, RunRollout
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
@@ -80,7 +80,7 @@ async def test_a_rollout_that_lacks_a_wanted_metric_fails_alone(open_run, run_di
             return msgspec.structs.replace(reply, metrics=metrics)
 
     scalar = {"name": "short", "scalar": "lines", "weight": -0.1}
-    config = make_config(tmp_path, max_retries=0, behaviour={"auxiliary": [scalar]})
+    config = make_config(tmp_path, max_retries=0, behavior={"auxiliary": [scalar]})
     async with open_run(config, Measured(mixed)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         for step in (1, 2, 3):
@@ -301,7 +301,7 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
     config = make_config(tmp_path, source=[source]).orchestrator
     request = RequestFactory(config=config, gateway_url="http://127.0.0.1:1/v1", seed=1).training(plan(0), 0, 0)
     runner = RolloutRunner({"s": pool}, records, Permits(lambda: 1, eval_share=0.5), grace_s=0.1)
-    result = await runner.run("s", request, lane=Lane.TRAIN, order=0)
+    result = await runner.run("s", request, order=0)
     failure = score_failure(result)
     assert failure is not None and failure.kind == "timeout" and failure.retryable
     assert len(records) == 0 and result.versions is None

@@ -13,7 +13,7 @@ from composer_prime.config import Config
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batch_metrics import batch_metrics
-from orchestrator.batching.batches import Buffer
+from orchestrator.batching.batches import Buffer, Versions
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.durability.journal import Finished, Formed, Started
 from orchestrator.durability.resume import OrchestratorState, resume
@@ -68,6 +68,7 @@ def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
     state = OrchestratorState(
         run_id="run", step=1, seed=3, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
         curricula={}, counters={}, pairs=PairCursor(position=2, known=9),
+        versions=Versions(trained=1, newest=1, since=1),
     )  # fmt: skip
     later = PairCursor(position=4, known=9)
     entries = [

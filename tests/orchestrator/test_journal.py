@@ -152,7 +152,7 @@ def test_a_write_that_fails_has_the_remedy_of_its_cause(number, remedy):
 
 
 def test_a_batch_is_served_again_with_the_same_tokens_as_context():
-    """The journal holds the oldest version that a batch trained; a batch from an older journal trains them all."""
+    """The journal holds the oldest version that a batch trained."""
     group = ready(0, 1, 3)
     finished = Finished(seq=1, group=group)
     for oldest, trained in ((2, 1), (0, 2)):

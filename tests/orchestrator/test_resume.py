@@ -12,6 +12,7 @@ from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorCon
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Preference, pack_ints
+from orchestrator.batching.batches import Versions
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
 from orchestrator.durability.resume import OrchestratorState, load_state, resume, save_state, state_path
 from orchestrator.rollouts.groups import GroupOutcome
@@ -29,6 +30,7 @@ def state(**changes: Any) -> OrchestratorState:
     base = {
         "run_id": "run", "step": 1, "seed": 3, "journal_seq": 10, "next_group": 6, "in_flight": [plan(4), plan(5)],
         "ready": [2], "dropped": [3], "batches": {2: [0, 1]}, "curricula": sources().state(), "counters": {"ready": 3},
+        "versions": Versions(trained=1, newest=1, since=1),
     }  # fmt: skip
     return OrchestratorState(**(base | changes))
 

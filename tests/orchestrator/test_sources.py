@@ -101,7 +101,7 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
 def test_an_effort_penalty_fails_no_task_in_the_frontiers_eyes():
     """A solved task stays solved however long its rollouts were: it counts by the environment's own reward."""
     curriculum = Frontier(num_tasks=2, seed=1)
-    spent = rollout("a", 0.7, parts={"correct": 1.0, "behaviour/effort": -0.3})
+    spent = rollout("a", 0.7, parts={"correct": 1.0, "behavior/effort": -0.3})
     curriculum.observe(msgspec.structs.replace(ready(0), rollouts=[spent, spent]))
     assert curriculum.state()["rates"] == {"0": [1.0]}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 import pytest
 
 from composer_prime.errors import InviteError
@@ -85,18 +83,6 @@ def test_a_withdrawn_invite_admits_no_further_node(registry, clock):
     assert registry.withdraw() == 1 and set(registry.invites()) == {b"invite", b"second", b"third"}
     with pytest.raises(InviteError, match="withdrawn"):
         registry.enroll(b"third", b"e", "third", "")
-
-
-def test_a_file_without_the_column_of_invites_is_brought_up_to_date(tmp_path, clock):
-    with sqlite3.connect(tmp_path / "nodes.sqlite") as database:
-        database.execute("create table nodes (key blob primary key, name text not null unique, machine text not null, "
-                         "admitted real not null, revoked real, reason text not null default '')")  # fmt: skip
-        database.execute("insert into nodes (key, name, machine, admitted) values (x'61', 'box', '', 1.0)")
-    database.close()
-    registry = NodeRegistry(tmp_path, clock)
-    assert registry.find("box").invite == b"" and registry.find("box").key == b"a"
-    registry.invite(b"invite", uses=1, expires=clock.now + 100)
-    assert registry.enroll(b"invite", b"b", "box", "").invite == b"invite"
 
 
 def test_readers_do_not_wait_for_a_change_of_another_thread(tmp_path):

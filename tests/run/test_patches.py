@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run.patches import WORDS, Patch, difference, pack, patches, word_sum
-from inference.snapshot import checksum
+from composer_prime.run.patches import WORDS, Patch, difference, patches, stream_entry, word_sum
+from inference.snapshot import word_sum as tensor_sum
 
 WORD = WORDS["bfloat16"]
 
@@ -45,7 +45,7 @@ def test_a_patch_is_exact_and_adds_up(dtype, count, share, seed):
     )
     assert (first + second).encode() == both.encode()
     assert (both + -second).encode() == first.encode()
-    [read] = patches([pack(both.encode())], [old.nbytes], word)
+    [read] = patches([stream_entry(both.encode())], [old.nbytes], word)
     target = bytearray(old.tobytes())
     read.apply(target)
     assert target == new.tobytes()
@@ -60,7 +60,7 @@ def test_a_patch_is_exact_and_adds_up(dtype, count, share, seed):
 def test_a_stream_in_pieces(length):
     old = np.arange(500, dtype=WORD)
     wanted = [difference(old.tobytes(), changed(old, seed, 0.1).tobytes(), WORD) for seed in range(3)]
-    stream = b"".join(pack(patch.encode()) for patch in wanted)
+    stream = b"".join(stream_entry(patch.encode()) for patch in wanted)
     pieces = [stream[start : start + length] for start in range(0, len(stream), length)]
     assert [p.encode() for p in patches(pieces, [1000] * 3, WORD)] == [p.encode() for p in wanted]
     assert [len(patch.positions) for patch in patches([], [1000] * 3, WORD)] == [0, 0, 0]
@@ -84,19 +84,19 @@ def entry(frame: bytes) -> bytes:
         (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|no zstd"),
         ((1 << 31).to_bytes(4, "little"), "2147483648 bytes for a chunk"),
         (entry(b"no frame"), "no zstd frame"),
-        (pack(raw(1, b"\x64", b"\x01")), "changes word 100 of a chunk of 100"),
-        (pack(raw(2, b"\x63\x00", b"\x11")), "changes word 100 of a chunk of 100"),
-        (pack(raw(2, b"\x01", b"\x11")), "1 positions for 2 changes"),
-        (pack(raw(1, b"\x01\xff", b"\x01")), "positions for 1 changes"),
-        (pack(raw(1, b"\x01", b"\x00")), "changes of zero"),
-        (pack(raw(1, b"\x01", b"\x0f\x00\x00")), "changes of zero"),
-        (pack(raw(1, b"\x01", b"\x0f\x10")), "1 bytes do not hold 1 large"),
-        (pack(raw(1, b"\x01", b"\x01\x01")), "1 bytes do not hold 0 large"),
-        (pack(raw(4, b"\x01", b"\x11")), "do not hold 4 changes"),
-        (pack(raw(200, bytes(200), bytes([17] * 100))), "do not hold 200 changes of 100 words"),
-        (pack(b"\x00"), "do not hold"),
-        (pack(raw(0, b"", b""))[:-1], "1 bytes early"),
-        (pack(raw(0, b"", b"")) * 2, "goes on after the last chunk"),
+        (stream_entry(raw(1, b"\x64", b"\x01")), "changes word 100 of a chunk of 100"),
+        (stream_entry(raw(2, b"\x63\x00", b"\x11")), "changes word 100 of a chunk of 100"),
+        (stream_entry(raw(2, b"\x01", b"\x11")), "1 positions for 2 changes"),
+        (stream_entry(raw(1, b"\x01\xff", b"\x01")), "positions for 1 changes"),
+        (stream_entry(raw(1, b"\x01", b"\x00")), "changes of zero"),
+        (stream_entry(raw(1, b"\x01", b"\x0f\x00\x00")), "changes of zero"),
+        (stream_entry(raw(1, b"\x01", b"\x0f\x10")), "1 bytes do not hold 1 large"),
+        (stream_entry(raw(1, b"\x01", b"\x01\x01")), "1 bytes do not hold 0 large"),
+        (stream_entry(raw(4, b"\x01", b"\x11")), "do not hold 4 changes"),
+        (stream_entry(raw(200, bytes(200), bytes([17] * 100))), "do not hold 200 changes of 100 words"),
+        (stream_entry(b"\x00"), "do not hold"),
+        (stream_entry(raw(0, b"", b""))[:-1], "1 bytes early"),
+        (stream_entry(raw(0, b"", b"")) * 2, "goes on after the last chunk"),
     ],
 )
 def test_hostile_streams_are_refused(stream, message):
@@ -110,8 +110,8 @@ def test_trainer_and_engine_sum_alike(dtype):
     tensor = torch.randn(700, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
     name = str(dtype).removeprefix("torch.")
     parts = [part.contiguous().view(torch.uint8).numpy().tobytes() for part in tensor.split(300)]
-    assert sum(word_sum(part, WORDS[name]) for part in parts) % 2**64 == checksum(tensor)
-    assert word_sum(b"", WORDS[name]) == checksum(tensor[:0]) == 0
+    assert sum(word_sum(part, WORDS[name]) for part in parts) % 2**64 == tensor_sum(tensor)
+    assert word_sum(b"", WORDS[name]) == tensor_sum(tensor[:0]) == 0
 
 
 # An empty patch is one too.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.errors import SandboxError
-from orchestrator.environments.code.monitor import MonitorConfig, Watch, host_folder, seal
+from orchestrator.environments.code.monitor import HackMonitorConfig, Watch, host_folder, seal
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.sandbox.box import open_box
 from orchestrator.sandbox.bubblewrap import BubblewrapBox
@@ -128,7 +128,7 @@ async def test_the_monitor_sees_what_happens_in_a_clone() -> None:
     need_clones()
     task = CodeTask(id="t", kind="write", repository="r", prompt="p", fail_to_pass=[], pass_to_pass=[])
     tests = {f"tests/test_{name}.py": b"a = 1\n" for name in "abcd"}
-    sealed = seal(task, {**LARGE, **tests, "m.py": b""}, MonitorConfig())
+    sealed = seal(task, {**LARGE, **tests, "m.py": b""}, HackMonitorConfig())
     lure = next(iter(sealed.lures))
     command = f"cat {lure} folder1/file1.txt > /dev/null; cd tests; echo x >> test_a.py; rm test_b.py; "
     command += "mv test_c.py moved; cp test_d.py new; mv new test_d.py"

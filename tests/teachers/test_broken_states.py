@@ -17,7 +17,8 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import ReplayProgress
-from composer_prime.traces.state import TraceState, read_states, write_state
+from composer_prime.traces.state import TraceState, write_state
+from composer_prime.traces.states_file import read_states
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:

@@ -29,7 +29,7 @@ from composer_prime.traces.replay.density import (
 from composer_prime.traces.replay.frozen_base import Margins, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
 from composer_prime.traces.replay.running_gate import RunningGate
-from composer_prime.traces.state import check_own
+from composer_prime.traces.states_file import check_own
 from orchestrator.preferences import ReleasedPairs
 from tests.verdicts import release
 

@@ -84,8 +84,9 @@ ANSWERS = {
 }
 
 
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("case", ANSWERS)
-def test_a_wrong_answer_is_refused_by_name(make_run, world, case):
+def test_a_wrong_answer_is_refused_by_name(make_run, case):
     # Each wrong answer of the step server is an error that names what is wrong, before anything is trained.
     answer, reason = ANSWERS[case]
     run = make_run()
@@ -94,7 +95,7 @@ def test_a_wrong_answer_is_refused_by_name(make_run, world, case):
         connected(run, peer) as client,
         pytest.raises(ComposerError) as caught,
     ):
-        next_batch(client, world, 1, VERSIONS)
+        next_batch(client, 1, VERSIONS)
     assert reason in f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from composer_prime.run.run_dir import RunDir
-from composer_prime.view.token_payload import rollout_tokens
+from composer_prime.view.rollout_payload import rollout_tokens
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from tests.rollouts_made import PLAN, Step, play

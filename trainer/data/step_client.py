@@ -43,7 +43,7 @@ from composer_prime.wire.types import (
     flags,
     verify_batch,
 )
-from trainer.world import World, gather_texts, gather_words
+from trainer.world import gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; it doubles with each repetition."""
@@ -93,7 +93,7 @@ def wait_together(step: int, awaited: str, is_ready: Callable[[], bool], should_
         time.sleep(_POLL_S)
 
 
-def next_batch(client: StepClient, world: World, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
+def next_batch(client: StepClient, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
     """Return the batch of `step` on this rank, once all ranks have theirs and their counts match the totals.
 
     Raises on every rank when any rank failed: its own error, or RoleFailedError with the others'. Raises Stopped when

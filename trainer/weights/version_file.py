@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run.patches import WORDS, difference, pack, patches, word_sum
+from composer_prime.run.patches import WORDS, difference, patches, stream_entry, word_sum
 from composer_prime.run.weights import ChunkWriter, Delta, Manifest, WeightStore, safetensors_header
 
 logger = logging.getLogger(__name__)
@@ -109,14 +109,14 @@ class VersionWriter:
         overlay, delta, digest = ChunkWriter(store), ChunkWriter(store), hashlib.sha256()
         for ref, piece in zip(last.chunks, store.pieces(safetensors_parts(tensors)), strict=True):
             changed = difference(store.read(ref), memoryview(piece), word)
-            delta.write(pack((changed + -next(before)).encode()))
+            delta.write(stream_entry((changed + -next(before)).encode()))
             if delta.size > limit:
                 self._dense_until = self._anchor_every
                 return manifest
             if overlay.size <= limit:
                 encoded = changed.encode()
                 digest.update(encoded)
-                overlay.write(pack(encoded))
+                overlay.write(stream_entry(encoded))
         deltas = [*last.deltas, Delta(manifest.version, last.state, delta.close())][-self._anchor_every :]
         while sum(each.size for each in deltas) > limit:
             del deltas[0]

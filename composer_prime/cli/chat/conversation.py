@@ -206,11 +206,13 @@ class Conversation:
     async def _ask(self) -> Entry:
         import httpx
 
+        from composer_prime.wire.turns import POLICY
+
         self._sampled.clear()
         self._session = secrets.token_hex(8)
         self.doing = "the model"
         body = {
-            "model": "policy",
+            "model": POLICY,
             "messages": [entry.message for entry in self.entries],
             "tools": self.tools.schemas if self.tools is not None else None,
             "temperature": self.settings.temperature,
@@ -272,7 +274,7 @@ async def open_conversation(
     """
     from composer_prime.cli.served_model import serve
     from composer_prime.run.scratch import Scratch
-    from orchestrator.gateway.gateway import TOKEN_VARIABLE
+    from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 
     orchestrator = config.orchestrator.model_copy(update={"no_node_timeout_s": _NO_NODE_S})
     config = config.model_copy(update={"orchestrator": orchestrator})
@@ -285,7 +287,7 @@ async def open_conversation(
                 gateway, _ = await stack.enter_async_context(served)
             talk = Conversation(
                 gateway.http_url,
-                os.environ[TOKEN_VARIABLE],
+                os.environ[GATEWAY_TOKEN_VARIABLE],
                 settings,
                 environment=environment,
                 tokenizer=_tokenizer(config),

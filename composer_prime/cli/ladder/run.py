@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
+from composer_prime.cli.ladder.compare import report_ladder
 from composer_prime.console import INTERRUPTED, clock, console_script, pluralize, tell_waits, what_is_wrong
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.metrics_file import read_history
@@ -80,11 +81,9 @@ def _plan_and_run(words: list[str]) -> int:
     with _only_ladder_in(folder):
         print(f"{'wrote' if register(folder, planned) else 'matches'} {folder / FILE}", flush=True)
         status = run_all(folder, planned, commands)
-    if status == 0:
-        from composer_prime.cli import ladder_command
-
-        ladder_command.main([str(folder)])
-        ladder_command.main([str(folder), "--html", str(folder / "ladder.html")])
+    if status == 0 and (registered := read_preregistration(folder)) is not None:
+        report_ladder(folder, registered)
+        report_ladder(folder, registered, html=folder / "ladder.html")
     return status
 
 

@@ -21,8 +21,8 @@ from composer_prime.traces.ingest.ingest import FORMATS
 from composer_prime.traces.ingest.processes import processes_for, write_states
 from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.state import check_own, lines_of, read_states, same_file, write_state
-from composer_prime.traces.states_file import TRACE, is_compressed
+from composer_prime.traces.state import write_state
+from composer_prime.traces.states_file import TRACE, check_own, is_compressed, lines_of, read_states, same_file
 
 NOTHING = 1
 _MIB = 1 << 20

@@ -30,8 +30,7 @@ from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
 from composer_prime.traces.replay.selection import count_selected, selected_states
 from composer_prime.traces.replay.training_limits import NO_MODEL
-from composer_prime.traces.state import read_states, same_file
-from composer_prime.traces.states_file import trace_of_each
+from composer_prime.traces.states_file import read_states, same_file, trace_of_each
 
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to go on"

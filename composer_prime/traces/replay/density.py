@@ -55,7 +55,7 @@ from composer_prime.traces.pairs import (
 from composer_prime.traces.replay.frozen_base import EndpointScorer, Margins, ServedScorer, base_margins, smallest_p
 from composer_prime.traces.replay.records import StateRecord, latest, only_writer, read_records, votes_beside
 from composer_prime.traces.replay.teachers import local_models
-from composer_prime.traces.state import check_own
+from composer_prime.traces.states_file import check_own
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -271,13 +271,13 @@ class Margins:
         return sign_flip_p(differences, self.traces)
 
 
-async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400, seed: int = 0) -> Margins:
+async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400) -> Margins:
     """Return the margins of at most `most` pairs, drawn at random. Pairs that the base cannot read are left out.
 
     Raises ConfigError when fewer than ten pairs, or fewer than two states, could be scored, EndpointError where the
     base cannot be reached.
     """
-    rng, reasons = random.Random(seed), Counter[str]()
+    rng, reasons = random.Random(0), Counter[str]()
     drawn = rng.sample(pairs, min(most, len(pairs)))
 
     async def margins(pair: Pair) -> tuple[float, float, str] | None:
@@ -307,7 +307,7 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
     return Margins(real=real, cross_step=cross_step, traces=traces, unread=len(drawn) - len(scored))
 
 
-def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: int = 9_999, seed: int = 0) -> float:
+def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: int = 9_999) -> float:
     """Return the two-sided p of "the signs of a cluster's values could be exchanged", by the mean of all `values`.
 
     `values` of one cluster ([values], named in `clusters`) are flipped together, however alike they are: whole-block
@@ -323,7 +323,7 @@ def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: 
     if 2**others <= resamples:
         flips = np.arange(2**others)[:, None] >> np.arange(others) & 1
         return float((np.abs(sums[0] + (1 - 2 * flips) @ sums[1:]) >= least).mean())
-    rng, extreme = np.random.default_rng(seed), 0
+    rng, extreme = np.random.default_rng(0), 0
     for start in range(0, resamples, 1_000):
         signs = rng.choice((-1.0, 1.0), size=(min(1_000, resamples - start), len(sums)))
         extreme += int((np.abs(signs @ sums) >= least).sum())

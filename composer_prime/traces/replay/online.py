@@ -31,7 +31,8 @@ from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
 from composer_prime.traces.replay.selection import selected_states
-from composer_prime.traces.state import TraceState, read_states
+from composer_prime.traces.state import TraceState
+from composer_prime.traces.states_file import read_states
 
 logger = logging.getLogger(__name__)
 

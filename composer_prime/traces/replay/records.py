@@ -23,7 +23,7 @@ import msgspec
 from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.traces.pairs import Pair
 from composer_prime.traces.replay.actions.canonical import RULES
-from composer_prime.traces.state import check_own, lines_of
+from composer_prime.traces.states_file import check_own, lines_of
 
 T = TypeVar("T")
 _BEGINNING = b'{"trace":'

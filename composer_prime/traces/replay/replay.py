@@ -52,6 +52,9 @@ from composer_prime.traces.state import TraceState
 
 logger = logging.getLogger(__name__)
 
+_MAX_LENGTH_RATIO = 4.0
+"""A pair whose longer answer exceeds this times the shorter one is dropped: it would teach length."""
+
 
 @asynccontextmanager
 async def open_replay(
@@ -349,7 +352,7 @@ class Replay:
         student = without_thinking(ballot.state.student_action)
         for pair in [await self._pair(ballot, candidate) for candidate in candidates(ballot, student)]:
             written = self._records.written_as(pair) is not None
-            if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:
+            if length_ratio(pair.chosen, pair.rejected) > _MAX_LENGTH_RATIO:
                 dropped["length"] += 1
             elif content_of(pair) in self._records.contents and not written:
                 dropped["duplicate"] += 1

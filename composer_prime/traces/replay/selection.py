@@ -13,8 +13,8 @@ from pathlib import Path
 
 from composer_prime.config.teachers import SelectConfig
 from composer_prime.errors import ConfigError
-from composer_prime.traces.state import TraceState, read_states
-from composer_prime.traces.states_file import trace_of_each
+from composer_prime.traces.state import TraceState
+from composer_prime.traces.states_file import read_states, trace_of_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

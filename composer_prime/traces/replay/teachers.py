@@ -142,7 +142,7 @@ class Teacher:
                     body=error.body,
                 ) from None
         if answer.cached and (foreign := self._foreign(answer.answer)) is not None:
-            raise NotAskedError(foreign)  # an older release kept it
+            raise NotAskedError(foreign)  # kept under another `family` of this teacher
         return answer
 
     def _check_model(self, answer: CachedAnswer) -> None:

@@ -18,7 +18,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNotFoundError
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
-from inference.snapshot import checksum, tensor_blocks
+from inference.snapshot import tensor_blocks, word_sum
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def swap_weights(
 def read_back(targets: Mapping[str, torch.Tensor], names: list[str]) -> list[ReadBack]:
     """Return the checksums of the `published_views` called `names`."""
     return [
-        ReadBack(names=[name], dtype=str(targets[name].dtype).removeprefix("torch."), checksum=checksum(targets[name]))
+        ReadBack(names=[name], dtype=str(targets[name].dtype).removeprefix("torch."), checksum=word_sum(targets[name]))
         for name in names
     ]
 

@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from composer_prime.wire.node import Sampling
 from inference.engines.sampling import SamplingRows, sample
 from inference.engines.vllm.patch_file import INDICES, VALUES
-from inference.snapshot import checksum
+from inference.snapshot import word_sum
 
 _PATCH_LOADER = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 """Releases differ in it: without it all versions are loaded whole."""
@@ -130,7 +130,7 @@ class NodeWorker:
     def read_parameters(self, names: list[str]) -> list[tuple[list[str], str, str]]:
         """Return published names, type and checksum of each parameter that can be read."""
         return [
-            (sources, str(parameter.dtype).removeprefix("torch."), f"{checksum(parameter):x}")
+            (sources, str(parameter.dtype).removeprefix("torch."), f"{word_sum(parameter):x}")
             for sources, parameter in self._readable(names)
         ]
 

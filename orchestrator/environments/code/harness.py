@@ -45,7 +45,7 @@ class CodeSettings(BaseModel):
     tools: tuple[str, ...] = TOOL_NAMES
     output_chars: int
     command_timeout_s: float
-    monitor: code_monitor.MonitorConfig = Field(default_factory=code_monitor.MonitorConfig)
+    monitor: code_monitor.HackMonitorConfig = Field(default_factory=code_monitor.HackMonitorConfig)
     partial_credit: bool = False
 
     @property
@@ -67,7 +67,7 @@ class CodeState(vf.State):
     tool_errors: int = 0
     grade: Grade | None = Field(default=None, exclude=True)
     verdict: Any = Field(default=None, exclude=True)
-    """The monitor's Verdict."""
+    """The monitor's HackVerdict."""
     quarantine: str = ""
     """Why the rollout must not be trained on; empty where it may."""
 

@@ -38,7 +38,7 @@ from orchestrator.environments.code.harness import (
     seal_of,
 )
 from orchestrator.environments.code.monitor.conflict import conflicting_task
-from orchestrator.environments.code.monitor.second_opinion import second_opinion
+from orchestrator.environments.code.monitor.judge import second_opinion
 from orchestrator.environments.code.task import (
     TASKS_FILE,
     CodeTask,
@@ -102,7 +102,7 @@ class CodeTasksetConfig(vf.TasksetConfig):
     """Longest run of one command or of the tests that the agent starts."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
-    monitor: code_monitor.MonitorConfig = Field(default_factory=code_monitor.MonitorConfig)
+    monitor: code_monitor.HackMonitorConfig = Field(default_factory=code_monitor.HackMonitorConfig)
     """What counts as a hack, and what follows from one."""
 
     @field_validator("tools")

@@ -25,7 +25,7 @@ from pydantic import Field
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.environments.code.harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
-from orchestrator.environments.code.monitor import MonitorConfig
+from orchestrator.environments.code.monitor import HackMonitorConfig
 from orchestrator.environments.code.task import CodeTask
 from orchestrator.environments.code.tools import is_tool_error
 from orchestrator.environments.task_row import TaskRow
@@ -165,7 +165,7 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
             tools=TOOLS,
             output_chars=config.output_chars,
             command_timeout_s=config.command_timeout_s,
-            monitor=MonitorConfig(policy="none", lures=False),
+            monitor=HackMonitorConfig(policy="none", lures=False),
         )
         for folder in chosen:
             yield HarborTask(_read_folder(folder, config, settings), config.task)

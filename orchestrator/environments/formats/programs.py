@@ -23,7 +23,7 @@ from composer_prime.errors import EmptyTaskSetError
 from orchestrator.environments.answers import Split, split_of
 from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.harness import sandbox_failures
-from orchestrator.environments.code.monitor import MonitorConfig, Verdict, inspect, seal
+from orchestrator.environments.code.monitor import HackMonitorConfig, HackVerdict, inspect, seal
 from orchestrator.environments.code.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.environments.formats.conversion import read_functions
 from orchestrator.environments.formats.functions import deleted_functions, with_reply
@@ -56,7 +56,7 @@ class ProgramsConfig(vf.TasksetConfig):
     """System prompt; an empty one is left out."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
-    monitor: MonitorConfig = Field(default_factory=lambda: MonitorConfig(policy="none", lures=False))
+    monitor: HackMonitorConfig = Field(default_factory=lambda: HackMonitorConfig(policy="none", lures=False))
     """What counts as a hack, and what follows from one. It only records unless a policy says more: who writes a whole
     file may import and read what no known solution does."""
 
@@ -123,7 +123,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
     async def outcome(self, trace: vf.Trace[ProgramData, ProgramState]) -> dict[str, float]:
         return trace.state.figures
 
-    def _inspect(self, patch: dict[str, bytes]) -> Verdict:
+    def _inspect(self, patch: dict[str, bytes]) -> HackVerdict:
         sealed = seal(self._task, tree_of(self._task, self._settings.trees), self._settings.monitor)
         return inspect(self._task, sealed, None, {**sealed.start, **patch}, (), self._settings.monitor)
 

@@ -23,9 +23,10 @@ from aiohttp import web
 from composer_prime.errors import DeadlineError, RequestError
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.frames import Frames
+from composer_prime.wire.turns import PackedAnswer
 from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import TurnAnswer, TurnRequest
+from orchestrator.gateway.generation import TurnRequest
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.processes.messages import (
     BUFFER_BYTES,
@@ -51,9 +52,9 @@ class RouterLink:
         self._frames = frames
         self._timeout_s = answer_timeout_s + _GRACE_S
         self._turn_ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[TurnAnswer]] = {}
+        self._waiting: dict[int, asyncio.Future[PackedAnswer]] = {}
 
-    async def answer(self, turn: TurnRequest) -> TurnAnswer:
+    async def answer(self, turn: TurnRequest) -> PackedAnswer:
         """Return the router's answer. Raises RequestError as the router's process does, and DeadlineError."""
         turn_id = next(self._turn_ids)
         waiting = self._waiting[turn_id] = asyncio.get_running_loop().create_future()
@@ -81,7 +82,7 @@ class RouterLink:
         for turn_id in self._waiting:
             self._end(turn_id, RequestError("the orchestrator is stopping", status=503, code="closing"))
 
-    def _end(self, turn_id: int, outcome: TurnAnswer | RequestError) -> None:
+    def _end(self, turn_id: int, outcome: PackedAnswer | RequestError) -> None:
         waiting = self._waiting.get(turn_id)
         if waiting is None or waiting.done():
             return

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.gateway.generation import TurnAnswer, TurnRequest
+from composer_prime.wire.turns import PackedAnswer
+from orchestrator.gateway.generation import TurnRequest
 
 BUFFER_BYTES = 1 << 20
 """Of a link, read ahead: a long prompt arrives in one piece."""
@@ -43,7 +44,7 @@ class CancelTurn(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 class AnsweredTurn(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
     turn_id: int
-    answer: TurnAnswer
+    answer: PackedAnswer
 
 
 class FailedTurn(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

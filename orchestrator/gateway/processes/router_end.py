@@ -29,8 +29,9 @@ from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, W
 from composer_prime.run.process import child_options, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts
 from composer_prime.wire.frames import Frames
+from composer_prime.wire.turns import PackedAnswer
 from orchestrator.event_loop import Notifier, watched
-from orchestrator.gateway.generation import TurnAnswer, TurnRequest
+from orchestrator.gateway.generation import TurnRequest
 from orchestrator.gateway.http import to_request_error
 from orchestrator.gateway.processes.messages import (
     BUFFER_BYTES,
@@ -71,7 +72,7 @@ class GatewayProcesses:
     def __init__(
         self,
         count: int,
-        answer: Callable[[TurnRequest], Awaitable[TurnAnswer]],
+        answer: Callable[[TurnRequest], Awaitable[PackedAnswer]],
         on_error: Callable[[BaseException], None],
         *,
         hang_s: float = 60.0,

@@ -27,10 +27,8 @@ from joint_run import (
 )
 
 from composer_prime.errors import CheckpointError
-from diloco.state import LocalWork, pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import PROTOCOL
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
 STEPS = 18
@@ -183,17 +181,3 @@ def test_state_of_another_layout(key_file):
         StreamingDiLoCo(model.named_parameters(), adamw(model), config).load(state)
     with pytest.raises(CheckpointError, match="no packed global state"):
         StreamingDiLoCo(model.named_parameters(), adamw(model), config).load(b"nonsense")
-
-
-# A delta under way that an older release made could never be brought: it is dropped, and the work that it holds stays
-# for the next one.
-def test_a_delta_of_an_older_release(key_file):
-    model = Blocks()
-    engine = StreamingDiLoCo(model.named_parameters(), adamw(model), settings("tcp://127.0.0.1:1", key_file, "a"))
-    engine.replica.progress.count(LocalWork(steps=3, tokens=50))
-    tensors, facts = unpack_state(engine.state())
-    facts |= {"pending": {"protocol": PROTOCOL - 1, "peer": "a"}, "inner": 3, "due": 3}
-    engine.load(pack_state(tensors, facts))
-    replica = engine.replica
-    assert replica.pending is None and replica.inner == 0
-    assert {(held.steps, held.tokens) for held in replica.progress.held} == {(3, 50)}

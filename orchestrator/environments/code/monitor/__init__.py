@@ -1,6 +1,6 @@
 """The monitor: whether a rollout earned its reward, or found a way around the task.
 
-    seal (before.py) ──> agent plays, Watch (during.py) ──> inspect (after.py) ──> Verdict (verdict.py) ──> reward
+    seal (before.py) ──> agent plays, Watch (during.py) ──> inspect (after.py) ──> HackVerdict (verdict.py) ──> reward
       unwanted files        tool calls, file events           files, code, constants      policy of the source
       lures, hashes                                           └─ judge.py, where one is configured
 
@@ -11,16 +11,14 @@ the patch came about, and code that is right for the tests alone. Read after.py 
 from orchestrator.environments.code.monitor.after import inspect
 from orchestrator.environments.code.monitor.before import Seal, seal
 from orchestrator.environments.code.monitor.during import ToolUse, Watch, host_folder, tool_use
-from orchestrator.environments.code.monitor.verdict import HackFinding as Finding
-from orchestrator.environments.code.monitor.verdict import HackMonitorConfig as MonitorConfig
-from orchestrator.environments.code.monitor.verdict import HackVerdict as Verdict
+from orchestrator.environments.code.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict
 
 __all__ = [
-    "Finding",
-    "MonitorConfig",
+    "HackFinding",
+    "HackMonitorConfig",
+    "HackVerdict",
     "Seal",
     "ToolUse",
-    "Verdict",
     "Watch",
     "host_folder",
     "inspect",

@@ -6,8 +6,8 @@ from patch_hacks import bash
 from small_packages import cases
 
 from composer_prime.config.hints import EndpointConfig
-from orchestrator.environments.code.monitor import MonitorConfig, inspect, seal
-from orchestrator.environments.code.monitor.second_opinion import HackJudge
+from orchestrator.environments.code.monitor import HackMonitorConfig, inspect, seal
+from orchestrator.environments.code.monitor.judge import HackJudge
 from tests.chat_server import chat_server
 
 CASE = cases()[0]
@@ -26,7 +26,7 @@ async def reviewed(answer: str, command: str, status: int = 200):
         )
 
     async with chat_server(handle) as url:
-        config = MonitorConfig(judge=EndpointConfig(base_url=url, model="m", timeout_s=100))
+        config = HackMonitorConfig(judge=EndpointConfig(base_url=url, model="m", timeout_s=100))
         sealed = seal(CASE.task, CASE.tree, config)
         verdict = inspect(CASE.task, sealed, None, sealed.agent_files(), [bash(command)], config)
         judge = HackJudge(config)
