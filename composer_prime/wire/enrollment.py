@@ -177,7 +177,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
         """Raises InviteError for a string that is cut short, altered, or of another release."""
         text = "".join(text.split())
         if not text.startswith(INVITE_PREFIX):
-            raise InviteError(f"{text[:20]!r} is no invite: it starts with {INVITE_PREFIX!r}; copy it whole from the "
+            raise InviteError(f"{text[:20]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Copy all of the "
                               "output of `orchestrator invite RUN_DIR`")  # fmt: skip
         try:
             encoded = text.removeprefix(INVITE_PREFIX)
