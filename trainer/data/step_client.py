@@ -362,7 +362,7 @@ class StepClient:
             message = self._decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
-                f"{len(raw)} bytes from the orchestrator at {self._endpoint} are no message of this protocol: {error}; "
+                f"{len(raw)} bytes from the orchestrator at {self._endpoint} are not a protocol message: {error}; "
                 "run one release on both sides"
             ) from None
         if isinstance(message, StepNoted):
