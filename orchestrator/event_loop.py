@@ -42,7 +42,7 @@ def freeze_startup() -> None:
 
 
 class Notifier:
-    """Wakes whoever waits for a change, within one event loop.
+    """Wakes all that wait for a change, within one event loop.
 
     `wait_for` does not miss a notification that came before the wait.
     """

@@ -48,7 +48,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"g{self.group:06d}"
 
     def rollout_id(self, sibling: int, attempt: int) -> str:
-        """Unique for each attempt: what an abandoned attempt still generates cannot reach the next one's record."""
+        """Unique for each attempt: late answers of an abandoned attempt cannot enter the record of the next one."""
         return f"{self.group_id}-{sibling}" + (f"r{attempt}" if attempt else "")
 
     def rollout_seed(self, sibling: int, attempt: int) -> int:
@@ -92,7 +92,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     failed_attempts: list[RolloutFailure] = []
     """Earlier tries of this sibling."""
     verdict: dict[str, Any] = {}
-    """What the monitor for hacks says; empty where there is none."""
+    """The hack monitor's verdict; empty without a monitor."""
     version_min: int | None = None
     version_max: int | None = None
     prompt_tokens: int | None = None

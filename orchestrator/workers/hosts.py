@@ -236,7 +236,7 @@ class HostServer:
                 earlier.last_heard = now
                 self.send(identity, Heard())
                 return
-            self._lose(earlier, "it began anew")
+            self._lose(earlier, "it started over")
         if reason := _refusal(hello):
             self._refuse(identity, hello, reason)
         elif any(pool.is_loading for pool in self._pools.values()):

@@ -79,7 +79,7 @@ def test_a_missing_field_is_answered_with_the_nearest_names(tmp_path: Path) -> N
     record = next(read_records(write_lines(tmp_path / "a.jsonl", [{"questions": "?", "answer": "1", "none": None}])))
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: no field 'question'; did you mean 'questions'\? .*answer"):
         record.text("question")
-    with pytest.raises(ConfigError, match="'questions' is text that is no JSON list"):
+    with pytest.raises(ConfigError, match="'questions' is text that is not a JSON list"):
         record.texts("questions")
     with pytest.raises(ConfigError, match="no field 'none'"):
         record.value("none")

@@ -59,7 +59,7 @@ def _touched(patch: str, field: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"its {field!r} is refused: {error}") from None
     if not paths:
-        raise ConfigError(f"its {field!r} is no unified diff: it has no line that begins with '--- ' or '+++ '")
+        raise ConfigError(f"its {field!r} is not a unified diff: it has no line that begins with '--- ' or '+++ '")
     return sorted(set(paths))
 
 
