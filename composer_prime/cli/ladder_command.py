@@ -30,7 +30,7 @@ from composer_prime.stats.preregistration import RULE, Preregistration, read_pre
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 _WIDTH = 120
-"""Characters a line when the output is no terminal and COLUMNS is not set."""
+"""Characters a line when the output is not a terminal and COLUMNS is not set."""
 
 
 def main(words: list[str]) -> int:

@@ -60,7 +60,7 @@ class _Call(msgspec.Struct):
 
 
 class _RequiredMessage(msgspec.Struct):
-    """What every message must have; without it the line is no state."""
+    """What every message must have; without it the line is not a state."""
 
     role: str
     content: str | None = None
@@ -97,8 +97,8 @@ def write_state(state: TraceState) -> bytes:
 def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
     """Yield every state of a file of states. They share the messages of their trace: nobody may change them.
 
-    Raises ConfigError, which names the line, for one that is no state or of another schema. With `on_bad` such a line
-    is given to it and left out. A file that cannot be read is an error all the same.
+    Raises ConfigError, which names the line, for a line that is not a state or of another schema. With `on_bad`, pass
+    such a line to it and skip the line. A file that cannot be read is still an error.
     """
     decoder, table = _StateDecoder(), StateTable()
     try:
@@ -136,7 +136,7 @@ class _StateDecoder:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError) as error:
             if not raw.startswith(b'{"step":'):  # it may be a line of the table
                 table.forget()
-            raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
+            raise ConfigError(f"{where} is not a state ({error}): make the file again with `composer ingest`") from None
         if state.schema_version != SCHEMA_VERSION:
             raise ConfigError(
                 f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "

@@ -1,6 +1,6 @@
 """The file of states: the messages of a trace once, and for each state which of them it shows. zstd-compressed lines.
 
-    {"trace": id}          a trace begins or goes on; the table of messages is empty
+    {"trace": id}          a trace begins or continues; the table of messages is empty
     {"tools": [...]}       the tools of the states that follow
     {"message": {...}}     the next message of the table
     {"step": 3, "context": [[0, 7]], "student_action": ...}    a state: its context is messages 0 to 6
@@ -30,7 +30,7 @@ MAGIC = zstandard.FRAME_HEADER
 TRACE, TOOLS, MESSAGE = b'{"trace":', b'{"tools":', b'{"message":'
 COMPACT_VERSION = 2
 _TABLE_CHARS = 8_000_000
-"""A table that holds more bytes is begun anew: a session that goes on for weeks must not fill the memory."""
+"""A larger table is restarted: a session of several weeks must not fill the memory."""
 _LEVEL, _WINDOW_LOG = 3, 24
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 30
@@ -219,7 +219,7 @@ def _decompressed(path: Path) -> Iterator[bytes]:
 
 
 def trace_of_each(path: Path) -> Iterator[str | None]:
-    """Yield the trace of each state of a file, without its context; None for a line that is no state.
+    """Yield the trace of each state of a file, without its context; None for any other line.
 
     Raises as `state_file_lines` does.
     """

@@ -66,7 +66,7 @@ def refuse_plain_rewards(task: Any) -> None:
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
-    """Name the reward or metric of a verifiers Task whose result is no number, with its file and line.
+    """Name the reward or metric of a verifiers Task whose result is not a number, with its file and line.
 
     verifiers' traceback ends where the result is recorded, after the function has returned.
     """

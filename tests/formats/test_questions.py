@@ -53,7 +53,7 @@ def test_a_number_is_itself_however_it_is_written(value: int) -> None:
     ],
 )
 def test_answers_that_are_no_plain_numbers(answer: str, expected: str, same: bool) -> None:
-    # Text compares without case and outer spaces; what only looks like a number is no number.
+    # Text compares without case and outer spaces; what only looks like a number is not a number.
     assert same_answer(answer, expected) is same
 
 
