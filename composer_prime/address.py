@@ -98,11 +98,11 @@ def _host(host: str, text: str, key: str, bind: bool) -> str:
         raise ConfigError(f"{key} is {text!r}; an IPv6 address stands in brackets: [ADDRESS]:PORT")
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", host) or (bind and host == "*"):
         return host
-    raise ConfigError(f"{key} is {text!r}: {host!r} is no host name or address")
+    raise ConfigError(f"{key} is {text!r}: {host!r} is not a host name or address")
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback that nobody listens at now. Bind to port 0 instead wherever the other side asks."""
+    """Return a TCP port of loopback that is free now. Bind to port 0 instead wherever the other side asks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

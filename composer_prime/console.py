@@ -24,7 +24,7 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit status after Ctrl-C."""
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""Exit status of a command whose output nobody read to the end. Shells report it for every other program."""
+"""Exit status of a command whose output was not read to the end. Shells report it for every other program."""
 
 COMPOSER = "uv run composer"
 """How printed commands begin: the script itself is on PATH only in an activated environment."""
@@ -136,7 +136,7 @@ def tell_waits(what: str) -> Iterator[None]:
 
 
 def columns() -> int | None:
-    """Return the width of the terminal in characters; None when the output is no terminal and COLUMNS is not set."""
+    """Return the width of the terminal in characters; None when the output is not a terminal and COLUMNS is not set."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
 

@@ -40,7 +40,7 @@ class HubModel(NamedTuple):
 
     @classmethod
     def named(cls, path: str) -> Self | None:
-        """Return the model that `path` names; None when that is no id, or the name of a folder."""
+        """Return the model that `path` names; None if it is not an id, or names a folder."""
         match = _ID.fullmatch(path)
         if match is None or Path(match[1]).parent.is_dir() or match[1].startswith("tiny/"):
             return None

@@ -53,7 +53,7 @@ def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
 
 
 def present_model(path: str) -> Path | None:
-    """Return the folder of `path` when it is complete on this disk. Converts nothing and asks nobody."""
+    """Return the folder of `path` if it is complete on this disk. Converts and downloads nothing."""
     hub = HubModel.named(path)
     if path == "smollm2":
         folder = smollm2_folder() if _converted(smollm2_folder()) else None
@@ -88,7 +88,7 @@ def model_ready(path: str) -> str | None:
 
 
 def described_model(path: str) -> Path | None:
-    """Return a folder with the model's config.json and chat template at least; None while there is none.
+    """Return a folder with at least the model's config.json and chat template; None if none exists yet.
 
     Fetches these small files of a model of the Hub. Raises ModelNotFoundError.
     """
@@ -150,7 +150,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CorruptWeightsError(
-                f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({error}): copy it again "
+                f"{file} has {file.stat().st_size} bytes and is not a whole safetensors file ({error}): copy it again "
                 "from its source"
             ) from None
     return shapes

@@ -13,7 +13,7 @@ _PRIMARY_CODE = 0xFF
 
 
 def switch_to_wal(database: sqlite3.Connection) -> None:
-    """Let readers go on while another connection writes. The file keeps this setting.
+    """Let readers continue while another connection writes. The file keeps this setting.
 
     Retries for `BUSY_S` while another connection does the same: SQLite does not wait by itself here.
     Raises sqlite3.OperationalError.

@@ -33,7 +33,7 @@ def build_codec(config: CodecConfig) -> Codec:
 def codec_from_spec(spec: str) -> Codec:
     """Return the codec that a header's `codec` field names, such as "int4/256" or "sparse/64".
 
-    Raises ValueError when there is none of that name.
+    Raises ValueError for an unknown name.
     """
     kind, _, number = spec.partition("/")
     if kind in _FLOAT_TYPES and not number:

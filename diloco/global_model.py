@@ -66,7 +66,7 @@ class GlobalModel:
     def delta(self, fragment: int) -> Tensor:
         """Return the pseudo-gradient, global minus local, float32 [numel].
 
-        The global values are taken as the parameters hold them: what rounding took off the masters is no movement.
+        The global values are rounded as in the parameters, so the rounding of the masters does not count as movement.
         """
         part = self.fragments[fragment]
         return part.rounded(self.masters[fragment]) - part.read()

@@ -1,4 +1,4 @@
-"""How a peer comes to stand where the others stand, at its start or when they went on without it. Read `join` first.
+"""Bring a peer to the others' state, at its start or after they continued without it. Read `join` first.
 
     request a source ──> its own state will do ────────────────────┬──> replay the rounds closed since ──> train
       ^                  another peer's state: check, take over ───┘         │
@@ -43,7 +43,7 @@ class Healer:
     """Called when another peer's state replaced all parameters: averages over their past mean nothing any more."""
 
     def join(self) -> None:
-        """Stand where the others stand: with this peer's own state, or with another peer's. A collective.
+        """Catch up with the others, from this peer's own state or from another peer's. A collective.
 
         Raises DeadlineError after diloco.heal_timeout_s.
         """

@@ -205,9 +205,9 @@ class OuterSteps:
     def wait(
         self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
     ) -> RoundResult | MustRejoin | None:
-        """Return the result of the round that was begun; MustRejoin when one of the ranks must join anew.
+        """Return the result of the current round; MustRejoin when one of the ranks must rejoin.
 
-        None when there is none after `timeout_s` or once `should_stop`. A collective.
+        None without a result after `timeout_s` or once `should_stop`. A collective.
 
         Raises RunMismatchError when the ranks get different outcomes again and again.
         """
@@ -237,7 +237,7 @@ class OuterSteps:
         return self.wait(timeout_s)
 
     def mark_in_step(self) -> None:
-        """Note that this peer stands where the others stand: from now on it counts the silence."""
+        """Note that this peer has caught up with the others: from now on it counts the silence."""
         self._in_step_at = time.monotonic()
 
     def silent_s(self) -> float:
@@ -264,7 +264,7 @@ class OuterSteps:
                 f"the ranks of peer {self.config.peer_id} got different outcomes of outer step "
                 f"{self.replica.global_model.outer_step} {_MAX_DISPUTES} times in a row ({lowest:015x} and "
                 f"{highest:015x}), so their parts of the model would not fit together. Is {self.config.rendezvous} the "
-                "address of more than one rendezvous? Leave one, and go on with --resume"
+                "address of more than one rendezvous? Keep one of them, and continue with --resume"
             )
         return not self._disputes
 
@@ -317,7 +317,7 @@ class OuterSteps:
             self.replica.feedback.reset(fragment)
             if pending is not None:
                 logger.warning(
-                    "outer step %d holds a delta of another process of peer %s: this one's, of %.0f tokens, is lost",
+                    "outer step %d used a delta of another process of peer %s: this process's, of %.0f tokens, is lost",
                     self.replica.global_model.outer_step - 1, self.config.peer_id, pending.coverage.work.tokens,
                 )  # fmt: skip
 

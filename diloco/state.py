@@ -5,7 +5,7 @@
             + ErrorFeedback    what compression still owes (codec.py)
             + PendingDelta     the delta on offer
 
-A checkpoint keeps all of it, so a resumed peer goes on as if it had never stopped. `pack_state` writes it as bytes.
+A checkpoint keeps all of it, so a resumed peer continues as if it had never stopped. `pack_state` writes it as bytes.
 
     inner steps     prepare ........ due (delay steps later) ........ now, when the outcome is here
                         | mixed, as in arXiv 2501.18512 | carried on whole
@@ -208,7 +208,7 @@ class Replica:
         self.progress = LocalProgress(self.global_model, config.mixing, ranks)
         self.feedback = ErrorFeedback([fragment.numel for fragment in fragments])
         self.pending: PendingDelta | None = None
-        """The delta on offer; None while there is none."""
+        """The delta on offer, if any."""
         self.inner = 0
         """Inner steps since the last completion."""
         self.due = 0
@@ -324,7 +324,7 @@ def unpack_state(raw: bytes | bytearray | memoryview) -> tuple[dict[str, Tensor]
             raise ValueError(f"its header announces {end} bytes, {len(body)} follow it")
         return {name: _tensor(body, **entry) for name, entry in head.items()}, facts
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{len(raw)} bytes are no packed global state: {error}") from None
+        raise CheckpointError(f"{len(raw)} bytes are not a packed global state: {error}") from None
 
 
 def _tensor(body: Tensor, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:

@@ -10,18 +10,18 @@
     StreamingDiLoCo ──┬─> fragments.py    the parts of the model, and when each is due
                       ├─> state.py        global model, own progress, delta on offer; checkpoints
                       ├─> outer_step.py   how a round ended, alike on all ranks, and what it does to the state
-                      └─> heal.py         catching up, joining anew where that is too far
+                      └─> heal.py         catching up, or rejoining when too far behind
                             all of them through transport/peer_link.py, which works in the background
 
 Departures from the paper:
 1. Deltas are weighted by the tokens they were trained on, and their compression error is fed back into the next.
-2. H is what a peer plans. When another peer has brought its delta and the deadline is near, this one sends what it has.
-3. A round that does not end in time is not dropped: training goes on, its delta stays on offer, and the result is taken
-   when it comes. A peer that missed rounds applies them one by one as long as they are kept.
-4. With mixing = "carry" the delay's steps stay: the global values take the place of those that the delta was prepared
-   from, and what came since stands on top.
-5. Work that an outcome does not hold is kept (LocalProgress): steps after the delay are carried on, and a peer whose
-   delta came too late offers it at once, for the next round.
+2. H is a plan. When another peer's delta has arrived and the deadline is near, a peer sends the steps it has.
+3. A round that does not end in time is not dropped. Training continues, the delta stays on offer, and the result is
+   applied when it arrives. A peer that missed rounds applies them one by one while they are kept.
+4. With mixing = "carry" the steps taken during the delay are kept. The new global values replace those that the delta
+   started from, and the changes since then are added to them.
+5. Work that a round's outcome lacks is kept (LocalProgress). Steps after the delay are carried over, and a peer whose
+   delta came too late offers it at once for the next round.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class StreamingDiLoCo:
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __enter__(self) -> StreamingDiLoCo:
-        """Join the others; may take over their global model, and waits for an outcome that was due at a checkpoint.
+        """Join the other peers, and take over their global model if needed.
 
-        Raises RunMismatchError or DeadlineError.
+        Wait for an outcome that was due when the checkpoint was written. Raises RunMismatchError or DeadlineError.
         """
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
@@ -190,7 +190,7 @@ class StreamingDiLoCo:
             replica.inner = max(0, replica.inner - self.schedule.interval)
             result = self._healer.replay(result.outcome.newest, exposed_s)
         if result is not None:
-            logger.warning("joining anew: %s", result.reason)
+            logger.warning("rejoining: %s", result.reason)
             replica.pending = None
             self._healer.join()
         replica.restart_interval()
@@ -200,23 +200,23 @@ class StreamingDiLoCo:
     # -- when rounds and steps do not go together ----------------------------------------------------------------
 
     def _go_on_alone(self) -> None:
-        """Train on although the result is due: the delta stays on offer.
+        """Continue training without the result that is due. The delta stays on offer.
 
         Raises DeadlineError after diloco.offline_timeout_s.
         """
         silent_s, pending = self._steps.silent_s(), self.replica.pending
         if pending is not None and not pending.coverage.late:
             self.replica.progress.mark_late(pending.header.fragment, pending.coverage)
-            logger.warning("outer step %d is not complete after %.0f s: training goes on", self.outer_step, silent_s)
+            logger.warning("outer step %d is not complete after %.0f s; training continues", self.outer_step, silent_s)
 
     def _offer_again(self) -> None:
-        """Bring work that a round ended without into the next round, before another step can make it late again."""
+        """Offer work that missed its round for the next one, before another step can make it late again."""
         progress = self.replica.progress
         if not progress.held[self.schedule.fragment(self.outer_step)].steps:
             return
         logger.warning(
-            "outer step %d came too early for this peer: its work since is offered for the next (rounds missed so far: "
-            "%d). When this repeats, raise diloco.round_deadline_s", self.outer_step, progress.totals.missed,
+            "this peer's delta came too late for outer step %d and is offered for the next one (%d rounds missed so "
+            "far). If this repeats, raise diloco.round_deadline_s", self.outer_step, progress.totals.missed,
         )  # fmt: skip
         self._prepare()
         if self.replica.inner >= self.replica.due:
@@ -230,9 +230,9 @@ class StreamingDiLoCo:
 
     @property
     def run_step(self) -> int:
-        """The coming inner step, from 1, as the run counts: the outer steps so far, and this peer's own since.
+        """The coming inner step of the run, from 1: those of all outer steps so far, and this peer's own since then.
 
-        Schedules follow it: who joins late warms up no more when the others' learning rate has decayed.
+        Schedules follow it, so a peer that joins late uses the others' learning rate instead of warming up.
         """
         return self.outer_step * self.schedule.interval + self.replica.inner + 1
 
@@ -258,7 +258,7 @@ class StreamingDiLoCo:
         return self.replica.packed()
 
     def load(self, raw: bytes | memoryview) -> None:
-        """Go on from `state`; call it before the context is entered. The caller restores the parameters.
+        """Continue from `state`. Call this before entering the context. The caller restores the parameters.
 
         Raises CheckpointError as Replica.load does.
         """

@@ -1,4 +1,4 @@
-"""An auditor: a node that samples nothing, and scores anew what other nodes say they sampled.
+"""An auditor: a node that samples nothing, and scores the answers of other nodes again.
 
     AuditRequest -> versions of its tokens -> receiver installs one after another -> engine.check_draws
                  -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says,
@@ -83,7 +83,7 @@ class OpenAudit:
         self.compare_with(self.older)
 
     def compare_with(self, older: int | None) -> None:
-        """Compare with another older version, because the one before could not be had."""
+        """Compare with another older version, because the previous one is unavailable."""
         self.missing -= {self.older}
         self.older = older
         self.missing |= set() if older is None else {older}
@@ -165,7 +165,7 @@ def _leaning(audit: OpenAudit, claimed: np.ndarray, part: slice) -> tuple[tuple[
 
 def _end_fault(request: AuditRequest, tokens: int, stop: int | None, last_is_wrong: bool) -> str | None:
     if stop is not None and stop < tokens:
-        return f"it goes on for {tokens - stop} tokens after a stop"
+        return f"it continues for {tokens - stop} tokens after a stop"
     if request.finish_reason == "stop" and stop is None:
         return f"it says that a stop ended it, but none of its {tokens} tokens is one"
     if request.finish_reason == "stop" and last_is_wrong:
@@ -261,7 +261,7 @@ class Auditor(InferenceNode):
         return OpenAudit(request, oldest, in_int8=oldest is None)
 
     def _oldest(self, request: AuditRequest) -> int | None:
-        """Return the oldest version that can be had, where it is older than those that the answer names."""
+        """Return the oldest available version; None unless it is older than all that the answer names."""
         named = min((span.version for span in request.version_spans), default=0)
         return min((v for v in self._manifests.keys() - self._unavailable if v < named), default=None)
 
@@ -305,9 +305,9 @@ class Auditor(InferenceNode):
         return [audit for audit in self._audits if version in audit.missing]
 
     async def _go_without(self, audit: OpenAudit, version: int, error: Exception) -> None:
-        """Compare an answer with another version than one that cannot be had. Fail it where it names that one."""
+        """Compare an answer with another version than an unavailable one. Fail it if it names that one."""
         if version != audit.older:
-            await self._fail(audit, error, f"version {version} cannot be had: ")
+            await self._fail(audit, error, f"version {version} is not available: ")
             return
         self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
         audit.compare_with(self._oldest(audit.request))

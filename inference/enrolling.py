@@ -121,7 +121,7 @@ class EnrolledNode:
 async def tunnels(invite: Invite, state: NodeState) -> AsyncIterator[dict[str, Tunnel]]:
     """Open the other ways to the run that `invite` names, by the address of this machine at which each begins.
 
-    Raises ConfigError when there is none but iroh, and that is not installed.
+    Raises ConfigError when iroh is the only way and is not installed.
     """
     async with AsyncExitStack() as stack:
         ways: dict[str, Tunnel] = {}
@@ -217,7 +217,7 @@ async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enro
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise InviteError(
                         f"the run at {name} does not know this key: the invite is too old, the node was turned "
-                        "away for good, or the run's keys were made anew; join with a fresh invite (and another "
+                        "away for good, or the run has new keys; join with a fresh invite (and another "
                         "--state-dir, if this machine joined before)"
                     )
     finally:
@@ -237,7 +237,7 @@ def _read(raw: bytes, address: str) -> Enrolled:
         answer = msgspec.msgpack.decode(raw, type=ToNode)
     except msgspec.DecodeError as error:
         raise InviteError(
-            f"{address} answered {len(raw)} bytes that are no message ({error}): use the run's release"
+            f"{address} answered {len(raw)} bytes that are not a message ({error}): use the run's release"
         ) from None
     if isinstance(answer, Rejected):
         raise InviteError(f"the run at {address} refused: {answer.reason}")

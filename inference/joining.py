@@ -75,8 +75,8 @@ def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
     text = options.address or os.environ.get(INVITE_VARIABLE, "")
     if not text.startswith(INVITE_PREFIX):
         raise InviteError(
-            f"{text[:40]!r} is no invite, which starts with {INVITE_PREFIX!r}: give what `orchestrator invite RUN_DIR` "
-            f"printed, here or in ${INVITE_VARIABLE}; or tcp://HOST:PORT with --model and a join token"
+            f"{text[:40]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Pass what `orchestrator invite "
+            f"RUN_DIR` printed, here or in ${INVITE_VARIABLE}, or tcp://HOST:PORT with --model and a join token"
         )
     invite = Invite.read(text)
     default = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "composer-prime"

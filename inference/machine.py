@@ -64,8 +64,8 @@ def plan_nodes(
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and bool(machine.gpus))
     if wanted.device == "auto" and not machine.gpus and has_nvidia:
         raise ConfigError(
-            "this machine has an NVIDIA device, but its driver answers nothing: `nvidia-smi` shows why (a container "
-            "needs `--gpus all`); --device cpu goes on without"
+            "this machine has an NVIDIA device, but its driver does not answer: `nvidia-smi` shows why (a container "
+            "needs `--gpus all`). Use --device cpu to run without it"
         )
     if on_gpu:
         _check_driver(machine, torch_cuda)

@@ -1,4 +1,4 @@
-"""A node: one engine, one link to the gateway, and the weights that it publishes.
+"""A node: one engine, one link to the gateway, and the weights that the gateway publishes.
 
     receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
     progress       what long answers have so far (progress.py): another node can continue them
@@ -6,8 +6,8 @@
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
 
-When the gateway is lost, the node drops its running requests, which the gateway reissues, and tries to reach it again
-for connect_timeout_s. `run` returns after a drain and raises when the node cannot go on.
+When the connection is lost, the node drops its running requests, and the gateway reissues them. The node reconnects for
+at most connect_timeout_s. `run` returns after a drain and raises when the node cannot continue.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
 _LAST_WORDS_S = 2.0
-"""How long a node that leaves waits for its engine to tell what unfinished requests have."""
+"""How long a draining node waits for the tokens that unfinished requests have so far."""
 _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 """Errors of weights that another pull may fix. After a wrong signature or a failed canary, wait for a new version."""
 
@@ -97,10 +97,10 @@ class InferenceNode:
         sources: RankedSources | None = None,
         relay_port: int = 0,
     ) -> None:
-        """`max_context`: tokens of prompt and answer together that `engine` can hold; None leaves it unsaid.
+        """`max_context`: the most tokens of prompt and answer that `engine` can hold; None to report no limit.
 
-        `sources`: where the receiver pulls, if it is to learn of more places from the gateway. `relay_port`: where this
-        node serves its chunks to others; 0 for nowhere.
+        `sources`: the receiver's sources, to which this node adds those that the gateway names; None to add none.
+        `relay_port`: the port at which this node serves chunks to other nodes; 0 for none.
         """
         self._max_context = max_context
         self._device = device
@@ -166,7 +166,7 @@ class InferenceNode:
         if self._attached and requests:
             drained = asyncio.gather(self._engine.drain(), *requests, return_exceptions=True)
             if not (await asyncio.wait([drained], timeout=limit))[0]:
-                logger.warning("%d requests did not end within %g s (inference.drain_timeout_s): they go on elsewhere",
+                logger.warning("%d requests did not end within %g s (inference.drain_timeout_s); other nodes take over",
                                sum(not request.done() for request in requests), limit)  # fmt: skip
                 with suppress(EngineError, TimeoutError):
                     await asyncio.wait_for(self._streams.flush(), _LAST_WORDS_S)
@@ -193,8 +193,8 @@ class InferenceNode:
             if time.monotonic() > log_at:
                 log_at = time.monotonic() + _LOG_SILENCE_S
                 logger.info(
-                    "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): does the run go "
-                    "on, and is its port open to this machine?",
+                    "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): is the run still "
+                    "alive, and can this machine reach its port?",
                     where,
                     alone_s,
                     self._config.connect_timeout_s,
@@ -203,7 +203,7 @@ class InferenceNode:
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 
     async def _converse(self, patience_s: float) -> float | None:
-        """Serve one connection until the gateway falls silent. Returns when it last spoke, None if never.
+        """Serve one connection until no more messages come. Return when the last one came, None if none did.
 
         `patience_s` bounds the wait for the first answer; later waits are bounded by lost_after_s.
         """
@@ -260,7 +260,7 @@ class InferenceNode:
             case HelloAgain():
                 self._repeat_hello()
             case Rejected() if self._stop_reason.done():
-                pass  # An evicted node is told to drain; a Hello of it that crosses that is refused.
+                pass  # The gateway sent Drain to evict this node, and rejects a Hello that was already on its way.
             case Rejected(reason=reason, may_return=may_return):
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
                 raise RunMismatchError(refusal) if not may_return else WireError(refusal)
@@ -356,7 +356,7 @@ class InferenceNode:
         )
 
     def _return_untried(self, message: Generate, why: str, *, prefix_missing: bool = False) -> None:
-        """Return a request that this node cannot finish, as it leaves or lacks the prefix. It is no attempt."""
+        """Return a request that this node cannot finish: it is draining or lacks the prefix. Not a failed attempt."""
         self._link.send(
             GenerateFailed(request_id=message.request_id, lease=message.lease, error=cut_text(why), retryable=True,
                            tried=False, prefix_missing=prefix_missing)
@@ -370,12 +370,12 @@ class InferenceNode:
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(EngineError(f"the {self._config.engine} engine died: {dead}"))
         else:
-            logger.warning("a request failed, the engine goes on: %s", error)
+            logger.warning("a request failed, but the engine still works: %s", error)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _learn(self, message: NodeWelcome | NewVersion) -> None:
-        """Note where weights can be had, and have the newest manifest installed."""
+        """Note where weights are available, and trigger the installation of the newest manifest."""
         if self._sources is not None:
             host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
             self._sources.learn(message.sources, message.relays, host)
@@ -410,7 +410,7 @@ class InferenceNode:
 class GatewayLink(ChunkSource):
     """One CURVE DEALER socket, opened again for each attempt to reach the gateway, and the ChunkSource behind it.
 
-    What arrives and is no message is counted, logged and dropped.
+    Bytes that are not a valid message are counted, logged and dropped.
     """
 
     def __init__(
@@ -464,7 +464,7 @@ class GatewayLink(ChunkSource):
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self.garbage += 1
                 if self.garbage <= 10 or self.garbage % 1000 == 0:
-                    logger.warning("dropped %d bytes from the gateway that are no message (%s); %d so far",
+                    logger.warning("dropped %d bytes from the gateway that are not a message (%s); %d so far",
                                    sum(map(len, frames)), error, self.garbage)  # fmt: skip
                 continue
             self.last_heard = time.monotonic()

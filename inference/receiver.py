@@ -3,7 +3,7 @@
     manifest -> signature -> chunks to the disk (resumed where they stopped), each hashed -> names of tensors
              -> engine.load_weights, tensor by tensor -> read back, canary -> good: keep | bad: load the old ones again
 
-After any failure the engine goes on with the weights it had, or the node ends. Nothing is unpickled, and no tensor is
+After any failure the engine keeps the weights it had, or the node ends. Nothing is unpickled, and no tensor is
 loaded before its chunks' hashes matched. While a swap is unproven, `settled` is unset: the node waits for it, then
 looks at `rollbacks`, before it sends out tokens. Any source of chunks will do: every byte is checked against the
 signed manifest.
@@ -182,7 +182,7 @@ class Receiver:
         except (ComposerError, OSError) as failure:
             raise LostWeightsError(
                 f"weights v{manifest.version} were refused ({error}), and v{self.version} could not be loaded again "
-                f"({failure}): this node cannot go on; start it again"
+                f"({failure}): this node cannot continue; restart it"
             ) from failure
         finally:
             self.rollbacks += 1

@@ -144,10 +144,10 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
 async def _receive(
     assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
 ) -> tuple[Receiver, RankedSources | None, int]:
-    """Return what brings weights to `engine`, its sources elsewhere, and the port of the relay (0: there is none).
+    """Return the receiver of `engine`'s weights, its remote sources, and the port of the relay (0 for none).
 
-    With the run's directory at hand its store is read; else the gateway's link is the last of several sources. `stack`
-    closes all. Raises ConfigError.
+    If the run's directory is on this machine, the receiver reads its store. Otherwise the gateway's link is the last of
+    several sources. `stack` closes all. Raises ConfigError.
     """
     from composer_prime.run.weights import WeightStore
     from composer_prime.wire.weight_server import WeightServer

@@ -232,7 +232,7 @@ def folder_snapshot(folder: Path) -> Snapshot:
 
 
 class Snapshot(Mapping[str, torch.Tensor]):
-    """Named tensors of safetensors files on the disk. Each look-up reads the tensor anew, into memory of its own."""
+    """Named tensors of safetensors files on the disk. Each lookup reads the tensor again, into new memory."""
 
     def __init__(self, name: str, files: Iterable[list[tuple[Path, int]]]) -> None:
         """Each file is a list of parts: path and bytes. `name` is for messages. Raises CorruptWeightsError."""
@@ -283,7 +283,7 @@ class Snapshot(Mapping[str, torch.Tensor]):
                     raise ValueError(f"tensor {name} {shape} {entry['dtype']} at bytes {begin} to {end} of {size}")
                 self._places[name], self.shapes[name] = (parts, begin, dtype), shape
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CorruptWeightsError(f"{self._name} are no safetensors file: {error!r}") from None
+            raise CorruptWeightsError(f"{self._name} cannot be read as safetensors: {error!r}") from None
 
     def _read(self, parts: list[tuple[Path, int]], offset: int, target: memoryview) -> None:
         """Fill `target` from byte `offset` on. Raises CorruptWeightsError when the bytes are not there."""

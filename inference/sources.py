@@ -41,7 +41,7 @@ _COPY_PATIENCE_S, _RELAY_PATIENCE_S = 10.0, 3.0
 """How long a version may take to reach a copy of the store, or another node, before the gateway is asked for it."""
 _MAX_SOURCES = 64
 _MAX_GIVERS = 4096
-"""Chunks of which it is known who gave them."""
+"""The most chunks whose sources are remembered."""
 _NEWEST_SHARE = 0.5
 """Of the last whole piece in a source's measured speed; a smaller piece counts less."""
 _LONG_S = 2.0
@@ -71,9 +71,9 @@ class HttpSource(ChunkSource):
         try:
             self._url = URL(url.rstrip("/"))
         except ValueError as error:
-            raise ConfigError(f"{url!r} is no address of weights: {error}") from None
+            raise ConfigError(f"{url!r} is not an address of weights: {error}") from None
         if self._url.scheme not in ("http", "https") or not self._url.host or self._url.query_string:
-            raise ConfigError(f"{url!r} is no address of weights; expected http://HOST:PORT or https://HOST/PATH")
+            raise ConfigError(f"{url!r} is not an address of weights; expected http://HOST:PORT or https://HOST/PATH")
         self.name = str(self._url.with_user(None))
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -266,7 +266,7 @@ class RankedSources(ChunkSource):
                 continue
             try:
                 if is_relay and not url.startswith("http"):
-                    raise ConfigError(f"{url!r} is no relay; expected http://HOST:PORT")
+                    raise ConfigError(f"{url!r} is not a relay; expected http://HOST:PORT")
                 self._rate(url, is_relay)
             except ConfigError as error:
                 self._refused_urls.add(url)
@@ -303,10 +303,10 @@ class RankedSources(ChunkSource):
         return await self._timed(self._rated_last, sha256, offset)
 
     def refuse(self, sha256: str) -> bool:
-        """Put aside who gave a chunk that was wrong.
+        """Put the sources of a wrong chunk aside: its relays, or without relays all sources but the last one.
 
-        Where several did, it is open who lied: the relays, else all, for less long. One bad part puts no copy of the
-        store aside.
+        With several sources it is unknown which part was wrong, so the time is shorter. A relay's wrong part does not
+        put a copy of the store aside.
         """
         givers = self._givers.pop(sha256, [])
         suspects = [giver for giver in givers if giver.is_relay]
@@ -332,9 +332,9 @@ class RankedSources(ChunkSource):
             await rated.close()
 
     def _choose(self, sha256: str, offset: int, lacking: list[_Rated]) -> _Rated | None:
-        """Return whom to ask next; None when no source is left.
+        """Return the source to ask next; None when no source is left.
 
-        Who gave the beginning of the chunk is asked on, so that a wrong one has one author, unless that is slow.
+        Prefer the source of the chunk's beginning unless it is slow: then a wrong chunk has a single source.
         """
         now = self.clock()
         ready = [each for each in self._rated.values() if each.aside_until <= now and each not in lacking]
@@ -384,7 +384,7 @@ class RankedSources(ChunkSource):
         return piece
 
     def _note_speed(self, rated: _Rated, num_bytes: int, seconds: float) -> None:
-        """Take note of a piece. Put aside who used the whole time for it while another may do better."""
+        """Record a piece. Put its source aside if it took the whole time limit and another one may be faster."""
         speed = num_bytes / seconds
         before = speed if rated.bytes_per_s is None else rated.bytes_per_s
         share = min(max(_NEWEST_SHARE * num_bytes / PIECE_BYTES, seconds / _LONG_S), 1.0)

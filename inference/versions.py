@@ -1,7 +1,7 @@
 """Brings versions of the weights to this node's disk, by the way with the fewest bytes to pull.
 
-    the version in use --deltas--> the next one            who followed
-    anchor, pulled once --overlay--> any version of it     who joined, fell behind, or found that a delta does not fit
+    the version in use --deltas--> the next one            a node that followed each version
+    anchor, pulled once --overlay--> any version of it     a node that joined or fell behind, or whose delta did not fit
 
 Whatever the way, what comes out is the same file: its patches have the hash that the signed manifest gives. Where the
 deltas lead to a new anchor, its chunks are made here from the old ones, and have the hashes of that anchor.

@@ -218,7 +218,7 @@ class ChatTemplateRenderer(DefaultRenderer):
         *,
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
-        """Return the previous ids, then the template's text for `new_messages`. None means render anew."""
+        """Return the previous ids, then the template's text for `new_messages`. None means render everything again."""
         stop = self._tokenizer.eos_token_id
         if stop is None or not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
             return None

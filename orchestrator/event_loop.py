@@ -42,14 +42,14 @@ def freeze_startup() -> None:
 
 
 class Notifier:
-    """Wakes whoever waits for a change, within one event loop.
+    """Wakes all that wait for a change, within one event loop.
 
     `wait_for` does not miss a notification that came before the wait.
     """
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
-        """What the current waiters wait for; None while nobody waits."""
+        """What the current waiters wait for; None without waiters."""
 
     def notify(self) -> None:
         """Wake every current waiter."""

@@ -1,7 +1,7 @@
 """`orchestrator invite RUN_DIR`: one string with which machines elsewhere join as inference nodes.
 
-It works while the run goes on and before: the run's keys and configuration are there once it was started. The string
-is a secret until it has expired or is used up; what the run keeps of it is a public key (keys/nodes.sqlite).
+It works during the run, and between runs: a run has keys and a configuration after its first start. The string is a
+secret until it expires or is used up. The run keeps only its public key (keys/nodes.sqlite).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
     orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
-    orchestrator relay --listen HOST:PORT ...        join nodes with runs that nobody can reach (relay.py)
+    orchestrator relay --listen HOST:PORT ...        connect nodes with runs that cannot be reached (relay.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.

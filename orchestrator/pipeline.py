@@ -80,7 +80,7 @@ class Intervals:
     poll_s: float = POLL_S
     """How long a trainer rank's request waits for its batch before the answer BatchNotReady."""
     farewell_s: float = 2.0
-    """How long ranks that ask are still told the reason after a failure."""
+    """How long, after a failure, requests of ranks are still answered with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Pipeline:
 
     async def run(self) -> None:
         """Run from the first bind to the last evaluation. Raises what ended the run early."""
-        # What `outer` closes comes last: the answers of teachers may take a while.
+        # `outer` closes last: the answers of teachers may take a while.
         async with AsyncExitStack() as outer, AsyncExitStack() as stack:
             server = await self._open(stack)
             try:
@@ -207,7 +207,7 @@ class Pipeline:
         """Start the environments, then build everything that depends on their tasks."""
         config = self.config
         stack.push_async_callback(self._close_pools)
-        # Hosts are admitted once the tasks are known. Only then does the wait for them begin.
+        # Hosts are admitted only once the tasks are known. So start the other pools first, then wait for hosts.
         for here in (True, False):
             names = [source.name for source in config.orchestrator.source if (source.workers > 0) is here]
             await asyncio.gather(*(self.pools[name].start() for name in names))
@@ -267,7 +267,7 @@ class Pipeline:
         self.batches.close()
 
     async def _end_replay(self, replay: OnlineReplay, task: asyncio.Task[None]) -> None:
-        """Wait for calls to teachers, which may be charged, but not while others wait to hear of a failure."""
+        """Wait for calls to teachers, which may be charged. After a failure do not wait: it must be reported soon."""
         if not self._failure.done():
             await replay.end()
         task.cancel()
@@ -386,8 +386,8 @@ class Pipeline:
         while True:
             training.permits.grant()
             await training.scheduler.advance()
-            # Nodes whose weights no future batch accepts get no work until they have caught up.
-            # While a batch is formed ahead, those may be all that exist; evaluations still need the newest.
+            # Nodes whose weights no future batch accepts get no work until they have caught up. While a batch is
+            # formed ahead, this may be true of all nodes. Then the newest version serves, for evaluations.
             router = self.gateway.router
             oldest = min(training.scheduler.oldest_version, router.newest_version)
             if router.oldest_version != oldest:
@@ -436,7 +436,7 @@ class Pipeline:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    # -- messages of the trainer ---------------------------------------------------------------------------------
+    # -- messages from the trainer -------------------------------------------------------------------------------
 
     async def _step_done(self, message: StepDone) -> None:
         training = await asyncio.shield(self._loaded)
@@ -444,10 +444,10 @@ class Pipeline:
         await training.scheduler.step_done(message)
         if message.step < before:
             training.evaluator.forget_after(message.step)
-        # A step without samples was taken too. A trainer that attaches takes none, but may say that the run ends here.
+        # A step without samples counts too. An attaching trainer took no step, but may report that the run ends here.
         is_new = self.batches.trained > before or message.step == self.batches.last_step
         if is_new and training.evaluator.due(message.step, self.batches.last_step):
-            training.evaluator.request(message.step, message.version)  # before any wait: it may hold the next batch
+            training.evaluator.request(message.step, message.version)  # before any await: it may hold the next batch
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
         if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
@@ -455,7 +455,7 @@ class Pipeline:
         self.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
-        """Announce policy version `version` to the nodes. Raises CheckpointError when `required` and missing."""
+        """Announce policy version `version` to the nodes. Raises CheckpointError if it is missing and `required`."""
         try:
             signed = await asyncio.to_thread(self.store.manifest, version)
         except FileNotFoundError:
@@ -481,9 +481,9 @@ class Pipeline:
     # -- versions ------------------------------------------------------------------------------------------------
 
     def _serving_version(self) -> int:
-        """Return the policy version that a rollout begun now is expected to be sampled with.
+        """Return the policy version that will probably sample a rollout that starts now.
 
-        At least half of the serving nodes have it or a newer one. A node that lags behind them slows down nobody else.
+        At least half of the serving nodes have it or a newer one. So a node that lags does not delay the others.
         """
         served = [node.version for node in self.gateway.router.serving()]
         return median_high(served) if served else self.gateway.router.oldest_version

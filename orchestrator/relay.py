@@ -1,4 +1,4 @@
-"""`orchestrator relay`: join nodes with a run whose host nobody can reach, on a box that both reach.
+"""`orchestrator relay`: connect nodes with a run that accepts no inbound connections, on a box that both can reach.
 
     run's host --host KEY--> relay --nonce--> run's host --HOST:PORT as dialed, both signed--> relay
                                                       at most one host a run: the one that proved the key last
@@ -49,7 +49,7 @@ _MAX_GREETING = 256
 
 
 class _RefusedError(Exception):
-    """The message is what the other side is told."""
+    """A refusal. The other side gets the message."""
 
 
 class Relay:

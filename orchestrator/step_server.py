@@ -1,11 +1,11 @@
-"""The trainer's door: one ROUTER socket (CURVE) that answers composer_prime/wire/types.py.
+"""Serve batches to the trainer: one ROUTER socket (CURVE) with the protocol of composer_prime/wire/types.py.
 
     rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
                                                    no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
     rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
 
-A rank's newer request replaces its older one. Messages that are not of the protocol are counted and dropped. A message
-of another run, another layout or an impossible step is refused with its reason.
+A rank's newer request replaces its older one. Bytes that are not a protocol message are counted and dropped. A message
+for another run, another layout or an impossible step is refused with the reason.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class StepServer:
                 message = self._decoder.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self.garbage += 1
-                logger.warning("step server: dropped %d bytes that are no message: %s", len(payload), error)
+                logger.warning("step server: dropped %d bytes that are not a message: %s", len(payload), error)
                 continue
             if message.run_id != self._run_id:
                 await self._refuse(identity, f"this is run {self._run_id!r}, the message is for run {message.run_id!r}")

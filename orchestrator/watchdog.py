@@ -51,7 +51,7 @@ def describe_nodes(config: Config, gateway: Gateway) -> str:
 def startup_stages(
     config: Config, gateway: Gateway, pools: Mapping[str, WorkerPool], server: StepServer
 ) -> dict[str, str | None]:
-    """Return what a run needs before its first rollout: what it waits for, and what came of it, None until then.
+    """Return what a run needs before its first rollout, each with a message once it is ready; None until then.
 
     `pools`: environment workers by source.
     """
@@ -167,7 +167,7 @@ class RunWatchdog:
         }
 
     async def watch(self) -> None:
-        """Watch until cancelled. Raises DeadlineError when the run cannot be expected to go on."""
+        """Watch until cancelled. Raises DeadlineError when the run is stuck."""
         settings = self.config.orchestrator
         while True:
             await asyncio.sleep(_WATCH_S)

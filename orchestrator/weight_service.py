@@ -77,7 +77,7 @@ class BucketPush:
         """Push the store's newest version, unless that is done, and prune. Return whether there was something to push.
 
         Raises CorruptWeightsError when a chunk is gone from the store (a newer version is there by then) or altered,
-        OSError when the bucket fails. What was sent stays, and the next call goes on from there.
+        OSError when the bucket fails. What was sent stays, and the next call continues from there.
         """
         versions = self._store.versions()
         signed = self._store.manifest(versions[-1]) if versions else b""

@@ -38,7 +38,7 @@ def test_addresses(host, port):
         ("tcp://host:22x", "port '22x'"), ("tcp://host:0", "expected 1 to 65535"), ("tcp://host:", "port ''"),
         ("tcp://host:٤", "port"), ("tcp://2001:db8::1:51820", r"an IPv6 address stands in brackets: \[ADDRESS\]:PORT"),
         ("tcp://[2001:db8::g]:1", "2001:db8::g"), ("tcp://10.77.0.999:1", "10.77.0.999"),
-        ("tcp://a b:1", "'a b' is no host"), ("tcp://*:1", "no host name"), ("tcp://host/x:1", "no host name"),
+        ("tcp://a b:1", "'a b' is not a host"), ("tcp://*:1", "not a host name"), ("tcp://host/x:1", "not a host name"),
     ],
 )  # fmt: skip
 def test_wrong_addresses(text, why):

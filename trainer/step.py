@@ -270,7 +270,7 @@ class Optimizer:
         return self.parts[0].param_groups[0]["lr"]
 
     def skip(self) -> None:
-        """Change nothing, but run the hooks of a step: other clusters count this one's steps."""
+        """Run the hooks of a step without changing anything: other clusters count the steps of this one."""
         self.zero_grad()
         for part in self.parts:
             part.step()

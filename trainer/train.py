@@ -5,7 +5,7 @@
     when one is due: a checkpoint with the orchestrator, once StepDone N is noted
     SIGTERM, SIGINT: the current step ends, a checkpoint of it is written (trainer.checkpoint.stop_timeout_s), exit
 
-The ranks wait for the orchestrator's batch, and for one another in collectives; nobody waits for the inference nodes.
+Ranks wait for the orchestrator's batch and, in collectives, for one another. They never wait for inference nodes.
 In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py), which may wait for other clusters.
 """
 
@@ -58,7 +58,7 @@ from trainer.world import LEAVE_S, StopSignal
 
 logger = logging.getLogger("trainer")
 NAMED = 8
-"""Samples that a message names; the ledger has all."""
+"""The most samples that a message lists; the ledger has all of them."""
 
 
 class Trainer:
@@ -103,9 +103,9 @@ class Trainer:
         )
         self.metrics = MetricsFile(run_dir.metrics, "trainer")
         self._saved = 0
-        """Step of the newest checkpoint; a run's start needs none."""
+        """Step of the newest checkpoint. 0 for a new run, which needs none."""
         self._skipped = 0
-        """Steps in a row, up to the last, that were not finite."""
+        """How many of the latest steps in a row were not finite."""
 
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
@@ -116,7 +116,7 @@ class Trainer:
             self.outer or contextlib.nullcontext(),
         ):
             self._publish(client, start, [])
-            # Before that the orchestrator may refuse the batch, or serve it as a trainer before this one took it.
+            # Until then the orchestrator may refuse the request, or serve a batch that was packed for an older trainer.
             awaited = f"the orchestrator to note that this trainer starts after step {start}"
             wait_together(start + 1, awaited, self.publisher.is_idle, self._should_stop)
             last = self._train(client, start)
@@ -139,9 +139,9 @@ class Trainer:
         )
 
     def _restore(self) -> int:
-        """Return the step to continue from: 0, or that of the newest complete checkpoint, whose state is then in place.
+        """Return the step to continue from: 0, or that of the newest complete checkpoint after loading it.
 
-        The weight store and the ledger are cut back to it: a resume takes later steps again.
+        Cut the weight store and the ledger back to that step, because a resumed run repeats the later ones.
         """
         start = 0
         if self.config.run.resume:
@@ -168,7 +168,7 @@ class Trainer:
         return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), rank, self._should_stop)
 
     def _should_stop(self) -> bool:
-        """Also raises what failed in the background: the batch that is waited for may need that version."""
+        """Raise an error of the background publication: the awaited batch may need the version that failed."""
         self.publisher.check()
         return self.stop.is_requested()
 
@@ -195,9 +195,9 @@ class Trainer:
                 if last != self._saved:  # by `every_steps`
                     self._checkpoint(client, last)
                 raise NonFiniteError(
-                    f"{self._skipped} steps in a row, up to {last}, were not finite (trainer.max_skipped_steps is "
-                    f"{self.config.trainer.max_skipped_steps}); the parameters are those before them. Lower "
-                    "trainer.optim.lr or look at their samples (above), then continue with --resume"
+                    f"{self._skipped} steps in a row, up to step {last}, were not finite (trainer.max_skipped_steps is "
+                    f"{self.config.trainer.max_skipped_steps}). None of them changed the parameters. Lower "
+                    "trainer.optim.lr or check the samples listed above, then continue with --resume"
                 )
         return last
 
@@ -283,14 +283,14 @@ class Trainer:
         ]
 
     def _score(self, reply: StepReply) -> dict[str, float]:
-        """Return the figures of the held-out demonstrations that came with a step; none where none came."""
+        """Return the metrics of the step's held-out demonstrations; empty if it has none."""
         share, device = self.policy.shares_prefixes, self.world.device
         documents = [documents_of(batch, self.policy.vocabulary) for batch in reply.held_out]
         rows = [unpack(each, device, share=share, imitate=True) for each in documents]
         return score_held_out(self.policy, rows) if rows else {}
 
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
-        """Leave the weights as they are, name the samples to blame, and return the step's metrics."""
+        """Keep the weights, log the samples to blame, and return the step's metrics."""
         self._skipped += 1
         if self.settings.figures is not None:
             self.settings.figures.drop()
@@ -307,7 +307,7 @@ class Trainer:
         descriptions += [name for name in error.samples if name.startswith(("pair ", "row "))]
         more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
         blamed = "; ".join(descriptions[:NAMED]) + more
-        text = f"step {step}: {error}: the step is skipped ({self._skipped} in a row), and a resume leaves out {blamed}"
+        text = f"step {step} skipped ({self._skipped} in a row): {error}. A resumed run leaves out {blamed}"
         logger.warning(text)
         return {"loss/total": math.nan, "tokens/trained": 0.0}
 
@@ -333,7 +333,7 @@ class Trainer:
         return sample_ids
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
-        """Return whether it worked. Training survives a failure: the checkpoint before stays usable."""
+        """Write a checkpoint. Return False after a failure: training continues, and the previous checkpoint remains."""
         self.publisher.wait()
         try:
             self.checkpoints.save(step, client)
@@ -344,7 +344,7 @@ class Trainer:
         return True
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write rank 0's line. Figures that differ between ranks are summed (tokens) or the largest (memory)."""
+        """Log the step on rank 0. Over the ranks, sum the tokens and take the largest memory peak."""
         of_rank = [int(metrics["tokens/total"]), int(metrics["tokens/computed"]), peak_bytes(self.world.device)]
         total, computed, peaks = zip(*worlds.gather_words(of_rank), strict=True)
         metrics |= {"tokens/total": sum(total), "tokens/computed": sum(computed), "memory/peak_bytes": max(peaks)}

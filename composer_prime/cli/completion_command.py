@@ -41,7 +41,7 @@ _NEXT = {
 
 
 def completion_folder(shell: str) -> Path:
-    """Return the folder from which the shell loads completions of this user."""
+    """Return the folder from which the shell loads this user's completions."""
     data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
     if shell == "fish":
         return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fish/completions"
@@ -87,7 +87,7 @@ def _composer() -> argparse.ArgumentParser:
 
 
 def _parser_of(module: str) -> argparse.ArgumentParser | None:
-    """Return what the function of `module` whose name ends in "_parser" returns; None where there is none."""
+    """Return the result of the function in `module` whose name ends in "_parser"; None without such a function."""
     names = vars(importlib.import_module(module)).items()
     found = (value for name, value in names if name.endswith("_parser") and getattr(value, "__module__", "") == module)
     return next(found, lambda: None)()

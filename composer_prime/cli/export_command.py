@@ -41,7 +41,7 @@ def _run_with_checkpoint(run: str, step: int) -> RunDir:
     """Return the run directory `run`. Raises ConfigError when it has no checkpoint of `step`."""
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
-        raise ConfigError(f"--step {step}: {run} is no run directory, and only runs have checkpoints: leave --step out")
+        raise ConfigError(f"--step {step}: {run} is not a run directory, and only runs have checkpoints: omit --step")
     steps = run_dir.complete_checkpoints()
     if step not in steps:
         kept = ", ".join(map(str, steps)) or "none"

@@ -37,7 +37,7 @@ COMMANDS = {
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
     "tasks": ("composer_prime.cli.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
-    "completion": ("composer_prime.cli.completion_command", "print or install shell completion (bash)"),
+    "completion": ("composer_prime.cli.completion_command", "print or install shell completion (bash, zsh, fish)"),
 }
 """Each command's module, which has main(words), and its line in the help."""
 

@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
     runs = workspace.runs()
     name = next(iter(runs)) if len(runs) == 1 else None
     address = f"{server.address}#/run/{quote(name, safe='')}" if name else server.address
-    print(f"{pluralize(len(runs), 'run')}: {address}   (Ctrl-C ends the page; the runs go on)", flush=True)
+    print(f"{pluralize(len(runs), 'run')}: {address}   (Ctrl-C ends the page; runs continue)", flush=True)
     if options.open:
         webbrowser.open(address)
     try:

@@ -109,7 +109,7 @@ def read_table_file(name: str) -> dict[str, Any]:
     """Return the tables of a .toml or .json file. Raises ConfigError when it is missing, of another kind or broken."""
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{name} is no configuration file: its name must end in .toml (or .json)")
+        raise ConfigError(f"{name} is not a configuration file: its name must end in .toml (or .json)")
     try:
         text = path.read_bytes().decode()
         return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

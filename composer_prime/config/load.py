@@ -247,7 +247,7 @@ def _literal(text: str) -> Any:
 def _print_help(topic: str) -> NoReturn:
     """Print the sections, the keys of section `topic`, or every key for "all", from their docstrings.
 
-    Raises ConfigError for a topic that is no section.
+    Raises ConfigError for an unknown section.
     """
     sections = _help_by_section(max(100, columns() or 0) if topic else 200)
     if topic and topic != "all" and not (chosen := [name for name in sections if _is_within(name, topic)]):

@@ -278,12 +278,12 @@ class WeightServiceConfig(BaseConfig):
     def _are_urls(cls, urls: str | list[str] | None) -> str | list[str] | None:
         for url in urls if isinstance(urls, list) else [urls or "file://"]:
             if "://" not in url:
-                raise ValueError(f"{url!r} is no URL: expected https://HOST/PATH, s3://BUCKET/PATH or the like")
+                raise ValueError(f"{url!r} is not a URL: expected https://HOST/PATH, s3://BUCKET/PATH or the like")
         return urls
 
     @property
     def urls(self) -> list[str]:
-        """What nodes are told; the host `*` is the gateway's."""
+        """Addresses for nodes; the host `*` stands for the gateway's."""
         served = [f"http://*:{self.address.rpartition(':')[2]}"] if self.address is not None else []
         pushed = [self.push] if self.push is not None and not self.push.startswith("file:") else []
         return [*served, *pushed, *self.sources]

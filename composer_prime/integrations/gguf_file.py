@@ -1,7 +1,7 @@
 """Write a Hugging Face folder as one GGUF file, with the package gguf (extra gguf).
 
 The architectures are those whose tensors llama.cpp and Hugging Face hold alike: Qwen2 and Qwen3, dense. Others permute
-or fuse tensors, so they are refused: llama.cpp's own converter has each one's rules.
+or fuse tensors, so they are refused: llama.cpp's own converter has the rules for each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QWEN_SPLIT = r"\p{L}+|\p{N}|"
 def write_gguf(folder: Path, target: Path, dtype: str = "float16") -> list[str]:
     """Write the model in `folder` to `target`, matrices in `dtype`. Return notes for the user.
 
-    Raises ConfigError for another architecture, a tokenizer that is no byte-level BPE, or without the package gguf.
+    Raises ConfigError for another architecture, a tokenizer other than byte-level BPE, or without the package gguf.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = (config.get("architectures") or ["no architecture"])[0]
@@ -79,7 +79,7 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> list[str]:
 
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     if tokenizer["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(tokenizer["pre_tokenizer"]):
-        raise ConfigError(f"{folder}/tokenizer.json is no byte-level BPE: use llama.cpp's convert_hf_to_gguf.py")
+        raise ConfigError(f"{folder}/tokenizer.json is not a byte-level BPE: use llama.cpp's convert_hf_to_gguf.py")
     names = {index: name for name, index in tokenizer["model"]["vocab"].items()}
     kinds = dict.fromkeys(names, gguf.TokenType.NORMAL)
     for token in tokenizer.get("added_tokens", []):

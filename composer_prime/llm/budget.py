@@ -27,8 +27,8 @@ from composer_prime.errors import CapError
 from composer_prime.run.costs import CostLedger, Spent, charge_ratio, spent
 
 OVERCHARGE = 2.0
-"""How many times its bound is held for a call to a teacher. An endpoint that suddenly charges so many times more passes
-no cap, however many calls are in flight."""
+"""The reservation for a call to a teacher, in multiples of the call's bound. If an endpoint suddenly charges up to this
+much more, no cap is exceeded, for any number of calls in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Budget:
         self._ratios = dict(before.charge_ratios)
         self._tried: set[str] = set()
         """Endpoints that kept to the limit of a call, or whose call was counted without an answer."""
-        # Summed anew each time: a running sum would keep a rounding error when nothing is in flight any more.
+        # Summed each time: a running sum would keep a rounding error when nothing is in flight any more.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
         self._settled = asyncio.Event()

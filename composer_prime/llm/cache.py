@@ -111,7 +111,7 @@ class AnswerCache:
             ) from None
 
     def get(self, key: str) -> CachedAnswer | None:
-        """Return the answer; None where there is none, or it is damaged and has to be asked for again.
+        """Return the answer; None if it is missing, or damaged and must be requested again.
 
         Raises OSError when the file itself is damaged.
         """

@@ -39,7 +39,7 @@ RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _PROXY_GAVE_UP = {408, 504, *range(520, 525)}
 """The endpoint behind the proxy may have answered, and charged, all the same."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
-"""The question did not leave: nobody can have charged for it."""
+"""The request was not sent, so it cannot have been charged."""
 _CONNECT_S = 10.0
 """The longest that a connection may take to come about."""
 _MAX_REPLY_BYTES = 1 << 24
@@ -88,10 +88,10 @@ class Endpoint:
     strict: bool = True
     """How cost is counted.
 
-    Strict: a reply without token counts is no answer. The charge that a reply states counts, and one above the bound or
-    the price list closes the budget. An error status is free unless a proxy gave up waiting.
-    Otherwise: a reply without token counts costs what was held. The price list alone counts. Only a refusal (4xx but
-    408) is free. An answer that cannot be kept on disk is used all the same.
+    Strict: a reply without token counts is not an answer. The charge that a reply states counts, and one above the
+    bound or the price list closes the budget. An error status is free unless a proxy gave up waiting.
+    Otherwise: a reply without token counts costs the whole reservation. Only the price list counts. Only a refusal (4xx
+    other than 408) is free. An answer that cannot be stored on disk is used anyway.
     """
 
 
@@ -155,7 +155,7 @@ class _FailedAttempt(Exception):
 class ChatClient:
     """One endpoint. Used by one event loop.
 
-    Building the HTTP client takes a noticeable part of a second, so build it where nothing else has to go on.
+    Building the HTTP client takes a noticeable part of a second, so build it where nothing else has to run.
     """
 
     def __init__(self, endpoint: Endpoint, budget: Budget, cache: AnswerCache) -> None:
@@ -175,7 +175,7 @@ class ChatClient:
         """Questions that the cache answered."""
 
     async def close(self) -> None:
-        """End the calls under way, counted at what was held for them."""
+        """End the calls under way, counted at their reservation."""
         tasks = [call.task for call in self._under_way.values() if call.task is not None]
         for task in tasks:
             task.cancel()
@@ -183,10 +183,10 @@ class ChatClient:
         await self._http.aclose()
 
     async def ask(self, request: ChatRequest) -> ChatAnswer:
-        """Return the answer. A question that is under way is joined, so it is asked once.
+        """Return the answer. Equal requests in flight share one call.
 
-        A caller may be canceled. The call goes on once it was sent, for it may be charged; before that it is dropped
-        when nobody waits any more.
+        A caller may be canceled. A call that was sent continues, because it may be charged. Before that, it is dropped
+        when no caller is left.
 
         Raises CapError when a call would pass a cap, NoAnswerError when no usable answer came, EndpointError while the
         endpoint rests.
@@ -337,16 +337,16 @@ class ChatClient:
         )
 
     def _decode(self, content: bytes) -> tuple[Completion, Usage | None]:
-        """Raises _FailedAttempt for a body that is no chat completion, or lacks what is needed to count its cost."""
+        """Raises _FailedAttempt for a body that is not a chat completion, or lacks what is needed to count its cost."""
         try:
             completion = msgspec.convert(lenient_json(content), Completion)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _FailedAttempt(f"the reply is no chat completion ({error})") from None
+            raise _FailedAttempt(f"the reply is not a chat completion ({error})") from None
         try:
             usage = msgspec.convert(completion.usage, Usage)
         except msgspec.ValidationError as error:
             if self._endpoint.strict:
-                raise _FailedAttempt(f"the reply is no chat completion (usage: {error})") from None
+                raise _FailedAttempt(f"the reply is not a chat completion (usage: {error})") from None
             usage = None
         if not completion.choices or (usage and min(usage.prompt_tokens, usage.completion_tokens) < 0):
             raise _FailedAttempt("the reply holds no answer")

@@ -2,7 +2,7 @@
 
 Two models of one family share training data and habits, so their agreement tells little. Names come in every spelling
 (`us.anthropic.claude-3`, `litellm_proxy/minimax-m2.7`, `Qwen2.5-7B-GPTQ`), so whole words are searched behind the last
-slash. The part before it is who serves the model; it counts only where the name tells nothing. A name that no rule
+slash. The part before it names the server; it counts only if the rest tells nothing. A name that no rule
 matches, or that two families share (a distilled model), is UNKNOWN: replay refuses it until the user names a family.
 """
 
@@ -121,7 +121,7 @@ def family_named(word: str) -> str:
 
 
 def _of(name: str, *, folder: bool) -> str:
-    """Return the family of a name. What stands before the last slash is who serves the model, unless it is a folder."""
+    """Return the family of a name. The part before the last slash names the server, unless it is a folder."""
     own_name = name.rpartition("/")[2]
     families = [family for family, pattern in _NAMED.items() if pattern.search(own_name)]
     if not families and not folder:

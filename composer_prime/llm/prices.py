@@ -56,14 +56,14 @@ class Price:
         return float(self.tiers.calc_price(usage)["total_price"])
 
     def bound_usd(self, input_tokens: int, output_tokens: int) -> float:
-        """Return the most that a call with so many tokens may cost."""
+        """Return the most that a call with this many tokens may cost."""
         return self.request_usd + input_tokens * self.input_usd + output_tokens * self.output_usd
 
 
 def price_of(teacher: TeacherConfig) -> Price:
     """Return the configured price, nothing for a local model, else today's price of genai-prices.
 
-    Raises ConfigError when there is none: a cap on an unknown cost would be no cap.
+    Raises ConfigError without a price: a cap needs a known cost.
     """
     if teacher.input_usd_per_mtok is not None and teacher.output_usd_per_mtok is not None:
         return Price(
@@ -199,7 +199,7 @@ def _state_usd(
 
 
 def _read_line(line: bytes) -> _Line | None:
-    """Return a state; None for a line that is none."""
+    """Return a state; None for any other line."""
     try:
         return msgspec.json.decode(line, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -222,7 +222,7 @@ def _text_tokens(message: Message) -> float:
 
 
 def _family(state: _Line | None, teachers: TeachersConfig) -> str:
-    """Return the family that wrote a state; UNKNOWN also for a line that is no state."""
+    """Return the family that wrote a state; UNKNOWN for any other line."""
     if state is None:
         return UNKNOWN
     family = family_named(state.source_family)

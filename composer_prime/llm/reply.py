@@ -20,7 +20,7 @@ from composer_prime.traces.state import Message, storable_arguments
 ROUNDING = 0.01
 """By which share a charge may differ from the price list."""
 _OWN_KEY_FEE = 0.05
-"""What OpenRouter takes for a call by a key of one's own, as a share of its price:
+"""OpenRouter's fee for a call with your own key, as a share of its price:
 https://openrouter.ai/docs/features/byok."""
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """A closed call; group 1 is what should be JSON."""
@@ -184,7 +184,7 @@ def read_tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _is_quoted(text: str, tag: re.Match[str]) -> bool:
-    """Tell whether the same quote stands on both sides. A backtick that closes earlier text does not count."""
+    """Tell whether the same quote is on both sides. A backtick that closes earlier text does not count."""
     quote = text[max(tag.start() - 1, 0) : tag.start()]
     if quote != text[tag.end() : tag.end() + 1] or quote not in ("`", "'", '"'):
         return False

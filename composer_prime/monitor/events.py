@@ -1,7 +1,7 @@
-"""outputs/<run>/events.jsonl: what a user must know about a run and is no figure.
+"""outputs/<run>/events.jsonl: what a user must know about a run besides its figures.
 
     logger.warning("node %s is gone", name)                    any warning or error of our loggers
-    logger.info("checkpoint 20 is saved", extra=event("checkpoint"))   what matters and is no warning
+    logger.info("checkpoint 20 is saved", extra=event("checkpoint"))   important, but not a warning
         --EventHandler--> one line for each event at once; repetitions are counted: 10, 100, 200, ...
         --read_events--> live view, `composer report`, the page
 
@@ -220,7 +220,7 @@ _OPTIONAL = ("where", "cause", "command")
 
 
 def parse_event(line: dict[str, Any]) -> RunEvent | None:
-    """Return an event from one object of the file; None when it is none."""
+    """Return the event of one object of the file; None for any other object."""
     texts = {name: line.get(name) for name in ("role", "level", "kind", "text", "id")}
     numbers = {name: line.get(name) for name in ("pid", "count")}
     if not all(isinstance(text, str) for text in texts.values()):

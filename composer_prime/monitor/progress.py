@@ -1,4 +1,4 @@
-"""What metrics lines add up to: where a run stands and who waits for what. Pure state; drawing is elsewhere."""
+"""The state of a run from its metrics lines: its progress, and which process waits for what. No drawing here."""
 
 from __future__ import annotations
 

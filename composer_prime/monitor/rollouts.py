@@ -110,11 +110,11 @@ def without_sources(evaluations: Mapping[int, Scores], names: list[str]) -> dict
 
 
 def open_run(folder: str) -> RunDir:
-    """Return the run directory `folder`. Raises ConfigError when it is none."""
+    """Return the run directory `folder`. Raises ConfigError for any other folder."""
     run_dir = RunDir(Path(folder))
     if not (run_dir.root / "config.json").is_file():
         inside = sorted(run_dir.root.glob("*/config.json"))  # A joint run's folder holds one for each peer.
         nearby = [path.parent for path in inside or sorted(Path("outputs").glob("*/config.json"))][:6]
         hint = f"; there is {', '.join(map(str, nearby))}" if nearby else ""
-        raise ConfigError(f"{folder} is no run directory (it has no config.json){hint}")
+        raise ConfigError(f"{folder} is not a run directory (it has no config.json){hint}")
     return run_dir

@@ -104,7 +104,7 @@ class Feeder:
             close()
         except Exception as error:
             self.failed = True
-            self._warn(f"tracker {self.name} is switched off, training goes on: {type(error).__name__}: {error}")
+            self._warn(f"tracker {self.name} is switched off; training continues: {type(error).__name__}: {error}")
 
 
 def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) -> list[Feeder]:

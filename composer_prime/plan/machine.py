@@ -54,7 +54,7 @@ class Machine:
     gpus: tuple[int, ...]
     """Memory of each visible GPU, bytes."""
     imagined: bool = False
-    """Whether the GPUs are another machine's; this one's memory and disk are then irrelevant."""
+    """Whether the GPUs belong to another machine. Then the memory and disk of this one do not matter."""
 
 
 def this_machine() -> Machine:
@@ -107,7 +107,7 @@ def driver_cuda() -> str:
 def module_file(name: str) -> Path | None:
     """Return the file of module `name` without running any of its packages; None when it is not installed.
 
-    A folder without __init__.py is no module: wandb/, which a tracker writes, would pass for its package.
+    A folder without __init__.py does not count: wandb/, which a tracker writes, would look like its package.
     """
     search: list[str] | None = None
     spec = None

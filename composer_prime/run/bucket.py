@@ -29,11 +29,11 @@ class Bucket:
     """Blocks: call it in threads."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for a URL that is no bucket's, or whose driver is not installed or not set up."""
+        """Raises ConfigError if `url` does not name a bucket, or its driver is not installed or set up."""
         scheme, colon, path = url.partition("://")
         if not colon or not path.strip("/") or scheme not in DRIVERS or "::" in url:
             known = ", ".join(f"{name}://" for name in DRIVERS if name != "memory")
-            raise ConfigError(f"{url!r} is no bucket for weights; expected one of {known} and a path")
+            raise ConfigError(f"{url!r} is not a bucket for weights; expected one of {known} and a path")
         import fsspec
 
         try:

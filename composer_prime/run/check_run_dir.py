@@ -3,7 +3,7 @@
     new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
     --resume     there must be a run in it, and its settings must agree with the new ones
 
-It only looks; whoever starts the run changes the folder.
+It changes nothing. The caller that starts the run changes the folder.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_run_folder(run_dir: RunDir, config: Config, starter: Starter = "launch
     steps = run_dir.complete_checkpoints()
     if used and not is_run_directory(root):
         raise ConfigError(
-            f"{root} is not empty and is no run directory, so nothing is written or deleted there: "
+            f"{root} is not empty and is not a run directory, so nothing is written or deleted there: "
             "set run.name or run.output_dir to another place"
         )
     if used and not (run.resume or run.overwrite):
@@ -115,7 +115,7 @@ def folder_state(run_dir: RunDir) -> str:
     if not earlier_output(run_dir):
         return "new"
     if not is_run_directory(run_dir.root):
-        return "exists, and is no run directory"
+        return "exists, and is not a run directory"
     steps = run_dir.complete_checkpoints()
     return f"exists; newest checkpoint: step {steps[-1]}" if steps else "exists; no checkpoint yet"
 

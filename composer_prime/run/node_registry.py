@@ -43,7 +43,7 @@ class RegisteredNode:
     key: bytes
     """Its public CURVE key, Z85."""
     name: str
-    """The only node_id that it may use; nobody else may."""
+    """The only node_id that it may use. No other node may use it."""
     machine: str
     """What it found on its machine, in words."""
     admitted: float

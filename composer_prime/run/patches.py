@@ -122,7 +122,7 @@ def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> It
         else:
             yield _decode(_decompress(frame, limit, index), words, word, index)
     if pending or next(pieces, None):
-        raise CorruptWeightsError("the stream of patches goes on after the last chunk")
+        raise CorruptWeightsError("the stream of patches continues after the last chunk")
 
 
 def patch_starts(file: BinaryIO, count: int) -> list[int]:
@@ -144,7 +144,7 @@ def _decompress(frame: bytes, limit: int, index: int) -> bytes:
             raise CorruptWeightsError(f"patch {index}: its frame claims {size} bytes, at most {limit} fit")
         return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise CorruptWeightsError(f"patch {index} is no zstd frame: {error}") from None
+        raise CorruptWeightsError(f"patch {index} is not a zstd frame: {error}") from None
 
 
 def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:

@@ -31,7 +31,7 @@ import psutil
 MARK_VARIABLE = "COMPOSER_LAUNCH"
 """Environment variable that marks every process of a guarded run."""
 PARENT_VARIABLE = "COMPOSER_PARENT"
-"""Environment variable with the process id of whoever started a child."""
+"""Environment variable with the process id of a child's parent."""
 PARENT_POLL = "parent-poll"
 """Name of the thread that watches the parent outside Linux."""
 _PR_SET_PDEATHSIG = 1

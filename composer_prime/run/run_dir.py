@@ -125,7 +125,7 @@ class RunDir:
         return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int:
-        """Return the step of the newest complete checkpoint. Raises CheckpointError when there is none."""
+        """Return the step of the newest complete checkpoint. Raises CheckpointError without one."""
         steps = self.complete_checkpoints()
         if not steps:
             raise CheckpointError(

@@ -124,7 +124,7 @@ def sign(signed: msgspec.Struct, key: Ed25519PrivateKey) -> bytes:
 def opened(raw: bytes, key: Ed25519PublicKey, body: type[Body]) -> Body:
     """Return what `sign` made `raw` of.
 
-    Raises msgspec.DecodeError when it is no signed `body`, InvalidSignature when another key signed it.
+    Raises msgspec.DecodeError if it is not a signed `body`, InvalidSignature if another key signed it.
     """
     envelope = msgspec.msgpack.decode(raw, type=Envelope)
     key.verify(envelope.signature, envelope.manifest)
@@ -153,8 +153,8 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     for ref in manifest.refs:  # The hash becomes a file name: "../" would lead out of the folder.
         if not is_chunk_name(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
             raise WireError(
-                f"weights v{manifest.version}: chunk {ref.sha256[:80]!r} of {ref.size} bytes is none: expected a "
-                f"sha256 in hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
+                f"weights v{manifest.version}: chunk {ref.sha256[:80]!r} of {ref.size} bytes is invalid: expected "
+                f"a sha256 in hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
             )
     return manifest
 

@@ -108,7 +108,7 @@ class Comparison:
 
 
 def task_means(run_dir: RunDir, source: str, step: int, registered: Preregistration) -> TaskMeans | None:
-    """Return each held-out task's mean reward of the evaluation after `step`; None where there is none yet.
+    """Return each held-out task's mean reward of the evaluation after `step`; None before it.
 
     Raises ConfigError for a reward outside the registered range.
     """

@@ -88,7 +88,7 @@ def wilson_interval(hits: int, count: int) -> tuple[float, float]:
     Raises ValueError unless 0 <= hits <= count and count > 0.
     """
     if not (0 <= hits <= count and count > 0):
-        raise ValueError(f"{hits} of {count} is no share: it needs 0 <= hits <= count and count > 0")
+        raise ValueError(f"{hits} of {count} is not a share: it needs 0 <= hits <= count and count > 0")
     z, share = 1.959963984540054, hits / count
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

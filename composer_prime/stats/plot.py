@@ -83,7 +83,7 @@ def line_chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[flo
 def reward_curve(title: str, rewards: Mapping[int, float], evaluations: Mapping[int, Interval]) -> Figure:
     """Return a run's reward by step, its ten-step mean, and its held-out evaluations with their intervals.
 
-    `rewards`: mean reward of each trained step. `evaluations`: mean reward on held-out tasks after so many steps.
+    `rewards`: mean reward of each trained step. `evaluations`: mean reward on held-out tasks, by step.
     """
     figure = new_figure(8, 4)
     axes = figure.subplots()

@@ -110,7 +110,7 @@ def digest_of(settings: dict[str, Any], steps: int) -> str:
 
 
 def read_preregistration(folder: Path) -> Preregistration | None:
-    """Return the pre-registration of a ladder's folder; None where there is none.
+    """Return the pre-registration of a ladder's folder, if any.
 
     Raises ConfigError for a file that cannot be read, or whose settings were edited.
     """

@@ -30,7 +30,7 @@ _GRID = 1000
 _LARGEST_BET = 0.5
 """c of the paper: the share of its capital that a gambler may lose at once."""
 _ROUNDING = 1e-9
-"""Differences of rewards that are no larger come from rounding."""
+"""Differences of rewards up to this size come from rounding."""
 POWER = 0.8
 """Power at which an effect counts as detectable."""
 
@@ -124,8 +124,8 @@ def power(
     if seed_spread > 0:
         noncentrality = effect / (seed_spread / math.sqrt(seeds))
         of_seeds = 1 - float(nctdtr(seeds - 1, noncentrality, _t_quantile(alpha, seeds, seeds)))
-    # Half the width of a betting interval: by the spread, and where there is none by the largest bet. It is a little
-    # optimistic for few tasks: at 32 a simulated ladder finds .66 where .81 is told, at 128 the two agree.
+    # Half the width of a betting interval: from the spread, or without spread from the largest bet. It is a little
+    # optimistic for few tasks: with 32, this gives .81, and a simulated ladder finds .66. With 128 the two agree.
     level = math.log(2 * seeds / alpha)
     half = max(task_spread * math.sqrt(2 * level / tasks), 2 * span * level / tasks)
     of_tasks = NormalDist(half, max(task_spread, 1e-9) / math.sqrt(tasks)).cdf(effect)

@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
-Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are no
+Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are not
 rows. Imports no tokenizer; orchestrator/demonstrations.py turns rows into tokens.
 """
 
@@ -42,7 +42,7 @@ class ConversationRow:
 def read_rows(files: Sequence[Path], key: str) -> list[ConversationRow]:
     """Return all rows in order. `key` names the setting.
 
-    Raises ConfigError with FILE:LINE: no such file, no row, a line that is no JSON object with messages, a message
+    Raises ConfigError with FILE:LINE: no such file, no row, a line that is not a JSON object with messages, a message
     without a known role or with content or calls of another form, no assistant message to imitate.
     """
     return [_row(f"{path}:{number}", text) for path in files for number, text in _lines(path, key)]

@@ -8,7 +8,7 @@ Messages have the OpenAI form; `chosen` and `rejected` are assistant messages, t
 The density gate's verdicts on a pairs file: PAIRS.gate.json. They decide whether beta may be above 0.
 
     composer pairs report PAIRS        one verdict, on the whole file
-    teachers.online                    one verdict a window of the growing file, while training goes on
+    teachers.online                    one verdict per window of the growing file, during training
 
 A verdict is bound to the lines it measured by their digest. A pair may be trained when a verdict that passed covers it.
 A pair that was never measured, or whose lines changed since, may not.
@@ -116,7 +116,7 @@ class PairFile(Sequence[Pair]):
 
     def _gone(self) -> ConfigError:
         return ConfigError(
-            f"{self.path} held {len(self)} pairs and is no longer there: put it back and go on with --resume, or set "
+            f"{self.path} held {len(self)} pairs and is no longer there: put it back and use --resume, or set "
             "orchestrator.preferences.pairs_per_step = 0"
         )
 
@@ -124,7 +124,7 @@ class PairFile(Sequence[Pair]):
         return self.read(index)
 
     def read(self, index: int) -> Pair:
-        """Return one pair. Raises ConfigError, which names file and line, when the line is no pair."""
+        """Return one pair. Raises ConfigError, which names file and line, when the line is not a pair."""
         with self._open() as file:
             file.seek(self._offsets[index])
             line = file.readline()
@@ -132,7 +132,7 @@ class PairFile(Sequence[Pair]):
             pair = msgspec.json.decode(line, type=Pair)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{self.path}, pair {index + 1} is none ({error}): take its line out, and measure the file with "
+                f"{self.path}, pair {index + 1} is invalid ({error}): remove its line, and measure the file with "
                 f"`composer pairs report {self.path} --base MODEL`"
             ) from None
         if not 0 <= pair.epsilon <= 0.5:
@@ -189,7 +189,7 @@ def read_gate(pairs: Path) -> Gate | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Gate)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no verdict ({error}): {_remedy(pairs)}") from None
+        raise ConfigError(f"{path} is not a verdict ({error}): {_remedy(pairs)}") from None
 
 
 def write_gate(pairs: Path, gate: Gate) -> None:

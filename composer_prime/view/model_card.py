@@ -29,7 +29,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 
 
 def write_model_card(run_dir: RunDir) -> Path | None:
-    """Write final/README.md and return it; None where there is no final/. Raises OSError."""
+    """Write final/README.md and return it; None without final/. Raises OSError."""
     if not run_dir.final.is_dir():
         return None
     path = run_dir.final / "README.md"

@@ -31,7 +31,7 @@ _FORMAT = 1
 """Version of the tables. A cached index of another version is made again."""
 _UNUSED_DAYS = 60.0
 _HOLD_S = 5.0
-"""Time after which who reads on commits, so that another process's page can write as well."""
+"""A long read commits after this time, so that the page of another process can write as well."""
 _FILE = re.compile(r"(step|eval)_(\d{1,12})\.jsonl|failed\.jsonl")
 _COLUMNS = (
     "file", "offset", "length", "kind", "step", "rollout_id", "grp", "source", "task_id", "status", "reward",
@@ -102,7 +102,7 @@ class RolloutIndex:
         self.path = _writable(cache or user_cache()) / f"{name}.sqlite"
         self._reader: threading.Thread | None = None
         self._asking = 0
-        """Threads that wait for the lock to answer somebody; who reads in the background lets them go first."""
+        """Threads that wait for the lock to answer a request. The background reader lets them go first."""
         self._distinct: dict[tuple[str, str], list[Any]] = {}
         with self._connection() as database:
             switch_to_wal(database)
@@ -122,7 +122,7 @@ class RolloutIndex:
                 yield database
 
     def update(self, budget_s: float = 0.4) -> IndexState:
-        """Take in changed files, newest first, for about `budget_s`; a thread goes on with those that are left."""
+        """Read changed files, newest first, for about `budget_s`. A thread continues with the rest."""
         with self._answering():
             state = self._take_files(time.monotonic() + budget_s)
         if state.files_left and (self._reader is None or not self._reader.is_alive()):
@@ -155,7 +155,7 @@ class RolloutIndex:
                 self._take_file(database, name, files[name])
 
     def read_all(self) -> None:
-        """Take in every changed file before returning. Others who ask meanwhile are answered between two files."""
+        """Read every changed file before returning. Requests that come meanwhile are answered between two files."""
         left = 1
         while left:
             with self._lock:
@@ -245,7 +245,7 @@ class RolloutIndex:
     def distinct(self, column: str, kind: str) -> list[Any]:
         """Return the values that `column` has among the rollouts of `kind`, ascending."""
         if column not in _COLUMNS:
-            raise ValueError(f"{column!r} is no column of the index")
+            raise ValueError(f"{column!r} is not a column of the index")
         if (known := self._distinct.get((column, kind))) is not None:
             return known
         query = f"SELECT DISTINCT {column} FROM rollouts WHERE kind = ? AND {column} IS NOT NULL ORDER BY 1"
@@ -277,7 +277,7 @@ def user_cache() -> Path:
 
 
 def remove_unused(cache: Path) -> None:
-    """Delete indexes that nobody has opened for _UNUSED_DAYS."""
+    """Delete indexes that were not opened for _UNUSED_DAYS."""
     for path in cache.glob("*.sqlite*"):
         try:
             if time.time() - path.stat().st_mtime > _UNUSED_DAYS * 86_400:
@@ -307,7 +307,7 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 
 
 def _row(file: int, offset: int, kind: str, raw: bytes) -> tuple[Any, ...] | None:
-    """Return the entry of a line; None for one that is no rollout."""
+    """Return the entry of a line; None if it is not a rollout."""
     try:
         line = _decode_entry(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -39,7 +39,7 @@ Query = Mapping[str, str]
 
 
 def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
-    """Return the entries that pass the query's filters. Raises ConfigError for a value that is no number."""
+    """Return the entries that pass the query's filters. Raises ConfigError for a value that is not a number."""
     kind, where, values = _filters(query)
     if (step := _integer(query, "step")) is not None:
         index.ensure(kind, step)
@@ -101,7 +101,7 @@ def _filters(query: Query) -> tuple[str, str, list[Any]]:
 
 
 def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
-    """Return a rollout with all its siblings, whole, and the entries before and after; None when there is none."""
+    """Return a rollout with all its siblings, whole, and the entries before and after; None if it does not exist."""
     values: list[Any] = [query.get("kind", "step"), query.get("id", "")]
     where = "kind = ? AND rollout_id = ?"
     if (step := _integer(query, "step")) is None:
@@ -193,7 +193,7 @@ def _integer(query: Query, name: str) -> int | None:
     if not text:
         return None
     if not text.removeprefix("-").isdecimal() or len(text) > 15:
-        raise ConfigError(f"{name}={text!r} is no whole number")
+        raise ConfigError(f"{name}={text!r} is not a whole number")
     return int(text)
 
 
@@ -202,7 +202,7 @@ def _figure(query: Query, name: str) -> float | None:
     try:
         return float(text) if text else None
     except ValueError:
-        raise ConfigError(f"{name}={text!r} is no number") from None
+        raise ConfigError(f"{name}={text!r} is not a number") from None
 
 
 def _escaped(text: str) -> str:

@@ -179,7 +179,7 @@ def nodes(run_dir: RunDir, lines: list[Line]) -> dict[str, Any]:
 
 
 def waits(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return who waited for what, from when to when. Consecutive lines about one subject are one wait."""
+    """Return which process waited for what, and when. Consecutive lines about one subject are one wait."""
     open_waits: dict[str, dict[str, Any]] = {}
     ended: list[dict[str, Any]] = []
     for line in lines:

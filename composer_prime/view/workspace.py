@@ -114,7 +114,7 @@ class Workspace:
         return rollout_list(self._index(self.find(query)), query)
 
     def rollout(self, query: Query) -> dict[str, Any]:
-        """Return one rollout with its siblings. Raises ConfigError when there is none."""
+        """Return one rollout with its siblings. Raises ConfigError if it does not exist."""
         found = self.find(query)
         page = one_rollout(self._index(found), query)
         if page is None:

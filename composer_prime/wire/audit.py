@@ -37,7 +37,7 @@ Suspect = Literal["older", "int8"]
 
 
 class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
-    """An answer whose tokens are to be scored anew."""
+    """An answer whose tokens an auditor must score again."""
 
     audit: int
     """Numbers the request."""

@@ -127,7 +127,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True, tag="model_files"):
                 f"the list of model files is not signed by run {run_id!r}: join the right run with a fresh invite"
             ) from None
         except msgspec.DecodeError as error:
-            raise WireError(f"{len(raw)} bytes are no signed list of model files: {error}") from None
+            raise WireError(f"{len(raw)} bytes are not a signed list of model files: {error}") from None
         if files.run_id != run_id:
             raise SignatureError(f"the list of model files belongs to run {files.run_id!r}, this is run {run_id!r}")
         for file in files.files:
@@ -177,7 +177,7 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
         """Raises InviteError for a string that is cut short, altered, or of another release."""
         text = "".join(text.split())
         if not text.startswith(INVITE_PREFIX):
-            raise InviteError(f"{text[:20]!r} is no invite: it starts with {INVITE_PREFIX!r}; copy it whole from the "
+            raise InviteError(f"{text[:20]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Copy all of the "
                               "output of `orchestrator invite RUN_DIR`")  # fmt: skip
         try:
             encoded = text.removeprefix(INVITE_PREFIX)

@@ -5,7 +5,7 @@
 What passes is CURVE from the node to the gateway, as on a direct link. The run's identity follows from its signing key.
 Each stream begins with the pass from the invite (tunnel.py). An address such as `iroh` leaves it to the servers of n0,
 the authors of iroh, to find the host and to introduce both sides; they see addresses, and ciphertext where no direct
-way is found. `iroh@HOST:PORT` asks nobody: nodes send to that UDP port.
+way is found. `iroh@HOST:PORT` needs no server: nodes send to that UDP port.
 
 Needs the extra `iroh`, which is imported at the first use.
 """
@@ -63,7 +63,7 @@ def check_iroh_name(name: str) -> tuple[str, Address | None]:
     """Return identity and UDP address of what `iroh_name` made. Raises ConfigError."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ConfigError(f"{name[:100]!r} is no iroh address; expected iroh:ID or iroh:ID@HOST:PORT")
+        raise ConfigError(f"{name[:100]!r} is not an iroh address; expected iroh:ID or iroh:ID@HOST:PORT")
     return match["id"], iroh_address(match["address"]) if match["address"] else None
 
 
@@ -73,7 +73,7 @@ def iroh_address(text: str) -> Address:
     try:
         ipaddress.ip_address(address.host)
     except ValueError:
-        raise ConfigError(f"the iroh address is {text!r}: {address.host!r} is no IP address") from None
+        raise ConfigError(f"the iroh address is {text!r}: {address.host!r} is not an IP address") from None
     return address
 
 

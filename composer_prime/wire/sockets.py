@@ -41,7 +41,7 @@ _MAX_PEERS = 4096
 """Peers whose use of a MessageBudgets is remembered."""
 _ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
 _SILENCE_MS = 30_000
-"""A connection on which no whole message arrives for this long is dropped and made anew.
+"""A connection on which no whole message arrives for this long is dropped and opened again.
 
 With a shorter time, a large message on a slow link would be sent again and again. A host that vanishes silently is
 noticed this much later.
@@ -108,7 +108,7 @@ def bind_router(
     messages are held (0: any number); then the peer's own queue grows, not this process. Neither bounds the number of
     frames in a message (wire/unread.py does). To each connection at most `max_unsent` messages
     wait (0: any number); then sending waits, or raises zmq.Again. With `handover`, a client that names an identity
-    gets it from whoever had it; without, identities stay with the connection that has them.
+    takes it from the connection that had it. Otherwise identities stay with their connection.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """
@@ -144,7 +144,7 @@ def sender_key(frame: zmq.Frame) -> bytes:
 
 
 class MessageBudgets:
-    """What each peer may send that nobody asked for: some messages at once, and a rate."""
+    """How many unrequested messages each peer may send: some at once, and a rate."""
 
     def __init__(self, burst: float, per_s: float) -> None:
         self._burst = burst

@@ -39,7 +39,7 @@ HELD_BYTES = 64 << 10
 """Read ahead of a stream in each direction."""
 PING_S = 15.0
 SILENCE_S = 45.0
-"""A control connection without a line for this long is made anew."""
+"""A control connection without a line for this long is opened again."""
 IDLE_S = 120.0
 """A stream without a byte for this long is ended. A node's ZMQ sends every five seconds."""
 _REPLY_S = 5.0
@@ -108,7 +108,7 @@ async def read_words(reader: asyncio.StreamReader, limit_s: float) -> list[str]:
     except asyncio.LimitOverrunError:
         line = b"\xff"
     if len(line) > _LINE_BYTES or not line.isascii():
-        raise WireError(f"what came is no line of at most {_LINE_BYTES} ASCII bytes")
+        raise WireError(f"expected a line of at most {_LINE_BYTES} ASCII bytes")
     return line.decode().split()
 
 
@@ -290,7 +290,7 @@ class Leg:
                 start = time.monotonic()
                 try:
                     await self._serve()
-                except Exception as error:  # Of iroh's bindings, too; the run goes on without.
+                except Exception as error:  # Of iroh's bindings, too. The run continues without it.
                     fault = str(error) or type(error).__name__
                 failures = 0 if time.monotonic() - start > _SERVED_S else failures
                 pause_s = backoff_s(failures, first_s=_FIRST_RETRY_S, longest_s=_LONGEST_RETRY_S)

@@ -162,7 +162,7 @@ class HeldPrompts:
     def take(self, session: str, prefix: Prefix | None, new_ids: bytes) -> np.ndarray | None:
         """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`, and keep it.
 
-        None when that prefix is not held. Raises ValueError when `new_ids` are no int32.
+        None when that prefix is not held. Raises ValueError if `new_ids` are not int32.
         """
         new, held = ints(new_ids), self._sessions.get(session)
         if prefix is None:

@@ -205,7 +205,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
     A row holds first the samples, in the order of `sample_ids`, then both sides of each preference pair, then the
-    demonstrations. Only samples have mask, logprobs and advantages. SDPO's hinted contexts are no part of the row:
+    demonstrations. Only samples have mask, logprobs and advantages. SDPO's hinted contexts are not part of the row:
     `turns` has what they add.
 
     A dummy micro-batch (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.

@@ -78,7 +78,7 @@ class StateTransfers:
         self._failures: Counter[str] = Counter()
 
     def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
-        """Return the current transfer, or a new one from one of `sources`; None where there is none.
+        """Return the current transfer, or a new one from one of `sources`; None without a useful source.
 
         `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
         """
@@ -115,7 +115,7 @@ class StateTransfers:
         if header.rank >= current.ranks:
             return None
         others = {rank: blob.header.outer_step for rank, blob in current.blobs.items() if rank != header.rank}
-        if max(others.values(), default=-1) > header.outer_step:  # its rank serves it anew, from where it stands then
+        if max(others.values(), default=-1) > header.outer_step:  # its rank will serve a newer one
             return None
         for rank in [rank for rank, step in others.items() if step < header.outer_step]:
             del current.blobs[rank]
@@ -173,7 +173,7 @@ class Bodies:
     """When an offer first found no room since one last did; empty while there is room."""
 
     def offer(self, header: messages.Header, instance: int) -> messages.ToPeer:
-        """Answer from which byte on a body may come, or that there is no room yet.
+        """Answer from which byte a body may be sent, or that there is no room yet.
 
         Raises WireErrors for one that does not belong here.
         """

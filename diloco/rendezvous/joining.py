@@ -72,7 +72,7 @@ class Joins:
     def answer(self, ask: AskState, now: float) -> JoinAnswer:
         """Answer one rank.
 
-        Raises RunMismatchError when the ranks of the peer stand at different outer steps, and as `check_room` does.
+        Raises RunMismatchError when the ranks of the peer are at different outer steps, and as `check_room` does.
         """
         peer = self.rounds.peers.get(ask.peer)
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
@@ -80,7 +80,7 @@ class Joins:
         join = self._joins.get(ask.peer)
         if join is None or join.instance != ask.instance:
             join = self._joins[ask.peer] = JoinAttempt(ask.instance, ask.attempt, now)
-        elif join.attempt < ask.attempt:  # until all its ranks have asked anew, what the last attempt needs stays
+        elif join.attempt < ask.attempt:  # what the last attempt needs is kept until all ranks have asked again
             join = self._joins[ask.peer] = JoinAttempt(
                 ask.instance, ask.attempt, now, awaited_state=join.awaited_state, replays_from=join.replays_from
             )
@@ -158,7 +158,7 @@ class Joins:
             return self._keep(join)
         return RoundNotReady(
             waiting_for=f"the others, which are at outer step {front}, to pass outer step {join.outer_step} of peer "
-            f"{peer.name}, which would be lost; to give it up start that peer anew without --resume, or resume all"
+            f"{peer.name}, which would be lost. To give it up, restart that peer without --resume, or resume all"
         )
 
     # -- when no peer trains ---------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Joins:
 
     def _go_to(self, lead: int, leaders: list[Peer]) -> None:
         names, newest = ", ".join(sorted(each.name for each in leaders)), self.rounds.newest
-        logger.warning("the run goes on from outer step %d of %s; the last closed round was %s", lead, names, newest)
+        logger.warning("the run continues from outer step %d of %s; the last closed round was %s", lead, names, newest)
         self.rounds.go_to(lead)
         self.transfers.drop()
 
@@ -220,7 +220,7 @@ class Joins:
             step = closed.outer_step
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
             self.transfers.refuse(transfer.serial)
-            return RoundNotReady(waiting_for="a state that the rounds since go on from")
+            return RoundNotReady(waiting_for="a state that the later rounds build on")
         join.replays_from = transfer.outer_step
         newest = join.newest_by_state.setdefault(transfer.serial, self.rounds.newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)

@@ -151,7 +151,7 @@ class ModelAgreement:
         """
         step = position.outer_step
         first, model = self._models.get((step, rank), (peer, ""))
-        if first == peer:  # it may have joined anew since
+        if first == peer:  # it may have rejoined since
             self._models[step, rank] = peer, position.base_hash
             oldest = max(each for each, _ in self._models) - _REMEMBERED_STEPS
             self._models = {key: model for key, model in self._models.items() if key[0] >= oldest}
@@ -161,11 +161,11 @@ class ModelAgreement:
         self._reported.add(step)
         return (
             f"peers {first} and {peer} hold different global models of outer step {step} (hashes {model} and "
-            f"{position.base_hash} of rank {rank}): unless one of them joins anew with the other's state, their final "
-            "models differ"
+            f"{position.base_hash} of rank {rank}). Their final models will differ unless one rejoins with the "
+            "other's state"
         )
 
     def go_to(self, outer_step: int) -> None:
-        """Forget this outer step and later ones: the run goes on from it."""
+        """Forget this outer step and later ones: the run continues from it."""
         self._models = {key: model for key, model in self._models.items() if key[0] < outer_step}
         self._reported = {step for step in self._reported if step < outer_step}

@@ -8,7 +8,7 @@
 
 Order of waiting: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
 the first whole delta; a joining peer for one source's upload. Requests are answered at once or, with RoundNotReady,
-after a second. While the process stands still no peer counts as silent and no deadline runs: what peers sent meanwhile
+after a second. While the process is suspended, no peer counts as silent and no deadline runs: what peers sent meanwhile
 is read first.
 
 The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run stands: the
@@ -59,8 +59,8 @@ class Lighthouse:
     """torchft's lighthouse server in this process, and a client of it. Calls block: run them in threads.
 
     It grants a quorum of at least min_peers that are more than half of the peers heard of within `HEARTBEAT_TIMEOUT_S`.
-    So a peer that stopped contributing delays one round by that long, and two halves of a split run cannot both go on
-    while they talk to one rendezvous.
+    So a peer that stopped contributing delays one round by that long, and two halves of a split run cannot both
+    continue while they share one rendezvous.
 
     It serves its dashboard, kill button and RPCs on one port without a password. So it listens on loopback only, on a
     port that changes. torchft's Manager is not used: its server listens on every interface and obeys an unauthenticated
@@ -97,7 +97,7 @@ class Lighthouse:
         self._members: frozenset[str] = frozenset()
 
     def restart(self) -> None:
-        """Replace a lighthouse that does not answer. It holds no state that matters: quorum ids begin anew."""
+        """Replace a lighthouse that does not answer. It holds no state that matters: quorum ids start over."""
         self.close()
         self._start()
 
@@ -263,7 +263,7 @@ class Rendezvous:
         self._changed = asyncio.Event()
 
     async def _keep_time(self) -> None:
-        """Call the clock often enough that only a process that stands still misses a call."""
+        """Call the clock so often that only a suspended process misses a call."""
         while True:
             self._clock()
             await asyncio.sleep(_TICK_S)
@@ -286,7 +286,7 @@ class Rendezvous:
         for name in sorted(self._present - present.keys()):
             if self.rounds.peers[name].training:
                 silence_s = self.settings.beat_timeout_s
-                logger.warning("peer %s is gone, silent for %g s: rounds go on without it", name, silence_s)
+                logger.warning("peer %s is gone, silent for %g s: rounds continue without it", name, silence_s)
             else:  # it ended, or stopped while it joined
                 logger.info("peer %s has left", name)
         self._present = set(present)
@@ -298,7 +298,7 @@ class Rendezvous:
         try:
             quorum = await asyncio.to_thread(self.lighthouse.quorum, list(members), step, _QUORUM_TIMEOUT_S)
         except DeadlineError as error:
-            logger.warning("round %d stays open, and the lighthouse is started anew: %s", step, error)
+            logger.warning("round %d stays open, and the lighthouse is restarted: %s", step, error)
             await asyncio.to_thread(self.lighthouse.restart)
             return
         if self.rounds.open_round() is not current:

@@ -25,7 +25,7 @@ class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_peers: int = 1
     """A round needs this many contributions."""
     start_peers: int = 1
-    """The first round waits until so many peers are training."""
+    """The first round waits until this many peers are training."""
     gather_s: float = 60.0
     """How long, after a restart of the rendezvous or of all peers, those that come first wait for start_peers."""
     beat_timeout_s: float = 10.0
@@ -161,7 +161,7 @@ class RequestHandler:
                 "the state of peer %s is dropped, peer %s reports: %s", source, unusable.peer, unusable.reason
             )
             self._on_change()
-        return messages.Gone(reason="this state is given to nobody")
+        return messages.Gone(reason="this state is no longer used")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ and training has brought its own delta, or at the deadline with those that have.
 deadline: on a slow link the first of equal peers needs as long to bring one as the others. What a round closed with
 never changes: every peer applies exactly these deltas, also a late peer, whose own is then not among them.
 
-A peer that stands still (its link beats, no inner step ends) is waited for three times: later rounds close without it.
+Three rounds wait for a stalled peer (its link beats, no inner step ends); later rounds close without it.
 
 Peers that start a round from different global values cannot average. The larger party stays (of equal parties the one
-with the first peer by name). The others join anew with its state, also where it is too small to close the round alone.
+with the first peer by name). The others rejoin with its state, even if it is too small to close the round alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Blob:
         self._finish()
 
     def add(self, offset: int, data: bytes) -> None:
-        """Append bytes. Those that do not continue the body are dropped: the answer tells the sender where to go on.
+        """Append bytes. Drop those that do not continue the body: the answer says where the sender must continue.
 
         Raises ChecksumError when the last byte is there and the hash is wrong; the blob is then empty again.
         """
@@ -195,7 +195,7 @@ class Rounds:
             current.whole_since = now
 
     def _stop_deadline(self, current: Round) -> None:
-        """Stop the deadline where no whole delta is left: the next one starts it anew."""
+        """Stop the deadline when no whole delta is left. The next one restarts it."""
         if not current.contributors(self.peers):
             current.whole_since = None
 
@@ -214,7 +214,7 @@ class Rounds:
     def parties(self, now: float) -> tuple[dict[str, Base], dict[str, Base]]:
         """Return the largest party of the open round's contributors, and the others; both empty before its end.
 
-        It ends when every peer that trains and does not stand still has contributed, or at the deadline.
+        It ends when every peer that trains and is not stalled has contributed, or at the deadline.
         """
         current = self.open_round()
         whole = current.contributors(self.peers) if current is not None else {}
@@ -258,7 +258,7 @@ class Rounds:
         return kept if kept is not None and kept.quorum_id is not None else None
 
     def go_to(self, lead: int) -> None:
-        """Let the run go on from outer step `lead`: later rounds are void, those that lead up to it stay if kept."""
+        """Continue the run from outer step `lead`. Drop later rounds; keep those that lead up to it."""
         contiguous = self.newest >= 0 and lead <= self.newest + 1
         closed = [each for each in self.rounds.values() if contiguous and each.quorum_id is not None]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
@@ -274,8 +274,8 @@ class Rounds:
     def drop_oldest(self, now: float, short_s: float) -> bool:
         """Drop the oldest closed round; return whether there was one to drop.
 
-        The newest stays until all peers that train have taken it, or until room was short for one's deadline (`short_s`
-        so far): a peer that is later than that joins anew.
+        Keep the newest until all peers that train have taken it. Once room was short for longer than the deadlines of
+        the peers that have not (`short_s` so far), drop it anyway: they must rejoin.
         """
         behind = [
             peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing

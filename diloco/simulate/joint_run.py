@@ -219,7 +219,7 @@ def heal_warning(heal_s: float, timeout_s: float, key: str) -> str:
 #
 # How much of the fleet's compute ends up in the model, as expected values. A fast peer waits for slower ones until the
 # round's deadline; a slow one sends what it has by then. A peer that fails is gone until it is back and has received
-# the state; the rest goes on after one beat timeout.
+# the state; the others continue after one beat timeout.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@
     utilization = compute / (compute + exposed), over the interval between two synchronizations, mean over fragments
 
 Three constants are fitted to Table 4 of Streaming DiLoCo (arXiv 2501.18512), whose text does not state them:
-BITS_PER_PARAMETER, BACKWARD_SHARE and OVERLAP_STEPS below. tests/diloco/test_simulate.py shows how well.
+BITS_PER_PARAMETER, BACKWARD_SHARE and OVERLAP_STEPS below. tests/diloco/simulate/test_simulate.py shows how well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until they are answered.
 
 Runs in the event loop of the link's thread. Bytes of blobs go in pieces, several under way at once, so a long round
-trip costs little. An interrupted transfer goes on where it broke off.
+trip costs little. An interrupted transfer continues where it broke off.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Flow:
 
 
 class TokenBucket:
-    """Lets through at most so many bytes a second over any long time, and a burst at once."""
+    """Limits the bytes per second over any long time; a burst may pass at once."""
 
     def __init__(
         self, bytes_per_s: float | None, burst_bytes: int, clock: Callable[[], float] = time.monotonic
@@ -184,7 +184,7 @@ class Connection:
                 messages.BodyChunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
                 for at, size in _spans(answer.size, header.size, flow)
             )
-            # Whatever goes wrong on the way, the answer to the next offer tells where to go on.
+            # Whatever goes wrong on the way, the answer to the next offer says where to continue.
             with contextlib.suppress(TimeoutError):
                 async for chunk, reply in self._pipelined(chunks, flow):
                     if not isinstance(reply, messages.Received) or reply.size < chunk.offset + len(chunk.data):

@@ -33,7 +33,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class MustRejoin:
-    """The others went on without this peer, too far to catch up: it must join anew."""
+    """The others continued without this peer, too far for it to catch up: it must rejoin."""
 
     reason: str
 

@@ -45,7 +45,7 @@ class JointKey:
 
     @classmethod
     def read(cls, path: Path) -> JointKey:
-        """Raises ConfigError when `path` is missing, is no key, or others on this machine may read it."""
+        """Raises ConfigError when `path` is missing, is not a key, or is readable by others on this machine."""
         path = path.expanduser()
         try:
             text, mode = path.read_bytes().strip(), path.stat().st_mode

@@ -275,7 +275,7 @@ class RoundClosed(Message, frozen=True, tag="closed"):
 
 
 class Gone(Message, frozen=True, tag="gone"):
-    """The requested thing is not there and will not be: join anew."""
+    """What was requested does not exist and never will: rejoin."""
 
     reason: str
 
@@ -328,12 +328,12 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def from_peer(raw: bytes) -> FromPeer:
-    """Raises WireError when `raw` is no request."""
+    """Raises WireError when `raw` is not a request."""
     return _decoded(_FROM_PEER, raw)
 
 
 def to_peer(raw: bytes) -> ToPeer:
-    """Raises WireError when `raw` is no answer."""
+    """Raises WireError when `raw` is not an answer."""
     return _decoded(_TO_PEER, raw)
 
 
@@ -341,4 +341,4 @@ def _decoded(decoder: msgspec.msgpack.Decoder, raw: bytes):
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
-        raise WireError(f"{len(raw)} bytes are no message of protocol {PROTOCOL}: {error}") from None
+        raise WireError(f"{len(raw)} bytes are not a message of protocol {PROTOCOL}: {error}") from None

@@ -1,4 +1,4 @@
-"""A trainer rank's link to the other clusters, in a thread of its own: training goes on while deltas travel.
+"""A trainer rank's link to the other clusters, in a thread of its own: training continues while deltas travel.
 
     training thread                       link thread
     offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies (exchange.py)
@@ -8,7 +8,8 @@
                                           a beat every few seconds: alive, at which outer and inner step; the state
                                           of this rank for a joining peer
 
-A lost connection or a restarted rendezvous is no failure: requests are repeated, uploads go on where they were.
+A lost connection or a restarted rendezvous is not a failure: requests are repeated, and uploads continue where they
+were.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class PeerLink:
         self._exchange: Exchange | None = None
         """It and its connection are made in the link thread, where their event loop runs."""
         self._entry: tuple[Any, ...] = ()
-        """What Exchange.take_part gets in the round that was begun."""
+        """The arguments of Exchange.take_part for the current round."""
         self._round: concurrent.futures.Future[RoundResult | MustRejoin] | None = None
         self._hellos = 0
         """How often the rendezvous admitted this rank: more than once when it was restarted."""
         self._round_hellos = 0
-        """`_hellos` when the round was begun."""
+        """`_hellos` when the current round began."""
         self._status = messages.BeatReply(known=True, open_round=None, left_s=None, state_wanted=0)
         """The last answer to a beat."""
         self._status_at = 0.0
@@ -141,19 +142,19 @@ class PeerLink:
         self.retry_round()
 
     def retry_round(self) -> None:
-        """Take part once more in the round that was begun, because not all ranks of this peer got the same result."""
+        """Take part once more in the current round, because the ranks of this peer got different results."""
         if self._round is not None:
             self._round.cancel()
         self._round_hellos = self._hellos
         self._round = self._submit(self._live.take_part(*self._entry))
 
     def wait(self, timeout_s: float) -> RoundResult | MustRejoin | None:
-        """Return the result of the round that was begun; None while there is none. Raises its errors (WireErrors)."""
+        """Return the result of the current round; None until it is known. Raises its errors (WireErrors)."""
         return self._result(self._round, timeout_s)
 
     @property
     def rendezvous_restarted(self) -> bool:
-        """Whether the rendezvous was restarted since the round was begun, and so forgot how it ended."""
+        """Whether the rendezvous was restarted since the current round began, and so forgot how it ended."""
         return self._round_hellos != self._hellos
 
     def time_left_s(self, outer_step: int) -> float | None:

@@ -87,7 +87,7 @@ class Engine(Protocol):
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Swap weights between two tokens. Running requests go on, and their spans show where the version changes.
+        """Swap weights between two tokens. Running requests continue, and their spans show where the version changes.
 
         `base`: the tensors in use. With them an engine may change only what differs; without them it loads all.
         Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. MisfitError means that

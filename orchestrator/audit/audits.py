@@ -277,11 +277,11 @@ class Audits:
         return None
 
     def forget(self, rollout_id: str) -> None:
-        """Forget a rollout whose answers nobody will use."""
+        """Forget a rollout whose answers will not be used."""
         self._give_up(self._open.pop(rollout_id, []))
 
     def _give_up(self, answers: Iterable[OfferedAnswer]) -> None:
-        """Take answers that nobody waits for out of the queue. Verdicts that are under way count for the node."""
+        """Remove answers that are no longer awaited from the queue. Verdicts under way count for the node."""
         for answer in answers:
             answer.is_unwanted = True
         self._queue = [answer for answer in self._queue if not answer.is_unwanted]
@@ -336,7 +336,7 @@ class Audits:
             self._tainted.popitem(last=False)
         reason = f"quarantined for {length_s:.0f} s: {why}"
         logger.warning(
-            "node %s is %s; %d rollouts of it that were not audited are dropped unless a batch has them",
+            "node %s is %s; its %d unaudited rollouts are dropped unless a batch has them",
             node_id,
             reason,
             len(rollouts),

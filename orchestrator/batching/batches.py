@@ -6,8 +6,8 @@ The staleness rule:
     batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
                   trained: v >= n-max_staleness
 
-The rule is one for tokens. Rollouts go on while versions change, and their older tokens are context in the batch that
-trains the newer ones. A group is dropped when no token is left to train, so long rollouts are not the first to go.
+The rule applies to tokens. Rollouts continue while versions change, and their older tokens are context in the batch
+that trains the newer ones. A group is dropped when no token is left to train, so long rollouts are not dropped first.
 
 A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. When a
 version covers several steps, the rollout can go into the batches of all these steps. `free_slots` lets exactly as many
@@ -81,7 +81,7 @@ def oldest_accepted(step: int, max_staleness: int, versions: Versions = EVERY_ST
 
 
 def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versions = EVERY_STEP) -> int:
-    """Return the last batch that a rollout begun on `version` may go into."""
+    """Return the last batch that may use a rollout that began on `version`."""
     return min(versions.last_batch(version + max_staleness), max_steps)
 
 
@@ -295,7 +295,7 @@ class Batches:
         return any(self.distils(step) for step in range(first, last + 1))
 
     def forget_layouts(self) -> None:
-        """Forget how batches were packed: a trainer attached anew, perhaps with another number of ranks."""
+        """Forget how batches were packed: a trainer has attached, perhaps with another number of ranks."""
         self._packed.clear()
         self._layouts.clear()
         self._last_layout = None

@@ -63,7 +63,7 @@ class BatchScheduler:
     dispatcher: Dispatcher
     changed: Notifier
     serving_version: Callable[[], int]
-    """Returns the policy version that a rollout begun now is expected to be sampled with."""
+    """Returns the policy version that will probably sample a rollout that starts now."""
     on_error: Callable[[BaseException], None]
     on_trained: Callable[[int, Mapping[str, int]], None] = lambda step, tokens: None
     """Called once a step is taken, with the tokens that it trained of each node."""
@@ -292,8 +292,8 @@ class BatchScheduler:
     async def checkpoint(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; drop journal segments that no checkpoint needs.
 
-        Does nothing when it wrote this checkpoint last and its file is there: the answer was lost and the trainer asks
-        again. The file is gone when the trainer begins this checkpoint anew.
+        Do nothing if this checkpoint was written last and its file exists: then the answer was lost, and the trainer
+        asks again. If the trainer restarts this checkpoint, the file is gone.
 
         Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
         """

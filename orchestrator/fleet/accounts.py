@@ -3,7 +3,7 @@
     gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
     scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
 
-Sums go on over restarts: they are read from costs.jsonl. Device, price and bytes of weights are what the node says.
+Sums continue after a restart: they are read from costs.jsonl. Device, price and bytes of weights are the node's claims.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEDGER_LINES = 50
 _RATE_S = 60.0
 """Sampled tokens a second are of this long."""
 _LEAST_BATCHES = 3
-"""A node's worth is judged over so many batches at least: of a single one, only the first groups to end are."""
+"""A node is judged over at least this many batches. A single one has only the groups that ended first."""
 _LEAST_PRESENCE = 0.8
 """Share of the time judged that a node was attached."""
 

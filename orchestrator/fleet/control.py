@@ -194,7 +194,7 @@ class NodeControl:
             if node is None:
                 del self._leaving[name]
                 continue
-            node.draining = True  # It may have connected anew.
+            node.draining = True  # It may have reconnected.
             if not node.leases or now > until:
                 self._send(node, Drain(reason=f"drained: {reason}"))
         limit = self._max_usd_per_million
@@ -248,7 +248,7 @@ def build_control(
 
 
 def control_routes(control: NodeControl, *, run_id: str, token: str) -> list[web.RouteDef]:
-    """Return the operator's routes, for who has the `token`."""
+    """Return the operator's routes, which require `token`."""
 
     async def show(_: web.Request) -> dict[str, Any]:
         return {"run_id": run_id, "nodes": control.accounts.rows()}

@@ -83,7 +83,7 @@ class PartialAnswer:
 
 
 def complete(kept: PartialAnswer, answer: NodeAnswer) -> NodeAnswer:
-    """Return the answer that begins with `kept` and goes on with `answer`."""
+    """Return the answer that begins with `kept` and continues with `answer`."""
     if not kept:
         return answer
     whole = kept.copy()

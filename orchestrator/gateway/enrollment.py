@@ -1,4 +1,4 @@
-"""Who may connect to the node port, and what a node that joins by an invite is told.
+"""Admit keys to the node port, and answer nodes that join by an invite.
 
     handshake --key--> is_admitted: the run's shared node key, an invite's, or that of a node that enrolled
     Enroll --> registry: count the use, record key, name and machine --> Enrolled: model files, newest version, settings
@@ -131,7 +131,7 @@ class Enrollment:
             logger.error("nodes are those known before: %s", error)
             return next((node for node in self._known.values() if key_or_name in (node.key, node.name)), None)
 
-    # -- what a node is told -------------------------------------------------------------------------------------------
+    # -- answers to nodes ----------------------------------------------------------------------------------------------
 
     async def answer(
         self, key: bytes, message: Enroll, manifest: bytes, taken_names: Collection[str] = ()
@@ -139,12 +139,12 @@ class Enrollment:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
         `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry. Return
-        None for a fault of this machine, such as a full disk: who gets no answer asks again.
+        None for a fault of this machine, such as a full disk: a node without an answer asks again.
         """
         try:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)
             relay_pass = await asyncio.to_thread(self._sign_pass) if self.relays else b""
-            async with self._hashing:  # Who waits for the first one's files keeps no thread.
+            async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:
             return Rejected(reason=str(error), may_return=False)
@@ -172,7 +172,7 @@ class Enrollment:
                 "`orchestrator invite RUN_DIR` for this run"
             )
         if key == self._shared_key:
-            raise InviteError("the run's shared node key enrolls nobody: join with an invite")
+            raise InviteError("the run's shared node key cannot enroll a node: join with an invite")
         if key != message.key and self._registry.is_known(key):
             raise InviteError("a node may enroll only itself: join with an invite")
         if message.key == self._shared_key or self._registry.is_invite(message.key):
@@ -180,7 +180,7 @@ class Enrollment:
         return self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk of a model file; None when it is none. Raises OSError."""
+        """Return up to `size` bytes of a chunk of a model file; None for an unknown chunk. Raises OSError."""
         place = self._places.get(sha256)
         if place is None:
             return None

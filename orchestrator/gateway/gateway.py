@@ -234,11 +234,11 @@ class Gateway:
             self._failure.exception()  # Retrieved here in case nobody watched.
 
     async def watch(self) -> None:
-        """Run until the gateway cannot go on. Raises DeadlineError when requests waited for a node in vain."""
+        """Run until the gateway fails. Raises DeadlineError when requests waited too long for a node."""
         await asyncio.shield(self._failure)
 
     def _fail(self, error: BaseException) -> None:
-        logger.error("the gateway cannot go on: %s", error)
+        logger.error("the gateway failed: %s", error)
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -281,7 +281,7 @@ class Gateway:
         return {node.node_id: node.version for node in self.router.nodes.attached()}
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
-        """Whether a node that an audit caught sampled one of these rollouts, and nobody checked it."""
+        """Whether a node that an audit caught sampled one of these rollouts, and no audit has cleared that rollout."""
         return self.audits is not None and self.audits.is_tainted(rollout_ids)
 
     def _offer_for_audit(self, record: GenerationRecord, rollout_id: str) -> None:

@@ -4,14 +4,13 @@
                                       +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
-Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. Whoever holds an invite may
-enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A
-message is one frame of bounded size, and few are held unread. Of a message with more frames, only the first is copied;
-ZMQ itself holds all of them until then. Bytes that do not decode to a message are counted, logged and
-dropped. A connection that sent more of them than its budget is cut off: nothing from it is looked at any more. So is
-one that sends too many messages that nobody asked for: heartbeats, hellos, answers to requests that it does not hold,
-requests for chunks that it gets no piece for. ZMQ cannot close one connection, so what such a one still sends is
-read slowly, and waits in its sender's queue.
+Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
+enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A message is one frame of bounded
+size, and few are held unread. Of a message with more frames, only the first is copied; ZMQ itself holds all of them
+until then. Bytes that do not decode to a message are counted, logged and dropped. A connection that sends more of them
+than its budget is cut off: everything else from it is ignored. The same happens after too many unrequested messages:
+heartbeats, hellos, answers to requests that the node does not hold, requests for chunks that yield no piece. ZMQ cannot
+close a single connection, so the rest is read slowly and waits in the sender's queue.
 
 Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
 node that fetches gigabytes does not delay anyone's tokens. A piece counts against its node until its last byte has left
@@ -68,20 +67,20 @@ _MAX_OFFSET = 1 << 40
 _GARBAGE_BUDGET_BYTES = 1 << 20
 """Garbage after which a connection is cut off."""
 _UNASKED_MESSAGES = 4096
-"""Messages that nobody asked for which a node may send at once. Each of its places allows two more: when its requests
-were taken back, their answers come late."""
+"""Unrequested messages that a node may send at once. Each of its places allows two more: when its requests were taken
+back, their answers come late."""
 _UNASKED_PER_S = 50.0
 _HELLO_COST = 16
-"""As how many messages a Hello counts: it starts the node anew."""
+"""A Hello counts as this many messages, because it attaches the node from scratch."""
 _UNASKED_BYTES = 1 << 16
-"""As many bytes count as one message more."""
+"""A message counts as one more for each of this many bytes."""
 _IGNORED_PAUSE_S = 0.01
 """Pause after a burst of messages most of which came from connections that are cut off."""
 _READERS = 4
 _MAX_RELAYS = 32
-"""Relays that a node is told of, those that came last."""
+"""The most relays that a node gets: the latest ones."""
 _MAX_ENROLLING = 16
-"""Enrollments answered at a time; who is dropped asks again."""
+"""Enrollments answered at a time. Others are dropped, and their nodes ask again."""
 _MAX_UNSENT = 16
 """Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
 _MAX_UNSENT_REPLIES = 4
@@ -119,7 +118,7 @@ class NodeLink:
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
         self.evicted = 0
-        """Connections that sent more garbage, or more that nobody asked for, than their budget."""
+        """Connections that sent more garbage or more unrequested messages than their budget."""
         self.newest_manifest = b""
         """Signed; goes to every node that attaches."""
         self._socket = socket
@@ -174,7 +173,7 @@ class NodeLink:
             if isinstance(message, NodeHello):
                 self._note_address(received, message.relay_port)
             if not isinstance(message, Enroll) and not self._enrollment.is_node(key):
-                raise msgspec.DecodeError(f"a {type(message).__name__} of one who has an invite only")
+                raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._drop_garbage(identity, node, received.num_bytes, error)
             return True
@@ -191,7 +190,7 @@ class NodeLink:
     def _note_address(self, received: FromConnection, relay_port: int) -> None:
         """Take note of a connection's address. It is its own: a node cannot send the others anywhere else.
 
-        Connections through a relay come from loopback too. They hold keys of their own, and serve nobody.
+        Connections through a relay come from loopback too. They have their own keys, and serve no other node.
         """
         if relay_port and not (is_loopback(received.peer) and self._enrollment.is_own(received.key)):
             self._relays[received.identity] = f"http://{Address(received.peer, relay_port)}"
@@ -200,7 +199,7 @@ class NodeLink:
             self._loopback.add(received.identity)
 
     def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
-        """Count a message that nobody asked for. Cut its sender off, and return False, when its budget is spent.
+        """Count an unrequested message. Cut its sender off, and return False, when its budget is spent.
 
         A node with a key of its own keeps its account over a reconnect.
         """
@@ -214,7 +213,7 @@ class NodeLink:
             return True
         sender = f"node {node.node_id}" if node else "a connection"
         reason = (
-            f"{sender} sent messages that nobody asked for, the last a {type(message).__name__}: more than "
+            f"{sender} sent unrequested messages, the last a {type(message).__name__}: more than "
             f"{_UNASKED_MESSAGES + 2 * places} at once and {_UNASKED_PER_S:g} a second; install the same release on "
             "both sides, and look for a loop in that node's log"
         )
@@ -266,7 +265,7 @@ class NodeLink:
             unsent.append(sent)
 
     def _ask_for_hello(self, identity: bytes) -> None:
-        """Ask at most once a heartbeat: each Hello starts the node anew, and one is enough."""
+        """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
         now = time.monotonic()
         if now - self._hello_requested.get(identity, -math.inf) < self._heartbeat_s:
             return
@@ -284,8 +283,8 @@ class NodeLink:
             self._garbage_bytes.clear()
         total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
         if total > _GARBAGE_BUDGET_BYTES:
-            self._cut_off(identity, node, f"{sender} sent {total} bytes that are no messages, at most "
-                        f"{_GARBAGE_BUDGET_BYTES} are borne: install the same release on both sides",
+            self._cut_off(identity, node, f"{sender} sent {total} bytes that are not messages, and "
+                        f"{_GARBAGE_BUDGET_BYTES} is the limit: install the same release on both sides",
                         "cut off for garbage")  # fmt: skip
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)

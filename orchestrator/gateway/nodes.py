@@ -37,7 +37,7 @@ UNPROVEN_PLACES = 32
 _FAILURES_IN_ROW = 4
 """After this many failures in a row a node gets no request for a while."""
 _CONTINUE = ("local", "vllm")
-"""The engines that go on with another node's answer as if it were their own."""
+"""The engines that continue another node's answer as if it were their own."""
 _FIRST_PLACES, _TOKENS_A_PLACE = 4, 32
 """Requests that a node may hold at first, and delivered tokens for each one more, until its pace is measured."""
 
@@ -80,7 +80,7 @@ class GatewayRequest:
     cold: int = 0
     """Prompt tokens that its node had to compute, as far as this gateway knows."""
     twin: GatewayRequest | None = None
-    """The same request on a second node, because this one's is slow: the first answer is taken."""
+    """The same request on a second, faster node. The first answer is used."""
 
     @property
     def num_prompt(self) -> int:
@@ -99,7 +99,7 @@ class GatewayRequest:
 
     @property
     def least_version(self) -> int:
-        """Oldest policy version that may go on with it: an answer's versions never fall."""
+        """Oldest policy version that may continue it: versions never fall within an answer."""
         return max(self.oldest_version, self.kept.newest_version)
 
     def tokens_on(self, node: AttachedNode) -> int:
@@ -253,7 +253,7 @@ class AttachedNode:
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on with another such node's answer with the same draws, and finds stops that began there."""
+        """Whether it continues another such node's answer with the same draws, and finds stops that began there."""
         return self.engine in _CONTINUE
 
     def rounds_like(self, other: AttachedNode) -> bool:
@@ -439,7 +439,7 @@ class Nodes:
 def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode]:
     """Return the nodes that may answer `request`: with room for prompt and answer, else those with the most room.
 
-    Without room for the prompt and a token there is none.
+    None of them if no node has room for the prompt and one token.
     """
     willing = [
         node for node in serving if node.version >= request.least_version and node.node_id not in request.refused_by

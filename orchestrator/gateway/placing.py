@@ -27,12 +27,12 @@ _MAX_SESSIONS = 1 << 16
 _CANDIDATES = 4
 """Free nodes whose expected time is compared for a request."""
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
-"""A conversation leaves its node when a turn there takes this many times as long as elsewhere, and so many seconds
-more: loads fluctuate, and a cache that is left is lost."""
+"""A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
+loads fluctuate, and leaving loses the cache."""
 _MEAN_OVER = 0.05
 """Weight of the newest answer in the running means."""
 _UPDATE_EVERY = 32
-"""Answers, or as many as there are nodes, after which the order is made anew with the fleet's present pace."""
+"""The order is updated to the fleet's current pace after this many answers, or as many as there are nodes."""
 
 
 @dataclass(frozen=True, slots=True)

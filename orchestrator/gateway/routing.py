@@ -2,10 +2,10 @@
 
     generate() -> queue (FIFO) -> node with a free place -> Generated ------> generate() returns
                     ^                  |  gone | stalled | draining: another node continues after the streamed tokens
-                    |                  |  failed | bad answer: another node starts anew
+                    |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-placing.py chooses the node, stragglers.py finds requests that make no headway, waits.py ends those that waited too
+placing.py chooses the node, stragglers.py finds requests that make no progress, waits.py ends those that waited too
 long. Everything runs on one event loop. Only `generate` waits, at most until one of its deadlines.
 """
 
@@ -238,7 +238,7 @@ class Router:
     def _able_and_free(self, request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode] | RequestError:
         """Return the free nodes that may take `request` though none has room for all that it may become.
 
-        A request that no serving node can continue starts anew. The error is for one that no known node has room for.
+        Restart a request that no serving node can continue. Return an error for one that no known node has room for.
         """
         able = able_nodes(request, serving)
         if request.kept and not able:
@@ -265,10 +265,10 @@ class Router:
             self.nodes.leave(node, "unreachable")
 
     def reissue(self, request: GatewayRequest, reason: str, *, keep: bool = True) -> None:
-        """Put `request`, taken from its node, back at the front of the queue: it has waited before.
+        """Put `request`, taken from its node, back at the front of the queue, because it has waited before.
 
-        With `keep` its next node continues after the tokens that were streamed. When it runs on a second node, that
-        one's work is all that goes on, unless it continues tokens that are not to be kept.
+        With `keep` its next node continues after the streamed tokens. If it also runs on a second node, only that node
+        continues, unless it builds on tokens that must not be kept.
         """
         first = self.open.get(request.request_id)
         if request.done.done() or first is not request:
@@ -302,12 +302,12 @@ class Router:
         return request.twin is not None and len(request.twin.kept) <= len(request.kept)
 
     def _count_lost(self, request: GatewayRequest, twin: GatewayRequest) -> None:
-        """Count what the node of `request` streamed and `twin`, which goes on or has its answer, did not keep."""
+        """Count the tokens that the node of `request` streamed and that `twin`, which replaces it, does not have."""
         self.counters.tokens_lost += max(0, len(request.kept) + len(request.streamed) - len(twin.kept))
         request.streamed = PartialAnswer()
 
     def _adopt_twin(self, request: GatewayRequest) -> None:
-        """Let `request`, which has lost its node, go on as its twin does."""
+        """Make `request`, which has lost its node, continue as its twin."""
         twin, request.twin = request.twin, None
         assert twin is not None and twin.node is not None, "a twin is on a node"
         self._count_lost(request, twin)
@@ -317,7 +317,7 @@ class Router:
         twin.node.leases[twin.lease] = request
 
     def _lose(self, request: GatewayRequest) -> None:
-        """Let `request` start anew. What a twin does not keep, the first one still has."""
+        """Make `request` start over. What a twin does not keep, the first request still has."""
         if self.open.get(request.request_id) is request:
             self.counters.tokens_lost += len(request.kept)
         request.kept = PartialAnswer()
@@ -360,7 +360,7 @@ class Router:
         node.speed.note_tokens(len(answer.token_ids) - len(request.streamed))
         self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
         self.placing.update(node)
-        # Others refused what can be answered. A request that all refuse is no node's fault.
+        # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
         for refuser in self.nodes.attached() if request.refused_by else ():
             if refuser.node_id in request.refused_by:
                 self.blame(refuser)
@@ -459,7 +459,7 @@ class Router:
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
         """Count a failure of `node`, then reissue `request` or end it after _MAX_FAILURES.
 
-        A twin's failure is one of the first request too, which goes on.
+        A twin's failure also counts for the first request, which continues.
         """
         self.blame(node)
         request.failures += 1

@@ -1,12 +1,11 @@
-"""Requests that make no headway on their node: the gateway's tick looks for them.
+"""Find requests that make no progress on their node. The gateway calls these functions on every tick.
 
-    reclaim_lost      the node reports no request at all: this one, or its answer, was lost on the way
-    reclaim_stalled   the node gives neither answers nor tokens, though its heartbeats go on
+    reclaim_lost          the node reports no request at all: the request or its answer was lost on the way
+    reclaim_stalled       the node sends heartbeats, but neither answers nor tokens
     reclaim_quarantined   an audit found that the node's answers are wrong
-    start_twins       the last rollouts of a group wait for a slow node: a fast one with a free place tries too
+    start_twins           the last rollouts of a group wait for a slow node: a fast one with a free place tries too
 
-A request that is taken back continues elsewhere after the tokens that its node has streamed, but for those of a node in
-quarantine.
+Another node continues a reclaimed request after the streamed tokens. Tokens of a quarantined node are discarded.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ def reclaim_lost(router: Router, lost_after_s: float) -> None:
 def reclaim_stalled(router: Router, stall_s: float) -> None:
     """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
 
-    Its heartbeats may go on while its engine hangs. It then misses new weights too, so it may not even serve. It
-    gets no request for `stall_s`, doubled for each further stall up to 4 times that or an hour, and then a single one
+    A node may send heartbeats while its engine hangs. It then misses new weights too, so it may not be serving. It gets
+    no request for `stall_s`, doubled with each further stall, up to 4 times that or an hour. Then it gets one at a time
     until it has answered.
     """
     now = time.monotonic()
@@ -124,8 +123,8 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
         node.places = 1
         requests = list(node.leases.values())
         logger.warning(
-            "%s, though its heartbeats go on: its %d requests go elsewhere, and it gets none for %.0f s; its log tells "
-            "whether its engine hangs. A restart does not shorten that time", reason, len(requests), suspended_s,
+            "%s, but sends heartbeats. Its %d requests go to other nodes, and it gets none for %.0f s. Check its log "
+            "for a hanging engine. A restart does not shorten that time", reason, len(requests), suspended_s,
         )  # fmt: skip
         for request in reversed(requests):
             router.take_back(request)
@@ -135,10 +134,10 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
 
 
 def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
-    """Start requests that hold up their group a second time, where a free node would be done much sooner.
+    """Start a request that holds up its group on a second node too, if a free node would finish much sooner.
 
-    One that has failed anywhere is not: a second node may fail at each tick. After `max_looks` of them the next tick
-    goes on.
+    Skip requests that have failed anywhere: a second node may fail at each tick. After `max_looks` requests, continue
+    at the next tick.
     """
     if router.queue:
         return
@@ -168,9 +167,9 @@ def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
 
 
 def _samples_the_same(slow: AttachedNode, other: AttachedNode) -> bool:
-    """Whether `other` goes on with the tokens that `slow` streams and samples those that `slow` would.
+    """Whether `other` continues the tokens that `slow` streams, and samples the same ones as `slow` would.
 
-    Otherwise the shorter of two answers would win, and training would see too many of those.
+    Otherwise the shorter of two answers would win, and training would see too many short answers.
     """
     return slow.streams and slow.continues and slow.rounds_like(other) and slow.version == other.version
 

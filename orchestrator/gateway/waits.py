@@ -1,7 +1,7 @@
-"""What requests wait for, for how long they may, and the words that say so.
+"""How long requests may wait, for what, and the error messages after that.
 
-every tick: enforce() -> requests past request_timeout_s         -> 503, the run goes on
-                      -> requests that waited for a node in vain -> 503, and the run ends
+every tick: enforce() -> requests past request_timeout_s             -> 503, the run continues
+                      -> requests without a node for no_node_timeout_s -> 503, the run ends
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Waits:
         return None if self._no_node_since is None else time.monotonic() - self._no_node_since
 
     def enforce(self) -> DeadlineError | None:
-        """End what waited too long. Return the error when requests waited for a node in vain."""
+        """End requests that waited too long. Return an error if no node came for some of them."""
         now = time.monotonic()
         if self._router.serving():
             self._no_node_since = None
@@ -66,8 +66,8 @@ class Waits:
             return None
         clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
         error = DeadlineError(
-            f"{self._router.queued} requests waited for an inference node; since {clock_time} ({now - since:.1f} s, "
-            f"orchestrator.no_node_timeout_s is {self._no_node_timeout_s}) there is none: {self.why_no_node()}"
+            f"{self._router.queued} requests waited for an inference node, but there has been none since {clock_time} "
+            f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {self._no_node_timeout_s}): {self.why_no_node()}"
         )
         for request in overdue:
             self._router.end(request, error)

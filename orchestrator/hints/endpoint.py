@@ -137,7 +137,7 @@ class ChatEndpoint:
         except CapError:
             raise BudgetError(
                 f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
-                f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to go on"
+                f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to continue"
             ) from None
 
     def _text(self, answer: CachedAnswer) -> str:

@@ -97,7 +97,7 @@ class HintTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         fields = _FIELDS | set(self.pattern.groupindex if self.pattern else ())
         unknown = sorted(set(self.hint.get_identifiers()) - fields)
         if unknown:
-            raise ValueError(f"hint uses {unknown}, which is no field; there are {', '.join(sorted(fields))}")
+            raise ValueError(f"hint uses {unknown}, which is not a field; there are {', '.join(sorted(fields))}")
 
     def search(self, text: str) -> regex.Match[str] | None:
         """Return the pattern's match, or None, also where the search takes longer than a quarter of a second.
@@ -179,7 +179,7 @@ def _parse(text: str, origin: str) -> list[HintTemplate]:
     try:
         return msgspec.convert(tomllib.loads(text), _File, dec_hook=_compiled).template
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{origin} is no file of hint templates: {error}") from None
+        raise ConfigError(f"{origin} is not a file of hint templates: {error}") from None
 
 
 def _compiled(kind: type, value: Any) -> string.Template | regex.Pattern:
@@ -189,7 +189,7 @@ def _compiled(kind: type, value: Any) -> string.Template | regex.Pattern:
     try:
         return regex.compile(text)
     except regex.error as error:
-        raise ValueError(f"pattern {text!r} is no regular expression: {error}") from None
+        raise ValueError(f"pattern {text!r} is not a regular expression: {error}") from None
 
 
 def excerpt(text: str) -> str:
@@ -198,7 +198,7 @@ def excerpt(text: str) -> str:
 
 
 def _fields(error: ErrorTurn) -> dict[str, str]:
-    """Return the value of each of _FIELDS, "" where there is none."""
+    """Return the value of each of _FIELDS, "" for one without a value."""
     functions = [tool.get("function", {}) for tool in error.tools]
     called = next((function for function in functions if function.get("name") == error.tool), None)
     parameters = (called or {}).get("parameters") or {}
@@ -249,7 +249,7 @@ async def introspection(endpoint: ChatEndpoint, request: HintRequest) -> str | N
 
 
 async def sibling_demonstration(request: HintRequest) -> str | None:
-    """Show the calls of the group's best rollout, where its reward is above this one's."""
+    """Show the calls of the group's best rollout if its reward is higher than this rollout's."""
     reward = max(request.rollout.task_reward or 0.0, 0.0)
     better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > reward]
     best = max(better, key=lambda sibling: (sibling.task_reward, -sibling.sibling), default=None)

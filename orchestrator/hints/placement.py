@@ -194,7 +194,7 @@ def place_hint(
     sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
     max_context: int,
 ) -> HintedTurn | str:  # fmt: skip
-    """Return the hinted turn, or why there is none: no_place or too_long (for `max_context`). Raises EmptyMaskError."""
+    """Return the hinted turn, or why not: no_place or too_long (for `max_context`). Raises EmptyMaskError."""
     context_ids = ints(sample.input_ids)[: span.start]
     hinted_ids = placer.hinted(context_ids, role, hint)
     if hinted_ids is None:

@@ -215,7 +215,7 @@ class HintStage:
         return None
 
     def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> HintedTurn | str:
-        """Return the turn after a context with the hint, or the reason why there is none."""
+        """Return the turn after a context with the hint, or the reason why the hint has no place."""
         sample_and_span = span_of(work.samples, error.turn)
         turn = work.rollout.turns[error.message]
         if sample_and_span is None:
@@ -309,7 +309,7 @@ def check_kinds(hints: HintsConfig, templates: Templates) -> None:
     if unknown:
         near = get_close_matches(unknown[0], kinds, n=1)
         raise ConfigError(
-            f"orchestrator.hints.weights names {unknown}, which is no kind of error"
+            f"orchestrator.hints.weights names {unknown}, which is not a kind of error"
             f"{f'; did you mean {near[0]!r}?' if near else '.'} There are {', '.join(sorted(kinds))}"
         )
 

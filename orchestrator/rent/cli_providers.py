@@ -206,5 +206,5 @@ class Prime(Provider):
 
 
 def _most_disk(shown: str) -> float | None:
-    """Return the size of a fixed disk in GB; None for `120+`, which can be larger, and where nothing is told."""
+    """Return the size of a fixed disk in GB; None for `120+`, which can be larger, and if it is unknown."""
     return float(shown) if shown.isdigit() else None

@@ -111,9 +111,9 @@ class RentedFleet:
         return len(orders) - self._set_up(orders, budget)
 
     def _start_one(self, offer: Offer, order: Order) -> str | None:
-        """Return the id of the machine, None while it is not known whether there is one.
+        """Return the id of the machine; None while it is unknown whether it was started.
 
-        Raises ProviderRefusedError or ProviderLoginError when there is none.
+        Raises ProviderRefusedError or ProviderLoginError if it was not started.
         """
         try:
             instance_id = self.provider.read_start(answer_to(self.provider.start_call(offer, order)))

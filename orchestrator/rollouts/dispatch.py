@@ -4,7 +4,7 @@
                               |              +-> failed: a fresh try, at most max_retries
                               +-> all siblings ended -> hints -> advantages, filter (thread) -> on_end(group)
 
-Groups never wait for one another. A rollout goes on while policy versions change, so a long one is not lost. A sibling
+Groups never wait for one another. A rollout continues while policy versions change, so a long one is kept. A sibling
 waits at most for a permit and for its rollout's deadline. An error that is not a rollout's own (workers gone for good)
 goes to `on_error` and ends the run.
 

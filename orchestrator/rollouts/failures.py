@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _LOGGED_FIRST = 3
 _LOGGED_EVERY = 100
 _COUNTED = 100
-"""Causes that are told apart. Any further ones of a kind count as one."""
+"""Causes that are counted separately. All others of a kind count as one."""
 _TASKS_ALIKE = 2
 """Tasks that must fail by one cause before it may lie in the whole environment."""
 _MAY_PASS = ("provider", "interception", "sandbox", "timeout", "worker", "cancelled", "context_overflow", "quarantine")

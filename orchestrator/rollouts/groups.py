@@ -48,7 +48,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"g{self.group:06d}"
 
     def rollout_id(self, sibling: int, attempt: int) -> str:
-        """Unique for each attempt: what an abandoned attempt still generates cannot reach the next one's record."""
+        """Unique for each attempt: late answers of an abandoned attempt cannot enter the record of the next one."""
         return f"{self.group_id}-{sibling}" + (f"r{attempt}" if attempt else "")
 
     def rollout_seed(self, sibling: int, attempt: int) -> int:
@@ -92,7 +92,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     failed_attempts: list[RolloutFailure] = []
     """Earlier tries of this sibling."""
     verdict: dict[str, Any] = {}
-    """What the monitor for hacks says; empty where there is none."""
+    """The hack monitor's verdict; empty without a monitor."""
     version_min: int | None = None
     version_max: int | None = None
     prompt_tokens: int | None = None
@@ -216,9 +216,9 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
 
 
 def task_reward(reward: float, parts: Mapping[str, float]) -> float:
-    """Return what the environment gave, from a reward with behavior parts.
+    """Return the environment's part of a reward with behavior parts.
 
-    Rounded if there are such parts: taking a sum apart is off by a last bit, and exactly 1.0 decides who passed.
+    Rounded if there are such parts: subtraction can be off by the last bit, and a rollout passes with exactly 1.0.
     """
     behavior = [value for name, value in parts.items() if name.startswith(BEHAVIOR_PART)]
     return round(reward - sum(behavior), _REWARD_DIGITS) if behavior else reward

@@ -79,7 +79,7 @@ class Box(ABC):
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         """Read one regular file without following a link.
 
-        Raises FileNotFoundError when there is none, ValueError when it is larger than `max_bytes`.
+        Raises FileNotFoundError if it does not exist, ValueError if it is larger than `max_bytes`.
         """
 
     @abstractmethod

@@ -123,7 +123,7 @@ class Init:
             self.reply(request, {"error": f"fork: {error.strerror}"})
         if pid == 0:
             become_command(request, fds, {**self.limits, "cpu_s": request["cpu_s"]}, python)
-            return python  # An interpreter goes on in main(), from where it ends as any interpreter does.
+            return python  # An interpreter continues in main(), so that it exits like any other.
         for fd in fds:
             os.close(fd)
         if pid:

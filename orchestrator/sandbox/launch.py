@@ -119,7 +119,7 @@ def launch(
 
 
 def _seccomp_fd() -> int | None:
-    """Return a descriptor with the filter, at its beginning; None where there is none for this machine."""
+    """Return a descriptor of the filter, at its beginning; None if this machine has no filter."""
     content = seccomp.program()
     if not content:
         return None

@@ -1,7 +1,7 @@
-"""Boxes that are opened ahead, so that taking one costs the copy of its files only.
+"""Boxes that are opened ahead of time, so that taking one costs only the copy of its files.
 
-A box is taken once and closed by whoever took it: no box serves two rollouts. Those that wait have started their
-interpreter and imported pytest.
+A box is taken once and closed by its taker: no box serves two rollouts. Waiting boxes have started their interpreter
+and imported pytest.
 """
 
 from __future__ import annotations

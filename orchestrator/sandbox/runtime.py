@@ -329,7 +329,7 @@ def runtime_settings(table: RuntimeConfig) -> Any:
 async def make_images(settings: Iterable[Any]) -> None:
     """Copy the Python of bubblewrap runtimes: with large packages this outlasts a rollout's deadline.
 
-    A missing package is told by each rollout that needs it, as every failure of a sandbox.
+    Each rollout that needs a missing package reports it, like any failure of a sandbox.
     """
     for config in settings:
         if isinstance(config, BubblewrapConfig):

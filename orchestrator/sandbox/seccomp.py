@@ -4,7 +4,7 @@ It is a list of denials, not of permissions: programs that agents write use most
 Denied are calls with a history of kernel flaws, calls that look into other processes, and calls that would leave the
 limits (memory in memfds and System V segments belongs to no process).
 
-Other architectures than x86_64 and aarch64 get no filter; `composer doctor` says so.
+Architectures other than x86_64 and aarch64 get no filter; `composer doctor` reports it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def program(machine: str | None = None) -> bytes:
-    """Return the filter for this machine or `machine`; b"" where there is none for it."""
+    """Return the filter for this machine or `machine`; b"" for an unsupported one."""
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         return b""

@@ -97,7 +97,7 @@ class Frontier:
     explore: float = 0.05
     pass_threshold: float = 1.0
     difficulty: Sequence[float | None] = ()
-    """Estimates in [0, 1] by task; none, or a None among them, where there is none."""
+    """Estimates in [0, 1] by task. None for a task without one; empty if no task has one."""
     _drawn: int = field(default=0, init=False)
     _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
     _expected: DifficultyModel = field(default_factory=DifficultyModel, init=False)

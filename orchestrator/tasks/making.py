@@ -7,7 +7,7 @@
 
 The stock is what `composer tasks make` did not look at, because of its --limit: the candidates of the trees beside the
 source's tasks.jsonl. Each round takes the tree with the fewest tasks. Tasks keep their index: the file only grows, and
-a resumed run loads it with the others. Whatever goes wrong is an event, and the run goes on.
+a resumed run loads it with the others. Any failure is an event, and the run continues.
 """
 
 from __future__ import annotations

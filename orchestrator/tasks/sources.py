@@ -104,7 +104,7 @@ class Sources:
         return {name: curriculum.state() for name, curriculum in self.curricula.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load a checkpoint's state. Sources that it does not know start anew."""
+        """Load a checkpoint's state. Sources that it lacks start over."""
         for name, curriculum in self.curricula.items():
             if name in state:
                 curriculum.load_state(state[name])
@@ -139,7 +139,7 @@ class TaskShard:
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the part's state. The state of another part, after a change of task_shard, is ignored."""
         if tuple(state.get(_SHARD_KEY, WHOLE)) != (self._first, self._every):
-            logger.warning("source %s: diloco.task_shard has changed, its tasks start anew", self._source)
+            logger.warning("source %s: diloco.task_shard has changed, so its tasks start over", self._source)
             return
         self.inner.load_state({name: value for name, value in state.items() if name != _SHARD_KEY})
 

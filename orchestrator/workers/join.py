@@ -110,7 +110,7 @@ class JoinedHost:
         self._gateway_url = ""
         self._gateway_token = secrets.token_urlsafe(24)
         self._stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves with the reason for leaving, or raises why this host cannot go on."""
+        """Resolves with the reason for leaving, or raises why this host cannot continue."""
 
     def stop(self, reason: str) -> None:
         """Drain; a second call drops the rollouts that still run."""
@@ -122,8 +122,7 @@ class JoinedHost:
     async def run(self) -> None:
         """Play. Raises DeadlineError (no orchestrator), RunMismatchError (refused), or what keeps the sources from
         loading."""
-        # The workers send it; nobody else on this machine has it.
-        os.environ[GATEWAY_TOKEN_VARIABLE] = self._gateway_token
+        os.environ[GATEWAY_TOKEN_VARIABLE] = self._gateway_token  # Only the workers have and send it.
         async with AsyncExitStack() as stack:
             stack.callback(self._context.destroy, linger=500)
             self._scratch = Scratch("host")
@@ -210,7 +209,7 @@ class JoinedHost:
             case Drain(reason=reason) if not self._stop.done():
                 self._stop.set_result(reason)
             case _:
-                pass  # Heard, and what came too late.
+                pass  # Heard, or a message that came too late.
 
     def _fail(self, error: BaseException) -> None:
         if not self._stop.done():

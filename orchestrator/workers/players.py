@@ -109,7 +109,7 @@ class RolloutPlayer(ABC):
             self._rollouts.pop(request.rollout_id, None)
 
     def answer(self, reply: RolloutReply) -> None:
-        """Give a reply to whoever waits for it. One of a rollout that is not in flight is dropped."""
+        """Deliver a reply to the rollout that awaits it. Drop it if the rollout is not in flight."""
         future = self._rollouts.get(reply.rollout_id)
         if future is not None and not future.done():
             future.set_result(reply)

@@ -213,7 +213,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """A limit or the token budget cut the rollout short."""
     error: RolloutFailure | None = None
     verdict: dict[str, Any] = {}
-    """What the monitor for hacks says (`HackVerdict.record`); empty where there is none."""
+    """The hack monitor's verdict (`HackVerdict.record`); empty without a monitor."""
     leaked_answer: str | None = None
     """The task's answer, where its prompt holds it."""
     cpu_s: float | None = None

@@ -50,9 +50,9 @@ def read_traceback(text: str) -> tuple[str, str | None]:
 
 
 def refuse_plain_rewards(task: Any) -> None:
-    """Raise ConfigError for a reward or metric of a verifiers Task that says it returns a number, but is no coroutine.
+    """Raise ConfigError for a reward or metric of a verifiers Task that returns a number but is not a coroutine.
 
-    verifiers awaits each, so every rollout would fail with a line of asyncio's.
+    verifiers awaits each, so every rollout would fail with an error of asyncio.
     """
     for kind in ("reward", "metric"):
         for function in task.hooks(kind):
@@ -66,7 +66,7 @@ def refuse_plain_rewards(task: Any) -> None:
 
 
 def with_function(failure: RolloutFailure | None, task: Any, trace: Any) -> RolloutFailure | None:
-    """Name the reward or metric of a verifiers Task whose result is no number, with its file and line.
+    """Name the reward or metric of a verifiers Task whose result is not a number, with its file and line.
 
     verifiers' traceback ends where the result is recorded, after the function has returned.
     """

@@ -84,7 +84,7 @@ class GatewayHttp:
             try:
                 status, content = await self._turns.ask(headers.get(SESSION_ID_HEADER), body, send)
             except msgspec.DecodeError as error:
-                raise MalformedGenerateResponseError(f"the packed answer is none: {error}") from error
+                raise MalformedGenerateResponseError(f"the packed answer cannot be decoded: {error}") from error
         if isinstance(content, PackedAnswer):
             content = msgspec.json.encode(content.to_json())
         return SimpleNamespace(content=_checked(url, status, content))

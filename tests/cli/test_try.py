@@ -124,7 +124,7 @@ def test_overlay(tmp_path):
     file.write_text(
         '[[orchestrator.source]]\nname = "larger"\ntaskset = { id = "my_larger" }\neval_taskset = { seed = 1 }\n'
     )
-    with pytest.raises(ConfigError, match=r"goes on top of another file.* try configs/a1.toml @ .*larger.toml"):
+    with pytest.raises(ConfigError, match=r"extends another file.* try configs/a1.toml @ .*larger.toml"):
         configured(str(file))
     assert configured("configs/a1.toml", "@", str(file)).orchestrator.source[0].name == "larger"
 

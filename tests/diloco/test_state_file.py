@@ -42,5 +42,5 @@ WHOLE = bytes(pack_state({"w": torch.ones(9)}, {}))
     ],
 )
 def test_no_state(raw):
-    with pytest.raises(CheckpointError, match="bytes are no packed global state"):
+    with pytest.raises(CheckpointError, match="bytes are not a packed global state"):
         unpack_state(raw)

@@ -35,7 +35,7 @@ def test_tasks_round_trip(tmp_path: Path) -> None:
     [
         (None, ConfigError, "composer tasks make"),
         ("\n", EmptyTaskSetError, "holds no task"),
-        ('{"id": 3}\n', ConfigError, "tasks.jsonl:1: this line is no task"),
+        ('{"id": 3}\n', ConfigError, "tasks.jsonl:1: this line is not a task"),
         (msgspec.json.encode(_task(version=99)).decode(), ConfigError, "version 99"),
     ],
 )

@@ -134,8 +134,8 @@ def test_code_is_taken_from_a_reply_in_words(reply: str, code: str) -> None:
     ("change", "says"),
     [
         ({"test": "assert one() == 1"}, r"tasks\.jsonl:1: its 'test' does not define check\(candidate\)"),
-        ({"test": "def check(:"}, r"tasks\.jsonl:1: its 'test' is no Python"),
-        ({"prompt": "def one(:"}, "its 'prompt' is no Python"),
+        ({"test": "def check(:"}, r"tasks\.jsonl:1: its 'test' is not valid Python"),
+        ({"prompt": "def one(:"}, "its 'prompt' is not valid Python"),
         ({"entry_point": None}, "no field 'entry_point'"),
     ],
 )
@@ -149,8 +149,8 @@ def test_a_record_that_is_no_human_eval_problem_says_why(change: dict[str, Any],
     ("change", "says"),
     [
         ({"test_list": []}, "'test_list' is empty"),
-        ({"test_list": ["assert ("]}, "'test_list' is no Python"),
-        ({"test_list": "even"}, "'test_list' is text that is no JSON list"),
+        ({"test_list": ["assert ("]}, "'test_list' is not valid Python"),
+        ({"test_list": "even"}, "'test_list' is text that is not a JSON list"),
         ({"text": None, "texts": "?"}, "no field 'text' or 'prompt'; did you mean 'texts'"),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_number_is_itself_however_it_is_written(value: int) -> None:
     ],
 )
 def test_answers_that_are_no_plain_numbers(answer: str, expected: str, same: bool) -> None:
-    # Text compares without case and outer spaces; what only looks like a number is no number.
+    # Text compares without case and outer spaces; what only looks like a number is not a number.
     assert same_answer(answer, expected) is same
 
 
@@ -79,7 +79,7 @@ def test_a_missing_field_is_answered_with_the_nearest_names(tmp_path: Path) -> N
     record = next(read_records(write_lines(tmp_path / "a.jsonl", [{"questions": "?", "answer": "1", "none": None}])))
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: no field 'question'; did you mean 'questions'\? .*answer"):
         record.text("question")
-    with pytest.raises(ConfigError, match="'questions' is text that is no JSON list"):
+    with pytest.raises(ConfigError, match="'questions' is text that is not a JSON list"):
         record.texts("questions")
     with pytest.raises(ConfigError, match="no field 'none'"):
         record.value("none")

@@ -78,8 +78,8 @@ async def test_relays_can_be_left_out(open_gateway, node_keys):
 WRONG = [
     ({"address": "somewhere"}, "expected HOST:PORT"),
     ({"address": "0.0.0.0:0"}, "nodes need a fixed port"),
-    ({"push": "bucket/run"}, "is no URL"),
-    ({"sources": ["cdn.example"]}, "is no URL"),
+    ({"push": "bucket/run"}, "is not a URL"),
+    ({"sources": ["cdn.example"]}, "is not a URL"),
 ]
 
 

@@ -183,12 +183,12 @@ def test_a_users_templates_come_first(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[[template]]\nkind = 'a'\nhint = 'x'\npattern = '('", "no regular expression"),
+        ("[[template]]\nkind = 'a'\nhint = 'x'\npattern = '('", "not a regular expression"),
         ("[[template]]\nkind = 'a'\nhint = '$'", r"a lone \$"),
-        ("[[template]]\nkind = 'a'\nhint = '$nothing'", r"uses \['nothing'\], which is no field"),
+        ("[[template]]\nkind = 'a'\nhint = '$nothing'", r"uses \['nothing'\], which is not a field"),
         ("[[template]]\nkind = 'a'\nhint = 'x'\ndetects = 'exception'", "together with a pattern"),
-        ("[[template]]\nkind = 'a'\nhnt = 'x'", "no file of hint templates"),
-        ("kind = ", "no file of hint templates"),
+        ("[[template]]\nkind = 'a'\nhnt = 'x'", "not a file of hint templates"),
+        ("kind = ", "not a file of hint templates"),
     ],
 )
 def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):

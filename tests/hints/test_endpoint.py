@@ -81,7 +81,7 @@ def test_an_answer_without_a_count_costs_the_worst_case():
     [
         ("silent", "no reply within 0.2 s", 0.21),
         ("500", "status 500: out of order", 0.21),
-        ("nonsense", "no chat completion", 0.21),
+        ("nonsense", "not a chat completion", 0.21),
         ("429", "status 429", 0.0),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_stop_must_be_one_and_be_drawn():
     assert verdict(finish="stop", stop=20).fault is None
     assert "none of its 20 tokens is one" in (verdict(finish="stop").fault or "")
     assert "not what its seed draws" in (verdict(finish="stop", stop=20, misses={19: 0.3}).fault or "")
-    assert "goes on for 5 tokens after a stop" in (verdict(finish="length", stop=15).fault or "")
+    assert "continues for 5 tokens after a stop" in (verdict(finish="length", stop=15).fault or "")
 
 
 def test_each_part_of_an_answer_is_judged_alone():

@@ -63,7 +63,7 @@ def test_before_the_first_version_nothing_is_known_to_be_too_large():
         (machine(1, driver="11.8"), BILLION, {}, ConfigError, ["driver knows CUDA 11.8", "needs 13.0", "--device cpu"]),
         (machine(1), BILLION, {"cuda": ""}, ConfigError, ["built without CUDA"]),
         (machine(0), BILLION, {"device": "cuda"}, ConfigError, ["no GPU is visible here"]),
-        (machine(0), BILLION, {"has_nvidia": True}, ConfigError, ["its driver answers nothing", "--gpus all"]),
+        (machine(0), BILLION, {"has_nvidia": True}, ConfigError, ["its driver does not answer", "--gpus all"]),
         (machine(1), BILLION, {"engine": "vllm", "vllm": False}, ConfigError, ["vllm is not installed", "[vllm]"]),
     ],
 )  # fmt: skip

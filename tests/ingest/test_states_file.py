@@ -83,14 +83,14 @@ def test_damaged_files(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"cut\.zst:\d+ is damaged .* `composer ingest`"):
             list(read_states(path))
     path.write_bytes(whole[:40] + b"\x00\xff" + whole[42:])
-    with pytest.raises(ConfigError, match=r"cut\.zst:\d+ is (damaged|no state)"):
+    with pytest.raises(ConfigError, match=r"cut\.zst:\d+ is (damaged|not a state)"):
         list(read_states(path))
     rows = list(state_file_lines(tmp_path / "states.zst"))
     path.write_bytes(b"".join(row for row in rows if not row.startswith(b'{"trace":')))
     told: list[ConfigError] = []
     assert list(read_states(path, told.append)) == [] and len(told) == len(states)
     path.write_bytes(b"".join(row for row in rows if not row.startswith(b'{"message":')))
-    with pytest.raises(ConfigError, match=r"cut\.zst:3 is no state \(messages 0 to 1 of the 0 in the table\)"):
+    with pytest.raises(ConfigError, match=r"cut\.zst:3 is not a state \(messages 0 to 1 of the 0 in the table\)"):
         list(read_states(path))
     for end in (5, 40):
         path.write_bytes(whole[:end])

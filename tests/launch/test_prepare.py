@@ -59,11 +59,11 @@ def test_existing_run_is_refused_with_both_ways_out(tmp_path):
 
 
 def test_foreign_folder_is_never_emptied(tmp_path):
-    # A folder that is no run directory keeps its files, also with run.overwrite.
+    # A folder that is not a run directory keeps its files, also with run.overwrite.
     mine = tmp_path / "one" / "thesis.tex"
     mine.parent.mkdir()
     mine.write_text("years of work")
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         prepare(config(tmp_path, overwrite=True))
     assert mine.read_text() == "years of work"
 
@@ -163,7 +163,7 @@ def test_a_run_starts_beside_pairs_that_were_replayed_before(tmp_path):
     # with run.overwrite, which deletes runs. With a foreign file beside it, it is refused as any other folder.
     put(tmp_path / "one", *PAID)
     (tmp_path / "one" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         prepare(config(tmp_path))
     (tmp_path / "one" / "thesis.tex").unlink()
     assert folder_state(RunDir(tmp_path / "one")) == "new"

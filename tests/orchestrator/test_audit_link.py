@@ -254,8 +254,8 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
         auditor = connect()
         auditor.hello("a")
         request = await auditor.next(AuditRequest)
-        auditor.send(AuditFailed(audit=request.audit, error="version 3 cannot be had"))
-        assert "could not be audited: version 3 cannot be had" in (await audits.cleared("r1") or "")
+        auditor.send(AuditFailed(audit=request.audit, error="version 3 is not available"))
+        assert "could not be audited: version 3 is not available" in (await audits.cleared("r1") or "")
         assert trust["n0"].audited == 0 and audits.metrics()["audit/failed"] == 1
 
 

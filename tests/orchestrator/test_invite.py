@@ -125,7 +125,7 @@ def test_a_string_that_was_cut_or_altered_is_refused_as_such(started):
     for bad in (text[:-1], text[: len(text) // 2], INVITE_PREFIX, text[:-6] + "AAAAAA"):
         with pytest.raises(InviteError, match=r"of \d+ characters was cut or altered .*copy the line whole"):
             Invite.read(bad)
-    with pytest.raises(InviteError, match="is no invite"):
+    with pytest.raises(InviteError, match="is not an invite"):
         Invite.read(text[1:])
 
 

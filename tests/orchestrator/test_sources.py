@@ -205,7 +205,7 @@ def test_task_shard_and_resume(caplog):
     again.load_state(first.state())
     assert drawn(again, 5, start=3) == whole[3:]
     other.load_state(first.state())
-    assert drawn(other, 3) == drawn(sources(1, tasks=20, shard=(2, 3)), 3) and "start anew" in caplog.text
+    assert drawn(other, 3) == drawn(sources(1, tasks=20, shard=(2, 3)), 3) and "start over" in caplog.text
 
 
 def test_a_source_without_weight_is_only_evaluated():

@@ -234,7 +234,7 @@ def test_buckets_are_checked(bucket):
     with pytest.raises(UnwritableError, match=r"memory://denied/run: no right to write \(Access Denied\); give these"):
         denied.claim("run-a")
     for url in ("nowhere", "file://", "http://host/x", "ftp://host/x"):
-        with pytest.raises(ConfigError, match="no bucket for weights"):
+        with pytest.raises(ConfigError, match="not a bucket for weights"):
             Bucket(url)
 
 
@@ -281,7 +281,7 @@ WRONG = [
     ([], "nothing to do"),
     (["--listen", "somewhere"], "--listen is 'somewhere'; expected HOST:PORT"),
     (["--once", "--listen", "127.0.0.1:0"], "--once ends after one push"),
-    (["--push", "nowhere"], "'nowhere' is no bucket"),
+    (["--push", "nowhere"], "'nowhere' is not a bucket"),
 ]
 
 

@@ -139,7 +139,7 @@ def test_an_orchestrator_on_its_own_has_the_same_check(tmp_path):
     (folder / "notes.txt").write_text("")
     assert alone() == "" and f"there is no run in {folder}" in alone("--resume")
     (folder / "metrics.jsonl").write_text("")
-    assert "is no run directory" in alone()
+    assert "is not a run directory" in alone()
     (folder / "run_id").write_text("one")
     assert "exists already, with no complete checkpoint: continue it with --resume" in alone()
     assert "--resume found no complete checkpoint below" in alone("--resume")

@@ -81,9 +81,9 @@ def entry(frame: bytes) -> bytes:
     ("stream", "message"),
     [
         (entry(zstandard.ZstdCompressor().compress(bytes(1 << 20))), "claims 1048576 bytes"),
-        (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|no zstd"),
+        (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|not a zstd"),
         ((1 << 31).to_bytes(4, "little"), "2147483648 bytes for a chunk"),
-        (entry(b"no frame"), "no zstd frame"),
+        (entry(b"no frame"), "not a zstd frame"),
         (stream_entry(raw(1, b"\x64", b"\x01")), "changes word 100 of a chunk of 100"),
         (stream_entry(raw(2, b"\x63\x00", b"\x11")), "changes word 100 of a chunk of 100"),
         (stream_entry(raw(2, b"\x01", b"\x11")), "1 positions for 2 changes"),
@@ -96,7 +96,7 @@ def entry(frame: bytes) -> bytes:
         (stream_entry(raw(200, bytes(200), bytes([17] * 100))), "do not hold 200 changes of 100 words"),
         (stream_entry(b"\x00"), "do not hold"),
         (stream_entry(raw(0, b"", b""))[:-1], "1 bytes early"),
-        (stream_entry(raw(0, b"", b"")) * 2, "goes on after the last chunk"),
+        (stream_entry(raw(0, b"", b"")) * 2, "continues after the last chunk"),
     ],
 )
 def test_hostile_streams_are_refused(stream, message):

@@ -95,5 +95,5 @@ def test_wilson_interval():
     assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
     assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     assert wilson_interval(20, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
-    with pytest.raises(ValueError, match="3 of 2 is no share"):
+    with pytest.raises(ValueError, match="3 of 2 is not a share"):
         wilson_interval(3, 2)

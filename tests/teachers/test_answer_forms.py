@@ -52,7 +52,7 @@ def test_a_filtered_answer_is_no_vote(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-# A wish to wait that is no number of seconds is none: the usual pause applies.
+# A wish to wait that is not a number of seconds is none: the usual pause applies.
 @pytest.mark.parametrize("wish", ["nan", "inf", "-inf", "soon"])
 def test_a_wish_that_is_no_number(tmp_path: Path, wish: str) -> None:
     class Wishing(Endpoint):

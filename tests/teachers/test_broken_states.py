@@ -64,7 +64,7 @@ def test_a_state_whose_call_is_none(tmp_path: Path, broken: object) -> None:
     path, told = tmp_path / "states.jsonl", []
     states = [state(0, student_action={"role": "assistant", "tool_calls": [broken]}), state(1)]
     path.write_bytes(b"".join(map(write_state, states)))
-    with pytest.raises(ConfigError, match=r"states\.jsonl:1 is no state .*`function`|object`.* `composer ingest`"):
+    with pytest.raises(ConfigError, match=r"states\.jsonl:1 is not a state .*`function`|object`.* `composer ingest`"):
         next(read_states(path))
     assert [each.state_id for each in read_states(path, told.append)] == ["t/0001"] and len(told) == 1
 
@@ -118,9 +118,9 @@ def test_an_error_of_the_source_waits_for_the_calls_in_flight(tmp_path: Path) ->
                 yield state(0)
                 while endpoint.in_flight < 1:
                     await asyncio.sleep(0.01)
-                raise ConfigError("states.jsonl:3 is no state")
+                raise ConfigError("states.jsonl:3 is not a state")
 
-            with pytest.raises(ConfigError, match=":3 is no state"):
+            with pytest.raises(ConfigError, match=":3 is not a state"):
                 await replayed(tmp_path, configured(tmp_path, endpoint.url), states())
             assert len(endpoint.answered) == 1
 
@@ -136,5 +136,5 @@ def test_a_broken_ledger_does_not_end_the_run(tmp_path: Path, caplog: pytest.Log
     (run_dir.root / "costs.jsonl").write_text('{"kind": "settled"}\n')
     values = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, states=path)
     asyncio.run(OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1).run())
-    assert "replay failed, training goes on" in caplog.text and "costs.jsonl:1 is not a ledger line" in caplog.text
+    assert "replay failed, training continues" in caplog.text and "costs.jsonl:1 is not a ledger line" in caplog.text
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/failed"] == 1

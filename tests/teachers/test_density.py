@@ -220,7 +220,7 @@ def test_a_verdict_covers_what_was_measured(line: bytes, tmp_path: Path, capsys:
     pairs.write_bytes(line + b"\n" + whole)
     with pytest.raises(SystemExit):
         main([str(pairs)])
-    assert "pairs.jsonl, pair 1 is none" in capsys.readouterr().err and read_gate(pairs) == gate
+    assert "pairs.jsonl, pair 1 is invalid" in capsys.readouterr().err and read_gate(pairs) == gate
 
 
 # Without votes the report tells what pairs alone tell, names what is missing, and gives no verdict.

@@ -117,7 +117,7 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
             assert endpoint.asked == []
 
     asyncio.run(run())
-    assert "replay failed, training goes on: pairs cannot be written to" in caplog.text
+    assert "replay failed, training continues: pairs cannot be written to" in caplog.text
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     assert lines[-1]["replay/failed"] == 1
     assert report_channels.pair_lines([], lines) == ["  replay       failed: see logs/orchestrator.log"]
@@ -151,7 +151,7 @@ def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptur
             assert len(endpoint.answered) == 2
 
     asyncio.run(run())
-    assert "1 call in flight, counted at what was held for them" in caplog.text
+    assert "1 call in flight, counted at their reservation" in caplog.text
     settled = [line for line in read_costs(run_dir.root / "costs.jsonl") if line["kind"] == "settled"]
     assert [line["status"] for line in settled] == ["cancelled", "ok", "ok"] and settled[0]["usd"] > 0.02
     assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 1
@@ -195,7 +195,7 @@ def test_pairs_that_break_end_the_replay_only(tmp_path: Path, caplog: pytest.Log
             await asyncio.wait_for(online.run(), 60)
 
     asyncio.run(run())
-    assert "replay failed, training goes on" in caplog.text and "pair 1 is none" in caplog.text
+    assert "replay failed, training continues" in caplog.text and "pair 1 is invalid" in caplog.text
 
 
 # The window that the last answers of a run fill is not measured while the run ends: its resume does that.

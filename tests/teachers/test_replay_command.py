@@ -83,7 +83,7 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (tmp_path / "none.jsonl", pairs): "cannot be read",
         (tmp_path, pairs): "cannot be read",
         (empty, pairs): "holds no states",
-        (toml, pairs): "x.toml:1 is no state",
+        (toml, pairs): "x.toml:1 is not a state",
         (states, states): "name another file for the pairs",
         (states, tmp_path / "x" / ".." / "s.jsonl"): "name another file for the pairs",
         (states, pairs): "set the environment variable NO_SUCH_KEY",

@@ -100,7 +100,7 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run(make_run):
     with StepPeer(run.dir, samples_of, max_steps=9) as peer:
         codes, outputs = run.train(2)
     assert codes == [1, 1] and run.dir.complete_checkpoints() == [4] and peer.checkpoints == [2, 4], "\n".join(outputs)
-    reason = r"2 steps in a row, up to 4, were not finite \(trainer.max_skipped_steps is 1\).*Lower trainer.optim.lr"
+    reason = r"2 steps in a row, up to step 4, were not finite \(trainer.max_skipped_steps is 1\).*trainer.optim.lr"
     assert all(re.search(reason, output) for output in outputs)
     run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 5})}))
     with StepPeer(run.dir, make_samples, max_steps=5) as peer:

@@ -53,7 +53,7 @@ def test_a_filter_is_no_pattern_and_no_sql(index, text):
     assert ids(index, q=text) == [] == ids(index, task=text)
     assert rollout_list(index, {"source": text, "status": text})["total"] == 0
     assert rollout_list(index, {"sort": text, "error": text})["total"] == 24
-    with pytest.raises(ConfigError, match="is no whole number"):
+    with pytest.raises(ConfigError, match="is not a whole number"):
         rollout_list(index, {"step": text})
 
 

@@ -4,10 +4,10 @@
     all ranks: gather one word list each -> all have the batch, or all stop         no rank enters the step alone
 
 The orchestrator answers at least every few seconds, so only silence is a failure: after silence_timeout_s without any
-message the wait ends with a DeadlineError. What gets no answer is sent again, so a lost message costs seconds.
-Requests repeat ever more rarely: a large batch may be under way over a thin link, and each request would bring it once
-more. A client of its own, used by the publication's thread, sends StepDone until the orchestrator acknowledges it. The
-step at hand goes on meanwhile; the next publication, a checkpoint and the first request of all wait for it.
+message the wait ends with a DeadlineError. A request without an answer is sent again, so a lost message costs seconds.
+The pauses between repeats grow: a large batch may be under way over a slow link, and each request would send it again.
+The publication thread has a client of its own, which sends StepDone until the orchestrator acknowledges it. The current
+step continues meanwhile. The next publication, a checkpoint and the very first request wait for it.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ class StepClient:
             message = self._decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
-                f"{len(raw)} bytes from the orchestrator at {self._endpoint} are no message of this protocol: {error}; "
+                f"{len(raw)} bytes from the orchestrator at {self._endpoint} are not a protocol message: {error}; "
                 "run one release on both sides"
             ) from None
         if isinstance(message, StepNoted):

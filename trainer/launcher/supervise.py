@@ -3,9 +3,9 @@
     launcher (main thread)
       ├── guard                     ends everything when the launcher is killed (composer_prime/run/process.py)
       ├── orchestrator ┐
-      ├── trainer-0 .. ┘            an end with an error ends the run
-      ├── node-0 ..                 started again after a pause, up to inference.max_restarts times
-      └── auditor-0 .., weights, teachers       likewise; after that the run goes on without them
+      ├── trainer-0 .. ┘            an exit with an error ends the run
+      ├── node-0 ..                 restarted after a pause, up to inference.max_restarts times
+      └── auditor-0 .., weights, teachers       same; after that the run continues without them
 
 `role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
 and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
@@ -187,7 +187,7 @@ class Supervisor:
     def poll(self) -> Literal["running", "finished"]:
         """Look at every child and start those again that are due.
 
-        Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot go on.
+        Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot continue.
         """
         ended = [child for child in self.children if child.running and not child.poll()]
         needed = [child for child in self.children if child.role.kind not in _RESTARTED]
@@ -241,7 +241,7 @@ class Supervisor:
             child.poll(wait=True)
 
     def _can_save(self) -> bool:
-        """Whether everything that a checkpoint needs is alive. Otherwise ranks would wait for it in vain."""
+        """Return whether every process that a checkpoint needs is alive. Otherwise the ranks would wait for nothing."""
         started = len(self.children) == len(self.roles)
         return started and all(child.running for child in self.children if child.role.kind not in _RESTARTED)
 

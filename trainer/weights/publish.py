@@ -2,12 +2,12 @@
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
     canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
-    ---- training goes on; the rest is a thread of rank 0 ----
+    ---- training continues; a thread of rank 0 does the rest ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
     -> announce: the orchestrator learns of the version
 
-A reader that sees a manifest finds every chunk it names, and nobody hears of a version before its manifest is there.
-Of a model with adapters only their factors are written: the nodes have the base.
+Every chunk that a manifest in the store lists exists, and a version is announced after its manifest is written. Of a
+model with adapters only the adapter factors are written: the nodes have the base.
 One publication is under way at a time: the next one waits for it, and so do a checkpoint and the end of the run. A
 failure in the thread is raised by the next call, on the main thread. A device never holds more than one whole tensor
 besides its shards. `export` writes final/ from the same tensors in the same type: what the nodes sampled from and what
@@ -188,7 +188,7 @@ class Publisher:
                 self._writer.continue_from(newest, self._version_of(step))
 
     def _newest_in_store(self) -> Manifest | None:
-        """Return the version published last, by this process or one before; None where there is none to build on."""
+        """Return the manifest published last, by this process or an earlier one; None if none can be built on."""
         versions = self._store.versions()
         try:
             raw = self._store.manifest(versions[-1]) if versions else b""

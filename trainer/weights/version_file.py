@@ -49,7 +49,7 @@ class VersionWriter:
         self._last = None
 
     def continue_from(self, newest: Manifest, version: int) -> None:
-        """Take `newest` of the store for the version written last, though training goes on from `version`.
+        """Treat the store's `newest` as the version written last, although training continues from `version`.
 
         The next version is what differs from it, whatever steps lie between: files are compared, not numbers. Nodes
         that have `newest` need no snapshot then. The store may have lost it: then the next version is whole.

@@ -47,7 +47,7 @@ _MAX_BODY_BYTES = 1 << 20
 
 
 class ChangeCount:
-    """Counts changes of the conversation, and wakes who waits for the next one. Belongs to the event loop."""
+    """Counts changes of the conversation, and wakes requests for the next one. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -208,10 +208,10 @@ class PageConversation:
                 role = entry.message["role"]
                 self._changes.add()
             if role == "tool":
-                self._problem = f"stopped after {TOOL_ROUNDS} rounds of tool calls; say more to go on"
+                self._problem = f"stopped after {TOOL_ROUNDS} rounds of tool calls; write a message to continue"
         except ComposerError as error:
             self._problem = f"{error}; send it again, or begin a new conversation (n)"
-        except Exception as error:  # An environment's tools may raise anything; the conversation goes on.
+        except Exception as error:  # An environment's tools may raise anything; the conversation continues.
             logger.exception("an answer failed")
             self._problem = f"{type(error).__name__}: {error}"
         finally:
@@ -222,7 +222,7 @@ class PageConversation:
 
 
 class ChatServer(ViewServer):
-    """Serves the page, and the conversation to who has the key."""
+    """Serves the page, and the conversation to clients with the key."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class ChatHandler(PageHandler):
             self._send_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"waited {_ACTION_S:g} s for the conversation"})
         except CancelledError:
             self._send_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the conversation has ended"})
-        except Exception as error:  # An environment may raise anything; the page goes on.
+        except Exception as error:  # An environment may raise anything; the page stays up.
             logger.exception("a question of the page failed")
             self._send_json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"})
 

@@ -36,7 +36,7 @@ TOOL_ROUNDS = 8
 _REQUEST_S = 600.0
 """Longest wait for an answer of the model, or of one tool."""
 _NO_NODE_S = 30.0
-"""Longest wait for a model that is gone: nobody starts it again."""
+"""Longest wait for a model that is gone: it is not restarted."""
 _STOPPED = "Stopped by the user."
 
 
@@ -116,7 +116,7 @@ class Conversation:
             await self._episode.aclose()
 
     async def restart(self) -> None:
-        """Forget the messages, and begin the task anew. Raises what use_task raises."""
+        """Forget the messages, and restart the task. Raises what use_task raises."""
         await self.use_task(self.task) if self.task is not None else self._forget()
 
     async def use_task(self, index: int) -> None:
@@ -196,7 +196,7 @@ class Conversation:
         return told
 
     def _answer_open_calls(self) -> None:
-        """Answer the calls that nobody will: a chat template takes no call without its answer."""
+        """Answer the calls that will get no other answer: a chat template accepts no call without one."""
         answers = len(list(itertools.takewhile(lambda entry: entry.message["role"] == "tool", reversed(self.entries))))
         asking = self.entries[-1 - answers].message
         for call in (asking.get("tool_calls") or [])[answers:] if self.tools is not None else []:

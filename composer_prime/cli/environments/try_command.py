@@ -141,7 +141,7 @@ def _refuse_overlay(file: Path, rest: list[str]) -> None:
     values = read_table_file(str(file)) if file.is_file() else {"run": {}}
     if not {"run", "model"} & values.keys() and "@" not in rest:
         raise ConfigError(
-            f"{file} has neither [run] nor [model], so it goes on top of another file: try the module of its task set "
+            f"{file} has neither [run] nor [model], so it extends another file: try the module of its task set "
             f"(`{COMPOSER} try MODULE.py`), or a whole configuration (`{COMPOSER} try configs/a1.toml @ {file}`)"
         )
 

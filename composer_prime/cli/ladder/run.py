@@ -6,7 +6,7 @@
                    -> the report of `composer ladder FOLDER`
 
 Seeds are the outer loop, so that after each seed all arms can be compared. Each run is one `trainer` process, as a user
-could have started it. Ctrl-C and SIGTERM are passed on to it; it saves, and the same command goes on later.
+could have started it. Ctrl-C and SIGTERM are passed on to it. It then saves, and the same command continues later.
 """
 
 from __future__ import annotations

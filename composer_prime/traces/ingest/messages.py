@@ -232,7 +232,7 @@ def calls_of(message: dict[str, Any]) -> list[Call]:
 
 
 def arguments_of(written: Any) -> dict[str, Any] | str:
-    """Return the arguments as an object, or the text as the model wrote it when it is no JSON object."""
+    """Return the arguments as an object, or the text as the model wrote it when it is not a JSON object."""
     if isinstance(written, dict):
         return written
     if not isinstance(written, str):

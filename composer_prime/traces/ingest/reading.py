@@ -47,7 +47,7 @@ def lines(
 ) -> Iterator[Any]:
     """Yield the JSON value, or `Bad`, of every line in the first `until` bytes.
 
-    Blank lines are no records. A line above the limit is passed over in pieces and never held. `progress` receives the
+    Blank lines are not records. A line above the limit is skipped in pieces and never held. `progress` receives the
     bytes of a line before its value is yielded.
     """
     with path.open("rb", buffering=CHUNK_BYTES) as file:
@@ -154,7 +154,7 @@ def at(value: Any, *keys: str) -> Any:
 
 
 def object_at(value: Any, *keys: str) -> dict[str, Any]:
-    """Return the object at the end of `keys`; an empty one where there is none."""
+    """Return the object at the end of `keys`; an empty one if it is missing."""
     found = at(value, *keys)
     return found if isinstance(found, dict) else {}
 

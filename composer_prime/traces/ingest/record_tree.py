@@ -58,7 +58,7 @@ class RecordNode:
     missing: str | None = None
     """Why the walk cannot be shown; None when it can."""
     queued: bool = False
-    """Whether it is no prompt of its own: typed while the agent worked, or attached by its program."""
+    """Whether it is not a prompt of its own: typed while the agent worked, or attached by its program."""
     cleared: tuple[str, ...] = ()
     """Calls above whose results the agent no longer sees from here on."""
     uses: int = 0
@@ -339,7 +339,7 @@ def _context(walk: list[RecordNode]) -> tuple[list[Message], bytes]:
 
 
 def _without(messages: list[Message], cleared: set[str]) -> list[Message]:
-    """Return the messages with CLEARED as the results of `cleared` calls; the same list where there are none."""
+    """Return the messages with CLEARED as the results of `cleared` calls; the same list without such calls."""
     if not cleared or cleared.isdisjoint(message.get("tool_call_id") for message in messages):
         return messages
     return [{**each, "content": CLEARED} if each.get("tool_call_id") in cleared else each for each in messages]

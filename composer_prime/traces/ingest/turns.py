@@ -33,7 +33,7 @@ _TYPES: list[tuple[type, str]] = [
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A tool call. `arguments` is the decoded JSON object, or the text itself when it is no JSON object."""
+    """A tool call. `arguments` is the decoded JSON object, or the text itself when it is not a JSON object."""
 
     call_id: str
     name: str

@@ -2,7 +2,7 @@
 
 Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch or no state was decided, 130 by Ctrl-C.
 All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged. A second one drops
-them, and they count at what was held for them. SIGTERM works as Ctrl-C.
+them, and they count at their reservation. SIGTERM works as Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from composer_prime.traces.replay.training_limits import NO_MODEL
 from composer_prime.traces.states_file import read_states, same_file, trace_of_each
 
 STOPPED = 3
-INTERRUPTION = "interrupted: repeat the command to go on"
+INTERRUPTION = "interrupted: repeat the command to continue"
 _SHOW_S = 0.2
 _SAME_S = 0.3
 """One signal can arrive twice: a terminal sends it to the whole process group, and `composer` passes it on as well."""
@@ -167,7 +167,7 @@ def _interruptible(run: Replay) -> Iterator[None]:
             return
         run.stop(INTERRUPTION)
         print(
-            "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at what was held for them",
+            "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at their reservation",
             file=sys.stderr,
         )
 
@@ -197,7 +197,7 @@ async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
 
 
 def count_states(path: Path) -> int:
-    """Return the number of states. Raises ConfigError when the file cannot be read or its first line is no state."""
+    """Return the number of states. Raises ConfigError when the file cannot be read or its first line is not a state."""
     if next(read_states(path), None) is None:
         raise ConfigError(f"{path} holds no states: make it with `composer ingest`, whose table says what was skipped")
     return sum(1 for _ in trace_of_each(path))

@@ -312,7 +312,7 @@ def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: 
 
     `values` of one cluster ([values], named in `clusters`) are flipped together, however alike they are: whole-block
     sign flips (Winkler et al. 2015, NeuroImage 123:253; with few clusters Canay, Romano and Shaikh 2017, Econometrica
-    85:1013). All flips are counted out where there are at most `resamples`; else so many are drawn, and the p is
+    85:1013). If there are at most `resamples` flips, all are counted. Otherwise that many are drawn, and the p is
     (1 + those at least as extreme) / (1 + resamples), so never 0 (Phipson and Smyth 2010). Not below `smallest_p`.
     """
     _, places = np.unique(np.asarray(clusters), return_inverse=True)

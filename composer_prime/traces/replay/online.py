@@ -1,14 +1,14 @@
-"""Replay while training goes on: states in, pairs.jsonl of the run directory out. Replay-DPO reads it as it grows.
+"""Replay during training: states in, pairs.jsonl of the run directory out. Replay-DPO reads it as it grows.
 
     teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
-It never holds training up. Pairs are trained a window at a time, once the window has passed the density gate
-(running_gate.py). When a cap, the kill switch or an error ends it, the log and metrics.jsonl tell, and the run goes on
-with the pairs there are. A resumed run goes on where it was, and no answer is paid for twice.
+It never delays training. Pairs are trained a window at a time, once the window has passed the density gate
+(running_gate.py). If a cap, the kill switch or an error ends the replay, the log and metrics.jsonl report it, and the
+run continues with the pairs so far. A resumed run continues the replay, and no answer is paid for twice.
 
 The end of the run, also by Ctrl-C, waits for calls in flight, which may be charged, at most for their own deadline
-(`stop`, `end`). Calls that are dropped (the orchestrator failed, a second Ctrl-C) count at what was held for them, and
-are made once more after a resume.
+(`stop`, `end`). Calls that are dropped (the orchestrator failed, a second Ctrl-C) count at their reservation, and are
+repeated after a resume.
 """
 
 from __future__ import annotations
@@ -88,13 +88,15 @@ class OnlineReplay:
                     report.cancel()
                     self._log(replay)
                 if _stopped(replay):
-                    logger.error("replay stopped, training goes on: %s", replay.progress.stopped, extra=event("budget"))
+                    logger.error(
+                        "replay stopped, training continues: %s", replay.progress.stopped, extra=event("budget")
+                    )
         except Exception as error:
             own_files = isinstance(error, (UnwritableError, LedgerError))
             if not begun and isinstance(error, ConfigError) and not own_files:
                 raise
             expected = isinstance(error, (ComposerError, OSError))
-            logger.error("replay failed, training goes on: %s", error, exc_info=None if expected else error)
+            logger.error("replay failed, training continues: %s", error, exc_info=None if expected else error)
             self._metrics.log(self._step(), {"replay/failed": 1.0})
 
     def _no_more_calls(self) -> None:
@@ -102,26 +104,26 @@ class OnlineReplay:
         self._ended.set()
 
     def stop(self) -> None:
-        """Make no further call, for the run ends."""
+        """Make no more calls, because the run ends."""
         self._ending_since = self._ending_since or time.monotonic()
         if self._replay is not None:
             self._replay.stop(END)
 
     async def end(self) -> None:
-        """After `stop`, wait until the states under way have their answers, at most teachers.end_timeout_s; not at all
-        where no teacher charges. Then `run` may be canceled."""
+        """After `stop`, wait until the states under way have their answers, at most teachers.end_timeout_s. Do not wait
+        if no teacher charges. Then `run` may be canceled."""
         waited_for, replay = self.waiting_for(), self._replay
         if waited_for is None or replay is None:
             return
-        logger.info("the run ends once there is no more to wait for: %s", waited_for)
+        logger.info("before it ends, the run waits for %s", waited_for)
         try:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
             calls = pluralize(replay.in_flight, "call")
-            dropped = "no call in flight, but pairs that were being scored or measured; a resume does that anew"
+            dropped = "no call was in flight, but pairs were being scored or measured; a resumed run repeats that"
             if replay.in_flight:
-                under_way = "a resume takes up the states under way, with the answers there are"
-                dropped = f"{calls} in flight, counted at what was held for them; {under_way}"
+                under_way = "a resumed run continues these states with the answers so far"
+                dropped = f"{calls} in flight, counted at their reservation; {under_way}"
             end_s = self._config.teachers.end_timeout_s
             logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
 
@@ -162,7 +164,7 @@ class OnlineReplay:
         if self._bad_lines <= NAMED_LINES:
             logger.warning("left out of the replay: %s", error)
         if self._bad_lines == NAMED_LINES:
-            logger.warning("further lines that are no states are only counted, as replay/bad_lines")
+            logger.warning("further lines that are not states are only counted, as replay/bad_lines")
 
     def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
         """Return the states of one step's rollouts, masked for remote teachers: they hold what tools printed."""

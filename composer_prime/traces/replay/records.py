@@ -1,4 +1,4 @@
-"""votes.jsonl and pairs.jsonl: what a replay writes, state by state, and where it goes on after a restart.
+"""votes.jsonl and pairs.jsonl: what a replay writes, state by state, and where it continues after a restart.
 
     pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
 

@@ -7,8 +7,8 @@
                  candidates ── length, duplicates ── text by the base's likelihood ──> ReplayRecords
                kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
-A replay that was interrupted, killed or stopped goes on where it was. Done states are skipped. Answers that were paid
-for come from the cache. What the kill switch had seen is read from votes and costs.
+An interrupted, killed or stopped replay continues where it was. Done states are skipped. Paid answers come from the
+cache. The figures of the kill switch are read from votes and costs.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Replay:
         gate: RunningGate | None = None,
         limits: TrainingLimits | None = None,
     ) -> None:
-        """`gate` measures the pairs as they come, where they are trained while the replay goes on. States beyond
-        `limits` are refused before anyone is asked."""
+        """`gate` measures the pairs as they come, for training during the replay. States beyond `limits` are refused
+        before any call."""
         self.config = config
         self.gate = gate
         self.progress = ReplayProgress()
@@ -200,7 +200,7 @@ class Replay:
         return self.progress
 
     async def _take(self, source: AsyncIterator[TraceState], running: set[asyncio.Task[None]]) -> None:
-        """Begin states, concurrent_states at a time, until there is none or something stops the replay."""
+        """Begin states, concurrent_states at a time, until none are left or something stops the replay."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         upcoming: asyncio.Task[TraceState | None] | None = None
         try:
@@ -337,7 +337,7 @@ class Replay:
             raise TeacherError(excess)
 
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
-        """Return (ballot, voters). Raises TeacherError where nobody can judge the state."""
+        """Return (ballot, voters). Raises TeacherError if no teacher may judge the state."""
         files = Files(state.messages)
         student = canonical(without_thinking(state.student_action), state.tools, files)
         if student is None:
@@ -436,7 +436,7 @@ async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def _next(source: AsyncIterator[TraceState]) -> TraceState | None:
-    """Return the next state; None after the last. A coroutine, which a task needs; `anext` is none."""
+    """Return the next state; None after the last. A task needs a coroutine, and `anext` is not one."""
     return await anext(source, None)
 
 

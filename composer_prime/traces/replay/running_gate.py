@@ -6,10 +6,10 @@
 
 Pairs of fewer traces can pass no permutation test, so their window stays open until more traces gave a pair.
 
-A window's figures are those of the traces that had a state in it, with all that these traces gave so far. A trace that
-goes on in the next window counts there with the whole. The pairs of a window that missed the gate are never trained.
-The next window, of fresh pairs, is measured anew and may pass. Until one has passed, beta acts on nothing. A resumed
-run reads from votes and verdicts where it was.
+A window's figures are those of the traces that had a state in it, with all pairs of these traces so far. A trace that
+continues in the next window counts there with all its pairs. The pairs of a window that missed the gate are never
+trained. The next window has new pairs, is measured separately and may pass. Until a window passes, beta has no effect.
+A resumed run finds its place in votes and verdicts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RunningGate:
         self._votes = len(history)
 
     def note(self, record: StateRecord, pairs: int) -> None:
-        """Take in a state that was written down with so many new pairs. Call it in the order of the files."""
+        """Add a state that was recorded with `pairs` new pairs. Call it in the order of the files."""
         self._pairs += pairs
         self._votes += 1
         self._by_trace[record.trace].append(record)

@@ -1,4 +1,4 @@
-"""Teachers: models that are asked what they would have done at a state, and who may judge which trace.
+"""Teachers: models that say what they would have done at a state, and which of them may judge which trace.
 
 Local ones and the frozen base, which scores answers, are served by a process of their own: inference/model_server.py,
 started by name only, by the launcher of a run or here.
@@ -248,7 +248,7 @@ class TeacherPool:
         return (self.config.assume_family or UNKNOWN) if family == UNKNOWN else family
 
     def voters(self, state: TraceState) -> list[Teacher]:
-        """Return who may judge this state, cheapest first, one of each family before a second of any.
+        """Return the teachers that may judge this state, cheapest first, one of each family before a second of any.
 
         Raises TeacherError when fewer than two families remain, or the state's own is unknown.
         """

@@ -36,9 +36,9 @@ Times = tuple[float, float]
 _ROUNDING = 1e-9
 """Of sums of shares."""
 MAX_REASONS = 50
-"""Reasons for missing votes that are told apart; endpoints word their errors as they like."""
+"""Reasons for missing votes that are counted separately. Endpoints may word their errors in any way."""
 _MIN_CHARS = 24
-"""Shorter answers count as this long: one more word is no difference in length."""
+"""Shorter answers count as this long, so that one more word does not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class KillSwitch:
 
     config: KillSwitchConfig
     seconds: list[float] = field(default_factory=list)
-    """Of each state on which a call was made, ascending, so that sorting them anew costs nothing."""
+    """Of each state on which a call was made, ascending, so that sorting again costs nothing."""
     usd_by_trace: dict[str, float] = field(default_factory=dict)
     """Of each trace on which a call was made."""
     calls: int = 0
@@ -81,7 +81,7 @@ class KillSwitch:
         self.failed += max(calls, 1) if broken else failed
 
     def tripped(self) -> str | None:
-        """Return why the replay has to stop; None while it may go on."""
+        """Return why the replay has to stop; None while it may continue."""
         config = self.config
         if self.states < config.min_states:
             return None
@@ -143,7 +143,7 @@ class Voting:
     async def vote(self, ballot: Ballot, voters: list[Teacher]) -> tuple[str, str | None]:
         """Fill the ballot. Return (outcome, reason), the outcome as in StateRecord or `run_budget`.
 
-        After an error the ballot holds what came in until then.
+        After an error the ballot holds the votes so far.
         """
         try:
             await self._all(ballot, voters) if self._config.voting == "all" else await self._sequence(ballot, voters)
@@ -185,7 +185,7 @@ class Voting:
     async def _ask(self, ballot: Ballot, teacher: Teacher) -> Times:
         """Add one vote, split over the teacher's answers, and return what the slowest took. Raises CapError.
 
-        An answer that is cut short, filtered or empty is no vote.
+        An answer that is cut short, filtered or empty is not a vote.
         """
         draws = (self._answer(ballot, teacher, sample) for sample in range(self._config.samples))
         results = await asyncio.gather(*draws, return_exceptions=True)
@@ -256,7 +256,7 @@ def _raise_worst(results: Sequence[object]) -> None:
 
 
 def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
-    """Return the form that more than half of the planned voters gave; None where there is none (yet).
+    """Return the form that more than half of the planned voters gave; None without a majority (yet).
 
     Models of one family err together, so the agreement of one family alone decides nothing.
     """

@@ -398,7 +398,7 @@ class Computer:
         if self._drains and not self._running and not self._waiting:
             self._resolved += [(future, None) for future in self._drains]
             self._drains.clear()
-        held = self._table.computed[self._table.running]  # Idle slots give way to whoever needs theirs.
+        held = self._table.computed[self._table.running]  # Idle slots are given up when needed.
         self.kv_used = float(held.sum()) / self._table.tokens.size
         self._deliver()
 

@@ -109,7 +109,7 @@ class LocalEngine:
         await computer.submit(computer.swap, version, tensors)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """Read beside the compute thread, so decoding goes on."""
+        """Read outside the compute thread, so that decoding continues."""
         return await asyncio.to_thread(self._serving().read_back, names)
 
     async def score(self, token_ids: list[int]) -> list[float]:

@@ -128,9 +128,9 @@ class Core:
     def load(self, version: int, path: str, patched: dict[str, list[int]] | None = None) -> None:
         """Put the weights of `version` in place; `patched` as in LoadWeights.
 
-        Requests that have sampled tokens go on with their KV cache. The others start over, so that the cache of no
-        prompt mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all go on, unless the weights
-        before were refused: those of a new version have a higher number.
+        Requests that have sampled tokens continue with their KV cache. The others start over, so that no prompt's cache
+        mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all continue, unless the version number
+        falls: then the previous weights were refused.
         """
         if patched is None:
             self._llm.collective_rpc("load_from_file", args=(path,))

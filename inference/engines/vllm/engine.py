@@ -147,7 +147,7 @@ class VllmEngine:
     async def load_weights(
         self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """See Engine. The tensors pass through a private safetensors file, written while sampling goes on.
+        """See Engine. The tensors pass through a private safetensors file, written while sampling continues.
 
         It holds what changed since `base`, where that is less and vLLM takes it.
 
@@ -359,7 +359,7 @@ class VllmProcess:
         try:
             return messages.from_child(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"vLLM's process sent {length} bytes that are no message ({error})") from None
+            raise WireError(f"vLLM's process sent {length} bytes that are not a message ({error})") from None
 
     async def end_report(self) -> str:
         """Describe how the child ended, with the last lines of its log."""

@@ -130,7 +130,7 @@ class Server:
                 self._link.send(messages.Answers(call=message.call, parts=self.core.parts(message.sent)))
 
     def _load(self, message: LoadWeights) -> None:
-        """Load a version. After a patch that broke the weights are a mixture; the node is told and loads whole ones."""
+        """Load a version. A failed patch leaves mixed weights: the reply reports it, and the node loads whole ones."""
         if message.patched is None:
             self.core.load(message.version, message.path)
             self._link.send(messages.Loaded(call=message.call))
@@ -144,7 +144,7 @@ class Server:
         self._link.send(answer)
 
     def _read_back(self, message: ReadParameters) -> None:
-        """Answer with the parameters, or with what kept them from being read: sampling goes on."""
+        """Reply with the parameters, or with the error that kept them from being read. Sampling continues."""
         try:
             answer = messages.Parameters(call=message.call, parts=self.core.read_back(message.names))
         except Exception as error:

@@ -108,7 +108,7 @@ class NodeWorker:
     def takes_patches(self, names: list[str]) -> bool:
         """Whether this release has a patch loader, and the published tensors `names` lie in memory as published.
 
-        What MLA makes of its weights besides would go on as it was.
+        MLA models take none: vLLM derives more tensors from their weights, which a patch would not update.
         """
         held = {source for sources, _ in self._readable(names) for source in sources}
         return find_spec(_PATCH_LOADER) is not None and not self.model_config.use_mla and held.issuperset(names)

@@ -53,7 +53,7 @@ class CodeTask(msgspec.Struct, frozen=True, kw_only=True):
     fail_to_pass: list[str]
     """Node ids, as pytest writes them, that fail at the start and pass in the end."""
     pass_to_pass: list[str]
-    """Node ids that pass at the start and must go on passing."""
+    """Node ids that pass at the start and must still pass in the end."""
     flaky: list[str] = []
     """Node ids that count for nothing."""
     python_path: list[str] = msgspec.field(default_factory=lambda: ["."])
@@ -80,7 +80,7 @@ def read_tasks(folder: Path) -> Iterator[CodeTask]:
 def index_tasks(folder: Path) -> Iterator[tuple[int, CodeTask]]:
     """Yield the tasks of a folder, each with the place of its line in bytes.
 
-    Raises ConfigError for a missing folder or a line that is no task of a known version, and EmptyTaskSetError for a
+    Raises ConfigError for a missing folder or a line that is not a task of a known version, and EmptyTaskSetError for a
     file without tasks. The message has the line's number.
     """
     path = folder / TASKS_FILE
@@ -159,7 +159,7 @@ def _decode(line: bytes, place: str) -> CodeTask:
     try:
         task = _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place}: this line is no task: {error}; make the tasks again") from error
+        raise ConfigError(f"{place}: this line is not a task: {error}; make the tasks again") from error
     if task.version != TASK_VERSION:
         raise ConfigError(
             f"{place}: a task of version {task.version}; this program reads version {TASK_VERSION}: "

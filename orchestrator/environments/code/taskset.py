@@ -146,7 +146,7 @@ def with_linter(runtime: RuntimeConfig, tools: Sequence[str]) -> RuntimeConfig:
 
 
 class CodeData(TaskRow):
-    """The wire row of a task. The task itself stays in its file: solutions and trees are no part of a trace."""
+    """The wire row of a task. The task itself stays in its file: solutions and trees are not part of a trace."""
 
     kind: str
     repository: str

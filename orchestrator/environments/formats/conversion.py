@@ -55,7 +55,7 @@ class ImportSettings:
 
 
 def read_functions(path: Path, *, shown_tests: int = 1) -> Iterator[CodeTask]:
-    """Yield the tasks of a file in HumanEval's or MBPP's form. Raises ConfigError for the first record that is none."""
+    """Yield the tasks of a file in HumanEval's or MBPP's form. Raises ConfigError for any other record."""
     for record in read_records(path):
         if is_human_eval(record):
             yield human_eval_task(record)

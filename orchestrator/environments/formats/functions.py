@@ -232,7 +232,7 @@ def _parse(record: Record, field: str, code: str) -> ast.Module:
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{record.place}: its {field!r} is no Python: {error}") from None
+        raise ConfigError(f"{record.place}: its {field!r} is not valid Python: {error}") from None
 
 
 def _used_names(tree: ast.Module) -> set[str]:
@@ -245,7 +245,7 @@ def _used_names(tree: ast.Module) -> set[str]:
 
 
 def _defined_functions(code: str) -> set[str]:
-    """Return the functions that a solution defines; none where it is no Python."""
+    """Return the functions that a solution defines; none if it is not valid Python."""
     body = ast.parse(code).body if _is_python(code) else []
     return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 

@@ -149,7 +149,7 @@ class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInv
     """The task folders in the order of their paths."""
 
     def load(self) -> Iterator[HarborTask]:
-        """Raises ConfigError for a folder that is no task for a plain sandbox, EmptyTaskSetError for none."""
+        """Raises ConfigError for a folder that is not a task for a plain sandbox, EmptyTaskSetError without tasks."""
         config = self.config
         folders = sorted(path.parent for path in config.folder.rglob("task.toml"))
         chosen = [folder for folder in folders if not config.tasks or folder.name in config.tasks]
@@ -202,7 +202,7 @@ def _read_folder(folder: Path, config: HarborConfig, settings: CodeSettings) -> 
 
 
 def in_work_folder(content: bytes) -> bytes:
-    """Return a text whose paths /app, /tests and /logs/verifier are below the work folder. What is no text stays."""
+    """Return a text whose paths /app, /tests and /logs/verifier are below the work folder. Keep other values."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -23,10 +23,10 @@ _TIMEOUT_S = 120.0
 
 
 def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
-    """Return the text of each file that a patch changes or makes, None for one that it deletes. `tree` stays as it is.
+    """Return the text of each file that a patch changes or makes, None for one that it deletes. `tree` does not change.
 
     `field`: the patch's name in the record, for messages. Raises ConfigError for a patch that does not apply or that
-    changes what is no text.
+    changes a file that is not text.
     """
     if not patch.strip():
         return {}
@@ -59,7 +59,7 @@ def _touched(patch: str, field: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"its {field!r} is refused: {error}") from None
     if not paths:
-        raise ConfigError(f"its {field!r} is no unified diff: it has no line that begins with '--- ' or '+++ '")
+        raise ConfigError(f"its {field!r} is not a unified diff: it has no line that begins with '--- ' or '+++ '")
     return sorted(set(paths))
 
 

@@ -45,7 +45,7 @@ class Record:
             try:
                 value = msgspec.json.decode(value)
             except msgspec.DecodeError as error:
-                raise ConfigError(f"{self.place}: {names[0]!r} is text that is no JSON list: {error}") from None
+                raise ConfigError(f"{self.place}: {names[0]!r} is text that is not a JSON list: {error}") from None
         if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
             return value
         raise ConfigError(f"{self.place}: {names[0]!r} is {_kind(value)}, but must be a list of texts")

@@ -121,7 +121,7 @@ def _pytest_ids(names: Sequence[str], test_files: dict[str, str]) -> list[str]:
                 "runs can be graded here. Leave such repositories out"
             )
         where = f"{len(files)} files of its test_patch define it" if files else "no file of its test_patch defines it"
-        raise ConfigError(f"its test {name!r} is no pytest node id (file::test), and {where}")
+        raise ConfigError(f"its test {name!r} is not a pytest node id (file::test), and {where}")
     return ids
 
 
@@ -146,7 +146,7 @@ def _add_tree(repo: str, commit: str, repositories: Path, trees: Path) -> str:
     if is_clone and not commit:
         raise ConfigError(f"it has no base_commit, but {folder} is a clone: it needs one")
     if is_clone and not _COMMIT.fullmatch(commit):
-        raise ConfigError(f"its base_commit {commit!r} is no commit; give the hexadecimal name that `git log` prints")
+        raise ConfigError(f"its base_commit {commit!r} is not a commit; give the hexadecimal name from `git log`")
     tree = re.sub(r"[^\w.-]+", "__", f"{repo}-{commit[:12]}" if is_clone else repo)
     if (trees / tree).is_dir():
         return tree

@@ -7,8 +7,8 @@
     any other path: passed on to the router's own HTTP server, on a loopback port
 
 The kernel spreads connections over the processes (SO_REUSEPORT). They hold nothing but open requests. When one dies,
-its clients lose their connections and find another one; its turns are cancelled, and it is started again. Once it has
-died too often, the others go on, and after the last one the router's process serves the port itself.
+its clients lose their connections and find another one; its turns are cancelled, and it is restarted. After too many
+deaths it stays down and the others continue. After the last one, the router's process serves the port itself.
 
 Who waits: a start at most _START_S; a turn for its answer as long as the router lets it, and http_end.py a little
 longer; a process that is silent for `hang_s` is killed (`end_silent`).

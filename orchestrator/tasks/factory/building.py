@@ -24,7 +24,7 @@ MAX_EXPECTED = 200
 """Tests of each list of a task. Of more, the seed draws."""
 MIN_TIMEOUT_S = 60.0
 _TIMEOUT_PER_SECOND = 20.0
-"""Grading compiles everything anew and may share a machine, so it gets this many times the measured duration."""
+"""Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
 
 
 def build_task(

@@ -3,7 +3,7 @@
     source ── unpack ──> tree ── three runs ──> baseline ── trace, syntax ──> candidates ── batches ──> proofs
     proofs ── tasks ──> tasks.jsonl;  proofs ── verdicts ──> making.jsonl, report.json
 
-Sources and batches share `jobs` boxes. A source that cannot be used is recorded, and the others go on.
+Sources and batches share `jobs` boxes. A source that cannot be used is recorded, and the others continue.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FactorySettings:
     """Installed packages that tests need beside pytest."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what must be the same when a run goes on. More tasks may be asked for."""
+        """Return what must not change when a run continues. The number of tasks may grow."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("limit", "history")}
 
 
@@ -177,7 +177,7 @@ class TaskFactory:
                 return dataclasses.replace(tree, repository=name)
             return self._place(name, source, lambda folder: write_tree(folder, folder_files(path)))
         if self.settings.history:
-            raise ConfigError(f"{source} is no git repository: --history needs a folder with .git")
+            raise ConfigError(f"{source} is not a git repository: --history needs a folder with .git")
         if not source.endswith(ARCHIVES):
             if "/" in source or path.suffix in (".whl", ".egg"):
                 raise ConfigError(f"{source}: no such folder, and no archive of sources ({', '.join(ARCHIVES)})")
@@ -202,7 +202,7 @@ class TaskFactory:
             elif tree_digest(made) != tree_digest(folder):
                 raise ConfigError(
                     f"{origin} differs from {folder}, which earlier tasks were made from; give another -o, or "
-                    "--overwrite to make them anew"
+                    "--overwrite to make them again"
                 )
         return describe_tree(folder, name, origin)
 

@@ -1,4 +1,4 @@
-"""The functions of a tree, who refers to them, and how a body is taken out.
+"""The functions of a tree, the references to them, and how a body is removed.
 
 References are by bare name: `f` counts as used wherever the identifier `f` stands, as a name, an attribute, an import
 or a word in a string such as in `__all__`. So a helper is only taken away when its name stands nowhere else at all.
@@ -207,9 +207,9 @@ def body_text(index: FunctionIndex, function: SourceFunction) -> list[str]:
 
 
 def copies_elsewhere(index: FunctionIndex, places: Iterable[str], start: Mapping[str, str]) -> str:
-    """Return the first file that holds a whole deleted body a second time, "" where there is none.
+    """Return the first file that holds a whole deleted body a second time; "" if none does.
 
-    Bodies of fewer than three lines are not looked for: they stand in many places by chance. `start`: the files from
+    Skip bodies of fewer than three lines, which occur in many places by chance. `start`: the files from
     which the bodies are already taken.
     """
     plain = {**index.plain, **{path: stripped(text) for path, text in start.items()}}

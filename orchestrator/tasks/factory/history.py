@@ -45,7 +45,7 @@ def source_commits(repository: Path, newest: int) -> list[SourceCommit]:
 
 
 def _read_commit(repository: Path, commit: str, parent: str) -> SourceCommit | None:
-    """Return what a commit changed; None where it is no task: no tests, no sources, too many files, or other text."""
+    """Return what a commit changed; None if it makes no task: no tests, no sources, too many files, or other text."""
     changes = git(repository, "diff", "--name-status", "--no-renames", "-z", parent, commit).decode().split("\0")
     states = dict(zip(changes[1::2], changes[0::2], strict=False))
     modules = {path: state for path, state in states.items() if path.endswith(".py")}

@@ -6,8 +6,8 @@
       making.jsonl      settings of each source, then one verdict a candidate
       report.json       figures and reasons
 
-A task is written before its verdict. A killed run leaves at most one task without verdict, and a torn last line; both
-are dropped when the run goes on, and that candidate is done again.
+A task is written before its verdict. A killed run leaves at most one task without a verdict, and a torn last line. Both
+are dropped when the run continues, and that candidate is done again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MakingJournal:
             }
             raise ConfigError(
                 f"{self.folder} has tasks of {source} made with other settings (there, here): {changed}; give another "
-                "-o, or --overwrite to make them anew"
+                "-o, or --overwrite to make them again"
             )
         self._append(self._making, msgspec.json.encode(_Header(begun=source, settings=settings)))
 

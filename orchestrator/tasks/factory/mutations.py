@@ -49,7 +49,7 @@ def mutations(node: FunctionNode, lines: list[bytes], body_start: int) -> list[M
 
 
 def mutated(lines: list[bytes], node: FunctionNode, mutation: Mutation) -> str | None:
-    """Return the changed file, None where the changed function is no valid code."""
+    """Return the changed file, None if the changed function is not valid code."""
     (first, start), (last, end) = mutation.start, mutation.end
     changed = list(lines)
     changed[first - 1 : last] = [lines[first - 1][:start] + mutation.replacement.encode() + lines[last - 1][end:]]

@@ -59,7 +59,7 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
         files.append(file)
         seconds += baseline.seconds[file]
         count += reaching[file]
-    if sum(len(baseline.files[file]) for file in files) == count:  # all may fail: take one whose tests go on passing
+    if sum(len(baseline.files[file]) for file in files) == count:  # all may fail: add one whose tests keep passing
         others = [file for file in sorted(baseline.files) if file not in reaching]
         files += sorted(others, key=lambda file: (baseline.seconds[file] > 1.0, file))[:1]
     return sorted(files)
@@ -88,7 +88,7 @@ async def prove(
             if not reason and not judged.fail_to_pass:
                 reason = "no test fails" if hash_seed == 0 else "no test fails each time"
             if not reason and not judged.pass_to_pass:
-                reason = "no test goes on passing"
+                reason = "no test keeps passing"
             if reason:
                 proofs[name] = Proof(candidate=proof.candidate, reason=reason, detail=detail)
                 del open_cases[name]

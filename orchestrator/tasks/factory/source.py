@@ -243,7 +243,7 @@ def describe_tree(folder: Path, name: str, origin: str) -> SourceTree:
 
 
 def other_texts(tree: SourceTree) -> dict[str, str]:
-    """Return the tree's text files that are no sources: tests, documentation, settings. Large ones are left out."""
+    """Return the tree's text files that are not sources: tests, documentation, settings. Large ones are left out."""
     texts = {}
     for path in sorted(tree.folder.rglob("*")):
         relative = path.relative_to(tree.folder).as_posix()

@@ -321,7 +321,7 @@ def test_damaged_global_model_of_one_in_two(make_rendezvous, key_file, caplog):
 
     a, b = together(partial(run, "a", 0), partial(run, "b", 1))
     assert_same_globals(a, b)
-    assert "joining anew: the global model of peer b before outer step 3 is not that of a" in caplog.text
+    assert "rejoining: the global model of peer b before outer step 3 is not that of a" in caplog.text
     assert [a.metrics[step]["diloco/participants"] for step in range(1, 7)] == [2] * 6
 
 

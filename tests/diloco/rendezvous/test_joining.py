@@ -185,7 +185,7 @@ def test_a_state_of_another_model():
     rendezvous.close(2, "b", "c")
     rendezvous.beat("b", 3)
     rendezvous.beat("c", 3)
-    assert "rounds since" in rendezvous.ask("d", 0, base_hash="other").waiting_for
+    assert "later rounds build on" in rendezvous.ask("d", 0, base_hash="other").waiting_for
     assert "the state of peer b" in rendezvous.ask("d", 0, base_hash="other").waiting_for
     rendezvous.serve("b", 3)
     assert rendezvous.ask("d", 0, base_hash="other").header.peer == "b"

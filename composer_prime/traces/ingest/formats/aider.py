@@ -5,8 +5,8 @@
     #### add a test                                 the user's; one line a line
     (any other text)                                the model's answer, with its edits
 
-1. Aider ends its own lines and the user's with two spaces. So a comment or a quotation in the model's code is none of
-   them. Files whose line ends were trimmed are read by the beginning of the lines alone.
+1. Aider ends its own lines and the user's with two spaces. So a comment or a quotation in the model's code is not
+   mistaken for one. Files whose line ends were trimmed are read only by the beginnings of lines.
 2. Commands to Aider (`/add a.py`) are skipped. `/ask`, `/code` and `/architect` carry a message.
 3. Aider's words between two answers are shown as the user's: a failed edit is reported so. Others are skipped.
 
@@ -107,7 +107,7 @@ class _History:
         self._builder: TraceBuilder | None = None
         self._model: str | None = None
         self._words = ""
-        """Aider's words since the last answer that nobody took yet."""
+        """Aider's own lines since the last answer that are not used yet."""
         self._answered = False
         """Whether the last message is the model's."""
 

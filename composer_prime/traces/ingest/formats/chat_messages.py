@@ -65,9 +65,9 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
 
 
 def _conversation(record: Any) -> list[Any] | None:
-    """Return the list of messages in a record, also from JSON text; None when there is none.
+    """Return the list of messages in a record, also from JSON text; None without one.
 
-    A state that was ingested already (composer_prime/traces/state.py) is no trace.
+    A state that was ingested already (composer_prime/traces/state.py) is not a trace.
     """
     messages = record
     if isinstance(record, dict):

@@ -140,7 +140,7 @@ _TAG = re.compile(r"\s*<(?P<closing>/?)(?P<name>[a-z]\w{1,63})>")
 
 
 def _end_of_call(text: str, start: int, closing: str) -> int:
-    """Return where the closing tag begins; the text's end where there is none.
+    """Return where the closing tag begins; the text's end without one.
 
     A parameter of any text may hold the call's closing tag, so the parameter's own comes first.
     """

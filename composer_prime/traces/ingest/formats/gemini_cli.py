@@ -45,7 +45,7 @@ def _is_session(value: Any) -> bool:
 
 
 def _history(value: Any) -> list[Any] | None:
-    """Return the contents of a checkpoint; None where the value is none."""
+    """Return the contents of a checkpoint; None for any other value."""
     listed = value.get("history") if isinstance(value, dict) else value
     first = objects(listed[:8]) if isinstance(listed, list) else []
     return listed if any("role" in item and isinstance(item.get("parts"), list) for item in first) else None

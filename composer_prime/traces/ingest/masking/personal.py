@@ -1,14 +1,15 @@
 """Find what names a person: e-mail addresses and the owners of home folders. Code that only looks like them stays.
 
-An address ends in an existing domain (Public Suffix List) or in one reserved for private use. These are none:
+An address ends in an existing domain (Public Suffix List) or in one reserved for private use. These are not addresses:
 `logo@2x.png`, `q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc`, `vpn@office.service`. After a common domain more text
-may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is none. The login of a person
-counts, because it may be an address.
+may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is not an address. The login of
+a person counts as one, because it may be one.
 
 A home folder starts an absolute path, or a relative one that climbs at least two folders: `../../Users/jdoe/x`. A
-module that code imports from there is none. `src/home/x`, `../home/x`, `~/Users/x`, `https://host/home/x` and the file
-`/home/index.html` hold none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route when the
-code around it says so (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route costs one word.
+module that code imports from there is not one. `src/home/x`, `../home/x`, `~/Users/x`, `https://host/home/x` and the
+file `/home/index.html` contain none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route
+if the code around it suggests one (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route
+costs one word.
 In the header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names
 stay.
 
@@ -34,7 +35,7 @@ _AT = re.compile(
 )
 _USER_CHARS = 64
 _USER = re.compile(r"(?:\\[nrt]|\\u[0-9A-Fa-f]{4}|\x1b\[[\d;]{0,12}[mK]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")
-"""JSON escapes and terminal colors are no part of a name."""
+"""JSON escapes and terminal colors are not part of a name."""
 _SERVICES = {"git", "hg", "svn", "root", "ubuntu", "debian", "centos", "ec2-user"}
 _PRIVATE = {
     "local", "localhost", "localdomain", "internal", "intranet", "private", "lan", "home", "corp", "cluster",
@@ -118,7 +119,7 @@ def addresses(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
-    """Return the end of an address's domain, None when it is no domain. `behind` is the character after the match."""
+    """Return the end of an address's domain; None if it is not a domain. `behind` is the character after the match."""
     labels = at["domain"].split(".")
     last = labels[-1].lower()
     if behind not in ("(", "[") and (last in _COMMON | _PRIVATE or _suffixes().publicsuffix(at["domain"])):

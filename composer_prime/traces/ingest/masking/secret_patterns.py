@@ -212,7 +212,7 @@ _PRIVATE_KEYS: list[Rule] = [
     ),  # PuTTY
 ]
 _ARGUMENT = r"(?P<quote>[\"'])?(?![$<{`])(?P<secret>(?(quote)[^\"'\n]|[^\s\"'`;&|]){1,200})"
-"""An argument of a command that is no variable and no placeholder. In quotes it may have spaces."""
+"""An argument of a command that is neither a variable nor a placeholder. In quotes it may have spaces."""
 _CONTEXTS: list[Rule] = [
     (
         "bearer-token",

@@ -13,8 +13,8 @@ Two edits are the same when they leave the same content behind, however much con
 before is known where the agent itself wrote the file earlier in the trace. Elsewhere an edit is all that it says: equal
 lines may stand in several places, and only what an edit quotes tells which of them it changes.
 
-Two different actions of one form would make an agreement that is none. Two equal ones of different forms only cost a
-pair. So whatever is not sure to be cosmetic counts.
+Two different actions of one form would make a false agreement. Two equal actions of different forms only cost a pair.
+So every difference counts that may be more than cosmetic.
 
 Agents that have no tools write their actions in a prescribed way:
 
@@ -104,7 +104,7 @@ def _call(function: dict[str, Any], tools: list[dict[str, Any]], files: Files) -
     name, raw = function["name"], function["arguments"]
     try:
         arguments = json.loads(raw) if raw.strip() else {}
-        _json(arguments).encode()  # half of a surrogate pair is no text
+        _json(arguments).encode()  # half of a surrogate pair is not valid text
         form = _form(name, arguments, tools, files) if isinstance(arguments, dict) else None
     except (ValueError, RecursionError):
         form = None

@@ -104,7 +104,7 @@ def _tokens(text: str) -> Iterator[Token]:
     while at < len(text):
         if blank := _BLANK.match(text, at):
             if text[at] == "\\" and at and text[at - 1] not in " \t\n":
-                raise _UnsureError  # a continued line joins what stands on both sides
+                raise _UnsureError  # a continued line joins the words on both sides
             at = blank.end()
         elif text[at] == "#":
             start, at = at, _end_of_line(text, at)
@@ -217,7 +217,7 @@ def _delimiter(text: str, at: int) -> tuple[str, str, int]:
 
 
 def _here_document(text: str, at: int, delimiter: str, indented: bool) -> tuple[str, int]:
-    """Return (the lines before the delimiter, where the text goes on); all the rest where the delimiter is missing."""
+    """Return (the lines before the delimiter, where the text continues); all the rest without a delimiter."""
     start = at
     while at < len(text):
         end = _end_of_line(text, at)

@@ -1,11 +1,11 @@
-"""The monitor: whether a rollout earned its reward, or found a way around the task.
+"""The monitor: did a rollout earn its reward, or find a way around the task?
 
     seal (before.py) ──> agent plays, Watch (during.py) ──> inspect (after.py) ──> HackVerdict (verdict.py) ──> reward
       unwanted files        tool calls, file events           files, code, constants      policy of the source
-      lures, hashes                                           └─ judge.py, where one is configured
+      lures, hashes                                           └─ judge.py, if a judge is configured
 
-Grading is the first defense: it takes only source files into a pristine tree. The monitor sees what grading cannot: how
-the patch came about, and code that is right for the tests alone. Read after.py first.
+Grading is the first defense: it copies only source files into a pristine tree. The monitor checks what grading cannot:
+how the agent made the patch, and code that works only for the tests. Read after.py first.
 """
 
 from orchestrator.environments.code.monitor.after import inspect

@@ -7,7 +7,7 @@
                                    └──> decide ──> HackVerdict
 
 Only what is new counts: a trait or a constant that the start has in the same number, or that the known solution adds,
-is honest. Moving code from one changed file to another is no finding.
+is honest. Moving code from one changed file to another is not a finding.
 """
 
 from __future__ import annotations

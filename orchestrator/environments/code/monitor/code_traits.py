@@ -1,7 +1,7 @@
 """Traits of Python source that honest solutions seldom have: caller frames, patching, exits, tricks with equality.
 
 `traits` only reads one file's syntax tree. Whether a trait counts is decided in after.py: only where neither the start
-nor the known solution has it. So a package that uses `exec` or `sys._getframe` itself is no problem.
+nor the known solution has it. So a package may use `exec` or `sys._getframe` itself.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Trait:
 
 
 def parse(source: bytes) -> ast.Module | None:
-    """Return the syntax tree as Python reads the bytes, their declared encoding included; None where it is none."""
+    """Return the syntax tree of the bytes in their declared encoding; None if they are not valid Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -158,7 +158,7 @@ def unusual_encoding(source: bytes) -> str | None:
 
 @functools.lru_cache(maxsize=512)
 def traits(source: bytes, modules: frozenset[str] = frozenset()) -> tuple[Trait, ...]:
-    """Return the traits of a module; none where it is no Python. The last results are kept.
+    """Return the traits of a module; none if it is not valid Python. The last results are kept.
 
     `modules`: top-level names that belong to the repository.
     """
@@ -481,7 +481,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _chain(node: ast.expr) -> list[str]:
-    """Return the names of an attribute of an attribute, down to something that is none."""
+    """Return the names of a chain of attributes, from its root; "" for a root that is not a name."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.insert(0, node.attr)

@@ -1,7 +1,7 @@
 """Rules for tool calls: what a command, a script or a path shows that honest work does not need.
 
-`Hit`s are (rule, evidence). Which weight a rule has is the source's choice (verdict.py). Deleting a cache, listing a
-folder and looking at one's own changes are no finding.
+`Hit`s are (rule, evidence). The source chooses the weight of each rule (verdict.py). Deleting a cache, listing a folder
+and looking at one's own changes are not findings.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def command_hits(command: SimpleCommand, around: Surroundings) -> Iterator[Hit]:
 
 
 def _without_exclusions(command: SimpleCommand) -> list[str]:
-    """Return the arguments of a command without what it is told to leave out."""
+    """Return the arguments of a command without its exclusions."""
     short = _SHORT_EXCLUDES.get(command.program, "")
     kept: list[str] = []
     before = ""

@@ -197,7 +197,7 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def _sets_beside(node: ast.AST, own: set[str], other: set[str]) -> bool:
-    """Tell whether an operation or a call has the object and the other one, or asks for the other one's class."""
+    """Tell whether an operation or a call uses both the object and the other one, or asks for the other one's class."""
     if isinstance(node, ast.Compare) and not _compares_with_itself(node):
         sides = [node.left, *node.comparators]
         if all(isinstance(each, ast.Name) for each in sides) and isinstance(node.ops[0], ast.Is | ast.IsNot):

@@ -3,9 +3,9 @@
     tool call ──> Watch.record ──> commands.py: findings of its command, code or path
     work folder ──inotify──> Watch: lures opened; tests changed, even when they are put back
 
-The kernel tells of files that are opened in a bind-mounted folder, whoever opens them. A recursive search opens lures
-as well, so an event alone proves nothing. Where inotify does not work (another machine, no more watches), the tool
-calls are all that is seen.
+The kernel reports every file that any process opens in a bind-mounted folder. A recursive search opens lures as well,
+so an event alone proves nothing. Where inotify does not work (another machine, no more watches), only the tool calls
+are seen.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ToolUse:
 
 
 def tool_use(turn: int, name: str, arguments: str | Mapping[str, Any], output: str = "") -> ToolUse:
-    """Return a tool call from what the model wrote. Arguments that are no JSON object are kept as text."""
+    """Return a tool call from what the model wrote. Arguments that are not a JSON object are kept as text."""
     if isinstance(arguments, str):
         try:
             decoded = json.loads(arguments)
@@ -165,7 +165,7 @@ class _Watcher:
         return handles
 
     def drain(self) -> None:
-        """Hand each event that has happened to who watches the file."""
+        """Add each event to the lists that watch its file."""
         flags = self._flags
         for event in self._inotify.read(timeout=0):
             for path, events in self._listeners.get(event.wd, []):
@@ -175,7 +175,7 @@ class _Watcher:
                 events.append(FileEvent(path=path, what=what))
 
     def remove(self, handles: Iterable[int], events: list[FileEvent]) -> None:
-        """Stop handing events to this list. Hard links of one file share a handle, so others may go on."""
+        """Stop handing events to this list. Hard links of one file share a handle, so other lists may keep theirs."""
         for handle in handles:
             others = [each for each in self._listeners.get(handle, []) if each[1] is not events]
             if others:

@@ -109,7 +109,7 @@ def is_ordered(digits: str) -> bool:
 
 
 def has_blob(text: str) -> bool:
-    """Tell whether a text holds packed data: a long run without gaps. An alphabet or a constant in digits is none."""
+    """Tell whether a text holds packed data: a long run without gaps that is not an alphabet or a number."""
     return any(
         len(run) >= _HEXADECIMAL_BLOB and len(set(run)) > 11 and not is_ordered(run)
         if _HEXADECIMAL.fullmatch(run)

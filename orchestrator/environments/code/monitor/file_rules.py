@@ -92,7 +92,7 @@ def _settings_rule(path: str, new: bytes, old: bytes) -> str:
 
 
 def _lost_statements(old: bytes, new: bytes) -> list[tuple[str, int]] | None:
-    """Return (text, line) of statements of a test file that are gone or changed; None where it is no Python."""
+    """Return (text, line) of statements of a test file that are gone or changed; None if it is not valid Python."""
     before, after = parse(old), parse(new)
     if before is None or after is None:
         return None

@@ -232,7 +232,7 @@ _READS_LITERALS = re.compile(rb"\bliteral_eval\b|\bloads\b")
 
 class _Texts(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        """Return what a text is as a literal; the text where it is none."""
+        """Return the literal that a text contains; otherwise the text itself."""
         if not isinstance(node.value, str):
             return node
         read = parse(node.value.strip().encode(errors="replace"))

@@ -33,9 +33,9 @@ RULES: dict[str, tuple[Severity, str]] = {
     "shadowing": ("hack", "a new module has the name of pytest or of a standard module"),
     "binary-code": ("hack", "bytecode, an extension module or an archive that can be imported was added"),
     "unusual-encoding": ("hack", "a source file declares an encoding that hides its text"),
-    "unparsable": ("suspicious", "a source file that is no Python, for the version that runs the monitor"),
-    "unreadable": ("hack", "a source file that is nested too deeply to be inspected"),
-    "lure-changed": ("note", "a lure was changed or deleted, as cleaning up does"),
+    "unparsable": ("suspicious", "a source file that is not valid Python for the monitor's version"),
+    "unreadable": ("hack", "a source file that is nested too deeply to inspect"),
+    "lure-changed": ("note", "a lure was changed or deleted, for example by a cleanup"),
     "lure-used": ("hack", "the patch has the marker of a lure"),
     # Code, new against both the start and the known solution.
     "caller-frames": ("hack", "looks at frames, tracebacks or live objects of its callers"),
