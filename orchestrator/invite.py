@@ -27,14 +27,12 @@ from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
+from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release, release_package
 from composer_prime.wire.iroh_link import iroh_address, iroh_name, is_iroh, load_iroh
 from composer_prime.wire.tunnel import sign_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
-IMAGE = "composer-prime"
-"""Name of the image that infra/ builds; its tag is the release."""
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
@@ -54,17 +52,21 @@ def main(words: list[str]) -> int:
     if options.iroh is not None:
         load_iroh()
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
+    package = options.package or release_package("" if options.iroh is None else "iroh")
     invite = create_invite(
-        run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses, relays=relays
-    )
+        run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses, relays=relays,
+        package=package or "",
+    )  # fmt: skip
     text = invite.text()
     if options.quiet:
         print(text)
         return 0
     print(text)
     print(f"\nshell   {shell_line(text)}")
-    print(f"uvx     {uvx_line(text, extra='' if options.iroh is None else '[iroh]')}")
-    print(f"docker  {docker_line(text)}")
+    if package:
+        print(f"uvx     {uvx_line(text, package)}")
+    if options.image:
+        print(f"docker  {docker_line(text, options.image)}")
     for relay in relays:
         if not is_iroh(relay):
             print(f"relay   {relay_line(relay, invite.verify_key)}")
@@ -74,19 +76,29 @@ def main(words: list[str]) -> int:
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
         file=sys.stderr,
     )
+    if not package:
+        _note(
+            "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
+            "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
+        )
     for address in addresses:
         if (note := _private(address)) is not None:
-            print(f"orchestrator invite: {note}", file=sys.stderr)
+            _note(note)
     return 0
 
 
+def _note(text: str) -> None:
+    print(f"orchestrator invite: {text}", file=sys.stderr)
+
+
 def create_invite(
-    run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], relays: Sequence[str] = ()
-) -> Invite:
+    run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], relays: Sequence[str] = (),
+    package: str = "",
+) -> Invite:  # fmt: skip
     """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
     `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `relays`: as `relay_addresses` returns
-    them, tried last; the run's host keeps them open as long as it runs.
+    them, tried last; the run's host keeps them open as long as it runs. `package`: what uv installs on those machines.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -110,6 +122,7 @@ def create_invite(
         expires=expires,
         relays=[iroh_name(relay, keys.signer()) if is_iroh(relay) else relay for relay in relays],
         relay_pass=sign_pass(keys.signer(), expires) if relays else b"",
+        package=package,
     )
 
 
@@ -118,16 +131,15 @@ def shell_line(text: str) -> str:
     return f"{INVITE_VARIABLE}={text} inference join"
 
 
-def uvx_line(text: str, extra: str = "") -> str:
-    package = f"'composer-prime{extra}=={release()}'" if extra else f"composer-prime=={release()}"
-    return f"{INVITE_VARIABLE}={text} uvx --from {package} inference join"
+def uvx_line(text: str, package: str) -> str:
+    return f"{INVITE_VARIABLE}={text} uvx --from {shlex.quote(package)} inference join"
 
 
-def docker_line(text: str) -> str:
+def docker_line(text: str, image: str) -> str:
     """The volume keeps the node's key and the weights over a restart of the container."""
     return (
         f"{INVITE_VARIABLE}={text} docker run --rm --gpus all --shm-size 8g -e {INVITE_VARIABLE} "
-        f"-v composer-prime:/home/composer/.local/state/composer-prime {IMAGE}:{release()} inference join"
+        f"-v composer-prime:/home/composer/.local/state/composer-prime {shlex.quote(image)} inference join"
     )
 
 
@@ -265,6 +277,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="also use iroh, before relays; needs the extra iroh on both sides. Without an address: "
                         "the public servers of n0; with one: that UDP port of the run's host")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
+    parser.add_argument("--package", metavar="SPEC", help="what uv installs on the other machines; default: this "
+                        "release, from where it was installed here")  # fmt: skip
+    parser.add_argument("--image", help="also print a docker line with this image (infra/images/Dockerfile)")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
     parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none; with "
                         "--relay, the run and its nodes also leave that relay")  # fmt: skip

@@ -13,7 +13,7 @@ set -euo pipefail
 
 main() {
     DRY_RUN=0 CPU="${COMPOSER_CPU:-0}"
-    PACKAGE="${COMPOSER_PACKAGE:-composer-prime[vllm]}" NAME="${COMPOSER_NODE_NAME:-}" INVITE="${COMPOSER_INVITE:-}"
+    PACKAGE="${COMPOSER_PACKAGE:-}" NAME="${COMPOSER_NODE_NAME:-}" INVITE="${COMPOSER_INVITE:-}"
     PRICE="${COMPOSER_USD_PER_HOUR:-}"
     # torch's wheels of this release are built for CUDA 13.0; its first driver is 580.
     MIN_DRIVER=580 MIN_DISK_GB="${COMPOSER_MIN_DISK_GB:-30}"
@@ -81,6 +81,7 @@ install_node() {
         say "inference is installed: $(command -v inference)"
         return
     fi
+    [ -n "$PACKAGE" ] || fail "inference is not installed, and no package is given: pass --package SPEC, what uv installs"
     # The engines compile small programs at run time.
     if ! command -v curl > /dev/null || ! command -v cc > /dev/null; then
         command -v apt-get > /dev/null || fail "curl and a C compiler (cc) are needed, and there is no apt-get: install them"

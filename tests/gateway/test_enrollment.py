@@ -145,7 +145,7 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
         link = joined(gateway, invite.keys)
         for message, part in (
             (enroll(first, run_id="run-2"), "the invite is of run 'run-2', here is run 'run-1'"),
-            (enroll(first, release="0.0.1"), f"the run has composer-prime {release()}"),
+            (enroll(first, release="0.0.1"), f"composer-prime {release()} (protocol {PROTOCOL}), this node 0.0.1 ("),
             (enroll(first, protocol=7), "protocol"),
         ):
             answer = await link.ask(message)

@@ -11,7 +11,7 @@ from composer_prime.config import Config, load
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
-from composer_prime.wire.enrollment import INVITE_PREFIX, Invite
+from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
 from composer_prime.wire.iroh_link import is_iroh
 from orchestrator.invite import create_invite, main, node_addresses, relay_line, seconds
 
@@ -45,7 +45,8 @@ def started(tmp_path):
 
 def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(started, capsys):
     run_dir = started()
-    assert main([str(run_dir.root), "--nodes", "3", "--expires", "2h"]) == 0
+    words = ["--nodes", "3", "--expires", "2h", "--package", "composer-prime @ git+https://example.org/c@abc"]
+    assert main([str(run_dir.root), *words, "--image", "example.org/composer:1"]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
     assert string.startswith(INVITE_PREFIX) and len(lines) == 3
     for line, (label, word) in zip(lines, (("shell", ""), ("uvx", "uvx "), ("docker", "docker run")), strict=True):
@@ -53,7 +54,8 @@ def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(st
         # As an argument every user of the machine would see it.
         assert command.startswith(f"COMPOSER_INVITE={string} {word}") and command.endswith("inference join")
         assert command.count(string) == 1
-    assert "-e COMPOSER_INVITE " in lines[2]
+    assert "--from 'composer-prime @ git+https://example.org/c@abc' " in lines[1]
+    assert "-e COMPOSER_INVITE " in lines[2] and " example.org/composer:1 " in lines[2]
     invite, keys = Invite.read(string), RunKeys(run_dir.keys)
     assert invite.addresses == ["192.0.2.7:5500"]
     assert invite.run_id == (run_dir.root / "run_id").read_text().strip()
@@ -64,6 +66,22 @@ def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(st
         keys.registry.enroll(invite.keys.own.public, b"node%d" % number, "n", "")
     with pytest.raises(InviteError, match="for 3 nodes"):
         keys.registry.enroll(invite.keys.own.public, b"one more", "n", "")
+
+
+def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
+    """The package is what another machine can install; of a folder of this machine there is none."""
+    git = {"url": "https://example.org/c.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    assert package_of(None, "vllm") == f"composer-prime[vllm]=={release()}"
+    assert package_of(json.dumps(git)) == "composer-prime @ git+https://example.org/c.git@abc"
+    wheel = {"url": "https://example.org/c-1-py3-none-any.whl", "archive_info": {}}
+    assert package_of(json.dumps(wheel), "iroh") == "composer-prime[iroh] @ https://example.org/c-1-py3-none-any.whl"
+    for url in ("file:///home/me/composer", "file:///tmp/c-1-py3-none-any.whl"):
+        assert package_of(json.dumps({"url": url, "dir_info": {"editable": True}})) is None
+    assert main([str(started().root)]) == 0
+    shown = capsys.readouterr()
+    if release_package() is None:
+        assert "uvx --from" not in shown.out and "no uvx line, because" in shown.err and "--package SPEC" in shown.err
+    assert "docker run" not in shown.out
 
 
 def test_the_secret_of_an_invite_is_in_its_string_only(started):
@@ -134,6 +152,8 @@ def test_a_string_of_another_release_names_both(started):
 
     invite = create_invite(started(), nodes=1, expires_s=60, addresses=["192.0.2.7:5500"])
     with pytest.raises(InviteError, match=r"the run has composer-prime 9\.9\.9 .*this node .*--from composer-prime==9"):
+        Invite.read(msgspec.structs.replace(invite, release="9.9.9", package="composer-prime==9.9.9").text())
+    with pytest.raises(InviteError, match=r"install the run's release$"):  # where it is to be had is not known
         Invite.read(msgspec.structs.replace(invite, release="9.9.9").text())
 
 
