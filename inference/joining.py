@@ -3,6 +3,7 @@
     parent: read the invite -> look at the machine -> enroll node 0 -> plan -> a child a GPU (group), or one on the CPU
     child:  enroll -> pull model files and the newest version -> engine -> version proven -> attached, serves
     a child that crashed is started again after a pause, at most inference.max_restarts times in ten minutes
+    a child that lost the run is started again for --wait, however often
 
 The parent imports no torch. What cannot be mended by another start (exit status 2), such as a refusal of the gateway,
 ends that node at once.
@@ -28,8 +29,8 @@ from pydantic import ValidationError
 from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import merge_layers, read_with_bases
-from composer_prime.console import EXIT_USAGE, console_script, pluralize
-from composer_prime.errors import ComposerError, ConfigError, InviteError
+from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
@@ -39,7 +40,7 @@ from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invit
 from composer_prime.wire.tunnel import Tunnel
 from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest, tunnels
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
-from inference.serving import FAILED, Assignment, run_node
+from inference.serving import FAILED, LOST, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
         raise
     except (ComposerError, OSError) as error:
         print(f"inference join: {error}", file=sys.stderr)
-        return FAILED
+        is_lost = options.slot is not None and isinstance(error, DeadlineError)
+        return LOST if is_lost else FAILED
 
 
 def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
@@ -106,6 +108,9 @@ def join_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
                         help="with an invite: how long to try to reach the run; default 60")  # fmt: skip
+    parser.add_argument("--wait", type=duration_s, default="12h", metavar="TIME",
+                        help="with an invite: how long nodes that lost the run try to reach it again: 45m, 2d; "
+                        "default 12h")  # fmt: skip
     parser.add_argument("--model", help="with an address: the run's model.path (a model folder, a Hub id, ...)")
     parser.add_argument("--token", help=f"join token (keys/node.token of the run); prefer ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
@@ -232,7 +237,7 @@ class _Machine:
         grace_s = inference.drain_timeout_s + _END_S
         keepers = [
             keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts, self._stopping,
-                         grace_s=grace_s, running=self._running)
+                         grace_s=grace_s, wait_s=options.wait, running=self._running)
             for slot, share in enumerate(shares)
         ]  # fmt: skip
         return max(await asyncio.gather(*keepers))
@@ -283,14 +288,16 @@ async def keep_running(
     stopping: asyncio.Event,
     *,
     grace_s: float,
+    wait_s: float,
     running: set[int],
 ) -> int:
     """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-    An end with status 0 or 2 is final. At `stopping` it gets SIGTERM, and after `grace_s` SIGKILL. While it runs its
-    id is in `running`.
+    An end with status 0 or 2 is final. LOST is no crash: the run is tried again for `wait_s`. At `stopping` the process
+    gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
     """
-    restarts = Restarts()
+    restarts, outage = Restarts(), Restarts()
+    give_up_at = 0.0
     while True:
         start = time.monotonic()
         process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
@@ -306,12 +313,21 @@ async def keep_running(
             return max(status, 0)
         if status in (0, EXIT_USAGE):
             return status
-        pause_s = restarts.pause_s(time.monotonic() - start, limit)
-        if pause_s is None:
-            logger.error("%s %s; given up after %s", name, exit_text(status), pluralize(limit, "restart"))
-            return FAILED
-        text = exit_text(status)
-        logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
+        text, lived_s = exit_text(status), time.monotonic() - start
+        if status == LOST:
+            pause_s = outage.pause_s(lived_s, sys.maxsize)
+            if outage.count == 1:
+                give_up_at = time.monotonic() + wait_s
+                logger.warning("%s cannot reach the run; trying again for %g s (--wait)", name, wait_s)
+            elif time.monotonic() > give_up_at:
+                logger.error("%s did not reach the run again within %g s (--wait): given up", name, wait_s)
+                return LOST
+        else:
+            outage.count, pause_s = 0, restarts.pause_s(lived_s, limit)
+            if pause_s is None:
+                logger.error("%s %s; given up after %s", name, text, pluralize(limit, "restart"))
+                return FAILED
+            logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
         try:
             await asyncio.wait_for(stopping.wait(), pause_s)
             return 0

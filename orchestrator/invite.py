@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
-import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -22,7 +21,7 @@ from zmq.utils import z85
 
 from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config import load
-from composer_prime.console import pluralize
+from composer_prime.console import duration_s, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
@@ -33,7 +32,6 @@ from composer_prime.wire.tunnel import sign_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -54,7 +52,7 @@ def main(words: list[str]) -> int:
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
     package = options.package or release_package("" if options.iroh is None else "iroh")
     invite = create_invite(
-        run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses, relays=relays,
+        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, relays=relays,
         package=package or "",
     )  # fmt: skip
     text = invite.text()
@@ -76,19 +74,24 @@ def main(words: list[str]) -> int:
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
         file=sys.stderr,
     )
-    if not package:
-        _note(
-            "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
-            "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
-        )
-    for address in addresses:
-        if (note := _private(address)) is not None:
-            _note(note)
+    for note in _notes(run_dir, options, addresses, package):
+        print(f"orchestrator invite: {note}", file=sys.stderr)
     return 0
 
 
-def _note(text: str) -> None:
-    print(f"orchestrator invite: {text}", file=sys.stderr)
+def _notes(run_dir: RunDir, options: argparse.Namespace, addresses: list[str], package: str | None) -> Iterator[str]:
+    """Return what the holder of the string may trip over."""
+    if not package:
+        yield (
+            "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
+            "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
+        )
+    if addresses and not options.address and _configured(run_dir).port == 0:
+        yield (
+            f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
+            "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
+        )
+    yield from filter(None, map(_private, addresses))
 
 
 def create_invite(
@@ -174,14 +177,6 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
     return [*(f"iroh@{address}" for address in direct), *(["iroh"] if iroh == "" else []), *map(str, relays)]
 
 
-def seconds(text: str) -> float:
-    """Return a duration such as 90s, 45m, 24h or 7d in seconds. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
-    if match is None:
-        raise ConfigError(f"--expires is {text!r}: give a number and a unit, such as 45m, 24h or 7d")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
 def node_addresses(
     run_dir: RunDir, given: list[str], *, allow_loopback: bool = False, optional: bool = False
 ) -> list[str]:
@@ -215,10 +210,7 @@ def node_addresses(
 def _listening(run_dir: RunDir) -> Address:
     """Return where the gateway listens now, or will by the configuration; a wildcard becomes this machine's address."""
     read_run_id(run_dir)
-    configured = tcp_address(
-        load.read_config(run_dir.config).orchestrator.node_address, "orchestrator.node_address", bind=True
-    )
-    bound = _bound(run_dir)
+    configured, bound = _configured(run_dir), _bound(run_dir)
     port = configured.port or (bound.port if bound is not None else 0)
     if not port:
         raise ConfigError(
@@ -227,6 +219,11 @@ def _listening(run_dir: RunDir) -> Address:
         )
     host = own_address() if configured.host in _WILDCARDS else configured.host
     return Address(host, port)
+
+
+def _configured(run_dir: RunDir) -> Address:
+    address = load.read_config(run_dir.config).orchestrator.node_address
+    return tcp_address(address, "orchestrator.node_address", bind=True)
 
 
 def _bound(run_dir: RunDir) -> Address | None:
@@ -267,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", type=Path, help="the run's folder, such as outputs/a1")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes to admit (one per GPU); default 1")
-    parser.add_argument("--expires", default="24h", help="validity: 45m, 24h, 7d; default 24h")
+    parser.add_argument("--expires", type=duration_s, default="24h", help="validity: 45m, 24h, 7d; default 24h")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
                         help="address of the run for nodes; default: where it listens. Repeat for several")  # fmt: skip
     parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",

@@ -105,7 +105,7 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
 
     async def run(plan: str, limit: int, stopping: asyncio.Event) -> tuple[int, int]:
         command = [sys.executable, "-c", script, plan]
-        status = await keep_running("node 0", command, {}, limit, stopping, grace_s=100.0, running=set())
+        status = await keep_running("node 0", command, {}, limit, stopping, grace_s=100.0, wait_s=2.0, running=set())
         count = len(starts.read_text())
         starts.unlink()
         return status, count
@@ -114,6 +114,10 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     assert await run("7,0", 5, stopping) == (0, 2)
     assert await run("2", 5, stopping) == (2, 1)
     assert await run("7", 1, stopping) == (1, 2)
+    # A run that cannot be reached is no crash of the node. It is tried again for wait_s.
+    assert await run("3,3,0", 0, stopping) == (0, 3)
+    status, count = await run("3", 5, stopping)
+    assert status == 3 and count >= 3
     staying = asyncio.create_task(run("stay", 5, stopping))
     await until(lambda: starts.exists() and starts.read_text(), "the process to start")
     stopping.set()
@@ -149,7 +153,8 @@ from inference.joining import _Machine, keep_running
 class Machine(_Machine):
     async def _serve(self, machine, ways):
         command = [sys.executable, "-c", {node!r}]
-        return await keep_running("node 0", command, {{}}, 0, self._stopping, grace_s=300, running=self._running)
+        times = {{"grace_s": 300, "wait_s": 0}}
+        return await keep_running("node 0", command, {{}}, 0, self._stopping, running=self._running, **times)
 words = argparse.Namespace(address="")
 invite = Invite.read({invite.text()!r})
 made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
@@ -183,7 +188,8 @@ while True:
 """
     stopping, running = asyncio.Event(), set[int]()
     command = [sys.executable, "-c", script]
-    staying = asyncio.create_task(keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, running=running))
+    kept = keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, wait_s=0, running=running)
+    staying = asyncio.create_task(kept)
     await until(ready.exists, "the process to start")
     (pid,) = running
     stopping.set()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 
 import pytest
 
 from composer_prime.config import Config, load
+from composer_prime.console import duration_s
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
 from composer_prime.wire.iroh_link import is_iroh
-from orchestrator.invite import create_invite, main, node_addresses, relay_line, seconds
+from orchestrator.invite import create_invite, main, node_addresses, relay_line
 
 
 @pytest.fixture
@@ -171,7 +173,7 @@ def test_loopback_is_refused_with_the_remedy(started):
         assert node_addresses(run_dir, given, allow_loopback=True)
 
 
-def test_the_address_is_where_the_run_listens(started):
+def test_the_address_is_where_the_run_listens(started, capsys):
     """A wildcard becomes this machine's own address; a free port is known while the run is up."""
     assert node_addresses(started(), []) == ["192.0.2.7:5500"]
     assert node_addresses(started(), ["tcp://gpu.example:7000", "[2001:db8::1]:7000"]) == [
@@ -183,12 +185,15 @@ def test_the_address_is_where_the_run_listens(started):
     with pytest.raises(ConfigError, match=r"port 0.*the run is not up"):
         node_addresses(started("tcp://192.0.2.7:0"), [])
     assert node_addresses(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000"), []) == ["192.0.2.7:41000"]
+    # Nodes keep the address for as long as they live, so a port that changes with each start is worth a note.
+    assert main([str(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000").root)]) == 0
+    assert "the port of 192.0.2.7:41000 changes when the run is started again" in capsys.readouterr().err
 
 
 def test_wrong_words_name_the_value(started, tmp_path):
-    with pytest.raises(ConfigError, match="--expires is '24': give a number and a unit"):
-        seconds("24")
-    assert [seconds(text) for text in ("90s", "45m", "24h", "7d", "1.5h")] == [90, 2700, 86400, 604800, 5400]
+    with pytest.raises(argparse.ArgumentTypeError, match="'24': give a number and a unit"):
+        duration_s("24")
+    assert [duration_s(text) for text in ("90s", "45m", "24h", "7d", "1.5h")] == [90, 2700, 86400, 604800, 5400]
     for nodes, expires_s, part in ((0, 60, "--nodes is 0"), (5000, 60, "1 to 4096"), (1, 0, "--expires is 0")):
         with pytest.raises(ConfigError, match=part):
             create_invite(started(), nodes=nodes, expires_s=expires_s, addresses=["192.0.2.7:5500"])
