@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from composer_prime.address import Address, is_loopback, tcp_address
+from composer_prime.address import Address, is_loopback, is_no_machine, tcp_address
 from composer_prime.config import load
 from composer_prime.console import duration_s, pluralize
 from composer_prime.errors import ConfigError
@@ -86,7 +86,13 @@ def _notes(run_dir: RunDir, options: argparse.Namespace, addresses: list[str], p
             "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
             "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
         )
-    if addresses and not options.address and _configured(run_dir).port == 0:
+    config = load.read_config(run_dir.config).orchestrator
+    if not config.audit.enabled:
+        yield (
+            "orchestrator.audit.enabled is false: nothing checks what these nodes say they sampled. Invite machines "
+            "that you trust, or start the run with --orchestrator.audit.enabled"
+        )
+    if addresses and not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
         yield (
             f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
             "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
@@ -167,6 +173,7 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
                 f"--relay is {relay}, which reads as an address of iroh: give the box another name or its IP"
             )
     for relay in [*direct, *relays]:
+        _check_one_machine(relay, "--iroh" if relay in direct else "--relay")
         if is_loopback(relay.host) and not allow_loopback:
             option = "--iroh" if relay in direct else "--relay"
             raise ConfigError(
@@ -175,6 +182,15 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
                 "on this machine"
             )
     return [*(f"iroh@{address}" for address in direct), *(["iroh"] if iroh == "" else []), *map(str, relays)]
+
+
+def _check_one_machine(address: Address, option: str) -> None:
+    """Raise ConfigError for an address to listen at, or one of a group: nobody connects there."""
+    if is_no_machine(address.host):
+        raise ConfigError(
+            f"{option} is {address}, which is no address of one machine: give the one at which nodes reach it, such as "
+            f"--{option.strip('-')} PUBLIC_IP:{address.port}"
+        )
 
 
 def node_addresses(
@@ -195,6 +211,7 @@ def node_addresses(
             if not optional:
                 raise
     for address in list(addresses):
+        _check_one_machine(address, "--address")
         if is_loopback(address.host) and not allow_loopback:
             if optional and not given:
                 return []
@@ -210,7 +227,10 @@ def node_addresses(
 def _listening(run_dir: RunDir) -> Address:
     """Return where the gateway listens now, or will by the configuration; a wildcard becomes this machine's address."""
     read_run_id(run_dir)
-    configured, bound = _configured(run_dir), _bound(run_dir)
+    configured = tcp_address(
+        load.read_config(run_dir.config).orchestrator.node_address, "orchestrator.node_address", bind=True
+    )
+    bound = _bound(run_dir)
     port = configured.port or (bound.port if bound is not None else 0)
     if not port:
         raise ConfigError(
@@ -219,11 +239,6 @@ def _listening(run_dir: RunDir) -> Address:
         )
     host = own_address() if configured.host in _WILDCARDS else configured.host
     return Address(host, port)
-
-
-def _configured(run_dir: RunDir) -> Address:
-    address = load.read_config(run_dir.config).orchestrator.node_address
-    return tcp_address(address, "orchestrator.node_address", bind=True)
 
 
 def _bound(run_dir: RunDir) -> Address | None:

@@ -6,8 +6,12 @@ The auditor is a console script of its own, as every role is: this package does 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from composer_prime.config import load
 from composer_prime.console import EXIT_USAGE, console_script
+from composer_prime.errors import ConfigError
+from composer_prime.run.run_dir import RunDir
 
 _USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
        orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]
@@ -18,9 +22,15 @@ token is the run's keys/trainer.token, which gives full trust over the run's wei
 
 
 def main(words: list[str]) -> int:
-    """Become the auditor's process. Returns only for --help and without words."""
+    """Become the auditor's process. Returns only for --help and without words. Raises ConfigError without audits."""
     if words and words[0] not in ("--help", "-h"):
-        where = words if words[0].startswith("tcp://") else ["--run-dir", *words]
+        is_elsewhere = words[0].startswith("tcp://")
+        if not is_elsewhere and not load.read_config(RunDir(Path(words[0])).config).orchestrator.audit.enabled:
+            raise ConfigError(
+                f"orchestrator.audit.enabled is false for {words[0]}, which then has no work for an auditor: start the "
+                "run with --orchestrator.audit.enabled"
+            )
+        where = words if is_elsewhere else ["--run-dir", *words]
         command = [*console_script("inference"), "audit", *where]
         os.execvp(command[0], command)
     print(_USAGE)

@@ -84,6 +84,7 @@ def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
     if release_package() is None:
         assert "uvx --from" not in shown.out and "no uvx line, because" in shown.err and "--package SPEC" in shown.err
     assert "docker run" not in shown.out
+    assert "orchestrator.audit.enabled is false: nothing checks what these nodes" in shown.err
 
 
 def test_the_secret_of_an_invite_is_in_its_string_only(started):
@@ -171,6 +172,16 @@ def test_loopback_is_refused_with_the_remedy(started):
         with pytest.raises(ConfigError, match=r"no other machine reaches.*node_address tcp://0\.0\.0\.0:5500"):
             node_addresses(run_dir, given)
         assert node_addresses(run_dir, given, allow_loopback=True)
+
+
+def test_an_address_of_no_machine_is_refused(started):
+    """A wildcard is for listening; a group of machines takes no connections."""
+    for host in ("0.0.0.0", "[::]", "[::ffff:0.0.0.0]", "224.0.0.1", "[ff02::1]", "255.255.255.255"):
+        with pytest.raises(ConfigError, match=r"--address is .*, which is no address of one machine: .*PUBLIC_IP:5500"):
+            node_addresses(started(), [f"{host}:5500"])
+        for option in ("--relay", "--iroh"):
+            with pytest.raises(ConfigError, match=f"{option} is .*:5600, which is no address of one machine"):
+                main([str(started().root), option, f"{host}:5600"])
 
 
 def test_the_address_is_where_the_run_listens(started, capsys):
