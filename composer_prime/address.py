@@ -70,6 +70,16 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
+def is_no_machine(host: str) -> bool:
+    """Return whether `host` is an IP address to which nobody can connect: a wildcard, multicast, broadcast."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
+
+
 def network(host: str) -> str:
     """Return what one site has of addresses: `host` itself, or of IPv6 its network of 48 bits."""
     try:

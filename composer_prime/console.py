@@ -5,6 +5,7 @@ Imports only the standard library, so that `composer --help` answers at once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -41,6 +42,14 @@ def program() -> str:
     if name == "composer" and sys.argv[1:] and re.fullmatch("[a-z]+", sys.argv[1]):
         return f"composer {sys.argv[1]}"
     return name if name != "__main__" else "trainer"
+
+
+def duration_s(text: str) -> float:
+    """Return a duration on a command line, such as 90s, 45m, 24h or 7d, in seconds."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number and a unit, such as 45m, 24h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def exit_on_version_flag(words: list[str]) -> None:

@@ -39,6 +39,7 @@
     │   └── NonFiniteStepError                 of a step that was not taken; has its samples
     ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
     └── DeadlineError (TimeoutError)           a wait went past its deadline
+        └── LostRunError                       a node reached no gateway of its run for too long
 
 Each class is also the standard-library error that a caller without this module would expect.
 """
@@ -217,6 +218,10 @@ class RoleFailedError(ComposerError, RuntimeError):
 
 class DeadlineError(ComposerError, TimeoutError):
     """A wait went past its deadline. The message names what was waited for and since when."""
+
+
+class LostRunError(DeadlineError):
+    """A node reached no gateway of its run for inference.connect_timeout_s."""
 
 
 @contextmanager

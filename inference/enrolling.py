@@ -15,8 +15,9 @@ import hashlib
 import logging
 import math
 import re
+import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,15 +31,25 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.address import tcp_address
-from composer_prime.errors import ConfigError, DeadlineError, InviteError
+from composer_prime.errors import ConfigError, DeadlineError, InviteError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.weights import Manifest, open_signed
-from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
+from composer_prime.wire.enrollment import (
+    PROTOCOL,
+    Enroll,
+    Enrolled,
+    Invite,
+    ModelFile,
+    ModelFiles,
+    NodeMachine,
+    release,
+)
 from composer_prime.wire.iroh_link import IrohDialer, is_iroh, load_iroh
 from composer_prime.wire.node import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.tunnel import DIAL_S, Tunnel, dial
+from inference.machine import check_disk
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +108,14 @@ class NodeState:
     @contextmanager
     def locked(self, name: str, refusal: str | None = None) -> Iterator[None]:
         """Hold a lock of this folder. Raises ConfigError with `refusal` when another process has it; None waits."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.path / f"{name}.lock").open("w") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = (self.path / f"{name}.lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written ({error.strerror}): pass --state-dir with a folder that can"
+            ) from None
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal is not None else 0))
             except BlockingIOError:
@@ -157,7 +174,8 @@ async def enroll(
 
     `ways`: what `tunnels` opened, tried after the addresses.
 
-    Raises InviteError (refused, with the run's reason) or DeadlineError (which addresses, how long).
+    Raises InviteError (refused, with the run's reason) or DeadlineError (which addresses, how long). Of an address, the
+    last of its longest tries counts.
     """
     own, enrolled = state.own_pair(slot), state.is_enrolled(slot)
     if not enrolled and time.time() > invite.expires:
@@ -169,31 +187,42 @@ async def enroll(
         run_id=invite.run_id, release=release(), protocol=PROTOCOL, key=own.public, name=name, machine=machine
     )
     own_keys = ClientKeys(invite.keys.server_public, own)
-    deadline, faults = time.monotonic() + patience_s, {}
+    deadline = time.monotonic() + patience_s
+    faults: dict[str, tuple[float, str]] = {}
+    refusal = ""
     while True:
         for address in [*invite.addresses, *ways]:
             left_s, way = deadline - time.monotonic(), ways.get(address)
             try:
                 limit_s = max(0.1, min(_ADDRESS_S + (DIAL_S if way else 0), left_s))
                 answer = await _ask(address, way, own_keys if enrolled else invite.keys, message, limit_s)
+            except WireError as error:
+                refusal = str(error)
+                continue
             except DeadlineError as error:
-                faults[address] = (way and way.fault) or str(error)
+                if limit_s >= faults.get(address, (0.0,))[0]:
+                    faults[address] = limit_s, (way and way.fault) or str(error)
                 continue
             state.note_enrolled(slot, answer.relay_pass)
             if way:
                 logger.info("connected through %s", way.name)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)
         if time.monotonic() >= deadline:
+            if refusal:
+                raise InviteError(refusal)
             raise DeadlineError(
                 f"tried for {patience_s:g} s (--connect-timeout) to reach run {invite.run_id}: "
-                + "; ".join(faults.values())
+                + "; ".join(fault for _, fault in faults.values())
                 + ". Is the run up, and is that port open to this machine?"
             )
         await asyncio.sleep(_RETRY_S)
 
 
 async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
-    """Send `message` to one address, where `way` begins. Raises InviteError, or DeadlineError: how far it came."""
+    """Send `message` to one address, where `way` begins.
+
+    Raises InviteError, WireError (refused for now), or DeadlineError: how far it came.
+    """
     name = way.name if way else address
     context = zmq.asyncio.Context()
     socket = dealer(context, f"tcp://{address}", keys)
@@ -229,7 +258,12 @@ async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enro
         raise DeadlineError(f"{name} led to no run within {limit_s:.0f} s")
     if seen & {zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL}:
         raise DeadlineError(f"what listens at {name} does not hold the run's key: another run, or another program")
-    raise DeadlineError(f"{name} took no connection within {limit_s:.0f} s")
+    host = tcp_address(address, "the address", scheme="").host
+    try:
+        await asyncio.get_running_loop().getaddrinfo(host, None)
+    except OSError:
+        raise DeadlineError(f"{name}: this machine knows no host {host!r}") from None
+    raise DeadlineError(f"{name} took no connection within {limit_s:.2g} s")
 
 
 def _read(raw: bytes, address: str) -> Enrolled:
@@ -240,7 +274,7 @@ def _read(raw: bytes, address: str) -> Enrolled:
             f"{address} answered {len(raw)} bytes that are not a message ({error}): use the run's release"
         ) from None
     if isinstance(answer, Rejected):
-        raise InviteError(f"the run at {address} refused: {answer.reason}")
+        raise (WireError if answer.may_return else InviteError)(f"the run at {address} refused: {answer.reason}")
     if not isinstance(answer, Enrolled):
         raise InviteError(f"{address} answered with a {type(answer).__name__}: use the run's release")
     return answer
@@ -259,6 +293,29 @@ async def first_version(invite: Invite, state: NodeState, slot: int, machine: No
         await asyncio.sleep(_ASK_AGAIN_S)
         enrollment = await enroll(invite, state, slot, enrollment.answer.node_id, machine, patience_s)
     return enrollment
+
+
+def model_files(invite: Invite, answer: Enrolled, manifest: Manifest) -> list[ModelFile]:
+    """Return which files of the model a node pulls: the weights too where versions are adapters.
+
+    Raises WireError, SignatureError.
+    """
+    files = ModelFiles.open_signed(answer.model, invite.verify_key, run_id=invite.run_id).files
+    if manifest.kind != "adapters":
+        return [file for file in files if not file.name.endswith((".safetensors", ".safetensors.index.json"))]
+    if files and not any(file.name.endswith(".safetensors") for file in files):
+        raise WireError(
+            f"versions of run {invite.run_id} are adapters, and its gateway has no copy of the model that they are "
+            "added to: put model.path on the orchestrator's machine"
+        )
+    return files
+
+
+def check_room(state: NodeState, manifest: Manifest, files: Sequence[ModelFile]) -> None:
+    """Raise ConfigError when what has to be pulled and made does not fit on the disk."""
+    chunks = {ref.sha256: ref.size for ref in [*manifest.chunks, *manifest.overlay]}
+    needed = sum(chunks.values()) * (1 if manifest.kind == "adapters" else 2) + sum(file.size for file in files)
+    check_disk(shutil.disk_usage(state.path).free, needed - state.held_bytes(), state.path)
 
 
 def newest(invite: Invite, answer: Enrolled) -> Manifest:

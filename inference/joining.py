@@ -1,8 +1,10 @@
 """`inference join INVITE`: this machine's nodes, from an invite and nothing else.
 
-    parent: read the invite -> look at the machine -> enroll node 0 -> plan -> a child a GPU (group), or one on the CPU
+    parent: read the invite -> look at the machine -> enroll node 0 -> first version -> plan -> children
+            a child is one node: on a GPU, on a group of GPUs, or the only one on the CPU
     child:  enroll -> pull model files and the newest version -> engine -> version proven -> attached, serves
     a child that crashed is started again after a pause, at most inference.max_restarts times in ten minutes
+    a child that lost the run is started again for --wait, however often
 
 The parent imports no torch. What cannot be mended by another start (exit status 2), such as a refusal of the gateway,
 ends that node at once.
@@ -19,27 +21,28 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import merge_layers, read_with_bases
-from composer_prime.console import EXIT_USAGE, console_script, pluralize
-from composer_prime.errors import ComposerError, ConfigError, InviteError
+from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts
 from composer_prime.run.weights import Manifest
-from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFiles, NodeMachine
+from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFile, NodeMachine
 from composer_prime.wire.tunnel import Tunnel
-from inference.enrolling import EnrolledNode, NodeState, enroll, first_version, newest, tunnels
+from inference.enrolling import NodeState, check_room, enroll, first_version, model_files, newest, tunnels
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
-from inference.serving import FAILED, Assignment, run_node
+from inference.serving import FAILED, LOST, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,9 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     if options.dry_run:
         ways = ", ".join([*invite.addresses, *invite.relays])
         print(f"invite    run {invite.run_id} at {ways}\nstate     {state.path}")
-        print(f"machine   {find_machine(state.path)}")
+        machine = find_machine(state.path)
+        print(f"machine   {machine}")
+        _plan(options, machine, join_config(options, {}))
         return 0
     try:
         if options.slot is not None:
@@ -68,11 +73,12 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
         raise
     except (ComposerError, OSError) as error:
         print(f"inference join: {error}", file=sys.stderr)
-        return FAILED
+        is_lost = options.slot is not None and isinstance(error, DeadlineError)
+        return LOST if is_lost else FAILED
 
 
 def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
-    text = options.address or os.environ.get(INVITE_VARIABLE, "")
+    text = (options.address or os.environ.get(INVITE_VARIABLE, "")).strip()
     if not text.startswith(INVITE_PREFIX):
         raise InviteError(
             f"{text[:40]!r} is not an invite, which starts with {INVITE_PREFIX!r}. Pass what `orchestrator invite "
@@ -106,6 +112,9 @@ def join_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
                         help="with an invite: how long to try to reach the run; default 60")  # fmt: skip
+    parser.add_argument("--wait", type=duration_s, default="12h", metavar="TIME",
+                        help="with an invite: how long nodes that lost the run try to reach it again: 45m, 2d; "
+                        "default 12h")  # fmt: skip
     parser.add_argument("--model", help="with an address: the run's model.path (a model folder, a Hub id, ...)")
     parser.add_argument("--token", help=f"join token (keys/node.token of the run); prefer ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
@@ -146,8 +155,16 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:
-        faults = [f"inference.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
-        raise ConfigError("; ".join(faults)) from None
+        raise ConfigError("; ".join(_fault(options, fault) for fault in error.errors())) from None
+
+
+def _fault(options: argparse.Namespace, fault: ErrorDetails) -> str:
+    if not fault["loc"]:  # A rule for several settings: its message names them.
+        return fault["msg"]
+    key = str(fault["loc"][0])
+    name = "price" if key == "usd_per_hour" else key.replace("_", "-")
+    option = f"--{name}" if getattr(options, key, None) is not None else "inference." + ".".join(map(str, fault["loc"]))
+    return f"{option} is {fault['input']!r}: {fault['msg']}"
 
 
 # ---- a child: one node ----------------------------------------------------------------------------------------------
@@ -222,17 +239,20 @@ class _Machine:
             return await self._serve(machine, ways)
 
     async def _serve(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> int:
-        options, invite = self._options, self._invite
-        enrollment = await enroll(invite, self._state, 0, _name(options, 0), machine, options.connect_timeout, ways)
-        # The nodes begin with what connected; a tunnel ends in this process.
-        addresses = sorted([*invite.addresses, *ways], key=lambda address: address != enrollment.address)
-        self._invite = msgspec.structs.replace(invite, addresses=addresses, relays=[])
-        shares = self._plan(machine, enrollment)
-        inference = join_config(options, json.loads(enrollment.answer.inference))
+        options = self._options
+        asked = asyncio.ensure_future(self._stopping.wait())
+        starting = asyncio.ensure_future(self._start(machine, ways))
+        await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        inference, shares = starting.result()
         grace_s = inference.drain_timeout_s + _END_S
         keepers = [
             keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts, self._stopping,
-                         grace_s=grace_s, running=self._running)
+                         grace_s=grace_s, wait_s=options.wait, running=self._running)
             for slot, share in enumerate(shares)
         ]  # fmt: skip
         return max(await asyncio.gather(*keepers))
@@ -244,23 +264,26 @@ class _Machine:
                 signal_session(pid, number)
         self._stopping.set()
 
-    def _plan(self, machine: NodeMachine, enrollment: EnrolledNode) -> list[NodeShare]:
-        answer = enrollment.answer
-        shares = plan_nodes(
-            machine,
-            _parameters(self._invite, enrollment),
-            join_config(self._options, json.loads(answer.inference)),
-            self._options.engine,
-            vllm_is_installed=module_file("vllm") is not None,
-            torch_cuda=torch_cuda_version(),
-            has_nvidia=Path("/dev/nvidiactl").exists(),
-        )
+    async def _start(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> tuple[InferenceConfig, list[NodeShare]]:
+        """Enroll, wait for the first version, and return the run's settings and the nodes to start."""
+        options, invite, state, patience_s = self._options, self._invite, self._state, self._options.connect_timeout
+        _plan(options, machine, join_config(options, {}))  # A machine that cannot serve must not use up the invite.
+        enrollment = await enroll(invite, state, 0, _name(options, 0), machine, patience_s, ways)
+        # The nodes begin with what connected; a tunnel ends in this process.
+        addresses = sorted([*invite.addresses, *ways], key=lambda address: address != enrollment.address)
+        self._invite = invite = msgspec.structs.replace(invite, addresses=addresses, relays=[])
+        answer = (await first_version(invite, state, 0, machine, patience_s, enrollment)).answer
+        manifest = newest(invite, answer)
+        files = model_files(invite, answer, manifest)
+        inference = join_config(options, json.loads(answer.inference))
+        shares = _plan(options, machine, inference, _parameters(manifest, files))
+        check_room(state, manifest, files)
         where = f"{pluralize(len(shares[0].gpus), 'GPU')} each" if shares[0].gpus else "the CPU"
-        threads = pluralize(self._options.threads or shares[0].threads, "thread")
+        threads = pluralize(options.threads or shares[0].threads, "thread")
         logger.info(
             "starting %s: engine %s on %s, %s", pluralize(len(shares), "node"), shares[0].engine, where, threads
         )
-        return shares
+        return inference, shares
 
     def _child(self, slot: int, share: NodeShare) -> tuple[list[str], dict[str, str]]:
         words = [*self._words, "--slot", str(slot), "--engine", share.engine]
@@ -283,14 +306,16 @@ async def keep_running(
     stopping: asyncio.Event,
     *,
     grace_s: float,
+    wait_s: float,
     running: set[int],
 ) -> int:
     """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-    An end with status 0 or 2 is final. At `stopping` it gets SIGTERM, and after `grace_s` SIGKILL. While it runs its
-    id is in `running`.
+    An end with status 0 or 2 is final. LOST is no crash: the run is tried again for `wait_s`. At `stopping` the process
+    gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
     """
-    restarts = Restarts()
+    restarts, outage = Restarts(), Restarts()
+    give_up_at = 0.0
     while True:
         start = time.monotonic()
         process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
@@ -306,12 +331,21 @@ async def keep_running(
             return max(status, 0)
         if status in (0, EXIT_USAGE):
             return status
-        pause_s = restarts.pause_s(time.monotonic() - start, limit)
-        if pause_s is None:
-            logger.error("%s %s; given up after %s", name, exit_text(status), pluralize(limit, "restart"))
-            return FAILED
-        text = exit_text(status)
-        logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
+        text, lived_s = exit_text(status), time.monotonic() - start
+        if status == LOST:
+            pause_s = outage.pause_s(lived_s, sys.maxsize)
+            if outage.count == 1:
+                give_up_at = time.monotonic() + wait_s
+                logger.warning("%s cannot reach the run; trying again for %g s (--wait)", name, wait_s)
+            elif time.monotonic() > give_up_at:
+                logger.error("%s did not reach the run again within %g s (--wait): given up", name, wait_s)
+                return LOST
+        else:
+            outage.count, pause_s = 0, restarts.pause_s(lived_s, limit)
+            if pause_s is None:
+                logger.error("%s %s; given up after %s", name, text, pluralize(limit, "restart"))
+                return FAILED
+            logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
         try:
             await asyncio.wait_for(stopping.wait(), pause_s)
             return 0
@@ -319,13 +353,25 @@ async def keep_running(
             pass
 
 
-def _parameters(invite: Invite, enrollment: EnrolledNode) -> int:
-    """Return about how many parameters the model has, 0 before the first version is published."""
-    answer = enrollment.answer
-    if not answer.manifest:
-        return 0
-    manifest: Manifest = newest(invite, answer)
+def _plan(
+    options: argparse.Namespace, machine: NodeMachine, inference: InferenceConfig, parameters: int = 0
+) -> list[NodeShare]:
+    """Return the nodes of this machine; `parameters` is 0 while unknown. Raises ConfigError."""
+    if inference.relay is not None:
+        relay_address(inference.relay, 0)
+    return plan_nodes(
+        machine,
+        parameters,
+        inference,
+        options.engine,
+        vllm_is_installed=module_file("vllm") is not None,
+        torch_cuda=torch_cuda_version(),
+        has_nvidia=Path("/dev/nvidiactl").exists(),
+    )
+
+
+def _parameters(manifest: Manifest, files: Sequence[ModelFile]) -> int:
+    """Return about how many parameters the model has."""
     if manifest.kind != "adapters":
         return sum(ref.size for ref in manifest.chunks) // _WIDTHS.get(manifest.dtype, 2)
-    files = ModelFiles.open_signed(answer.model, invite.verify_key, run_id=invite.run_id).files
     return sum(file.size for file in files if file.name.endswith(".safetensors")) // 2

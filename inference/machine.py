@@ -14,7 +14,7 @@ import psutil
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
-from composer_prime.errors import ConfigError, EngineError
+from composer_prime.errors import ConfigError
 from composer_prime.plan.footprint import node_parts
 from composer_prime.plan.machine import driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.wire.enrollment import Gpu, NodeMachine
@@ -59,7 +59,7 @@ def plan_nodes(
 
     `parameters`: of the model, 0 while unknown. `engine`: as asked for on this machine, None chooses. `torch_cuda`: of
     the torch here. `has_nvidia`: whether there is a device file of a GPU, which the driver may not answer for.
-    Raises ConfigError (driver, GPU missing, engine not installed), EngineError (too little memory).
+    Raises ConfigError: driver, GPU missing, engine not installed, too little memory.
     """
     on_gpu = wanted.device == "cuda" or (wanted.device == "auto" and bool(machine.gpus))
     if wanted.device == "auto" and not machine.gpus and has_nvidia:
@@ -89,9 +89,9 @@ def plan_nodes(
 
 
 def check_disk(free: int, needed: int, folder: Path) -> None:
-    """Raise OSError when `needed` bytes do not fit."""
+    """Raise ConfigError when `needed` bytes do not fit."""
     if free < needed:
-        raise OSError(
+        raise ConfigError(
             f"the model needs {needed / GIB:.2f} GiB of disk more (its chunks, and a file made of them), {folder} has "
             f"{free / GIB:.2f} GiB free: pass --state-dir on a larger disk"
         )
@@ -124,7 +124,7 @@ def _check_driver(machine: NodeMachine, torch_cuda: str) -> None:
 def _check_memory(machine: NodeMachine, parameters: int, inference: InferenceConfig) -> None:
     needed = sum(node_parts(inference, parameters, cuda=False).values())
     if machine.memory < needed:
-        raise EngineError(
+        raise ConfigError(
             f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB of memory on the "
             f"CPU, {machine.memory / GIB:.1f} GiB are free: join from a larger machine"
         )
@@ -141,7 +141,7 @@ def _group_size(machine: NodeMachine, parameters: int, inference: InferenceConfi
         if needed <= usable:
             return size
     remedy = "join from a larger machine" if vllm else "install vllm, which splits a model over GPUs"
-    raise EngineError(
+    raise ConfigError(
         f"a model of {parameters / 1e6:.0f} million parameters needs {needed / GIB:.1f} GiB on each of "
         f"{sizes[-1]} GPU(s), they have {usable / GIB:.1f} GiB of {smallest / GIB:.1f} usable: {remedy}"
     )

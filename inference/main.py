@@ -1,6 +1,7 @@
 """The console script `inference`: one node that samples. Imports torch only to serve.
 
-Exit status: 0 drained or stopped, 1 failed (the message names what it waited for or what broke), 2 wrong configuration.
+Exit status: 0 drained or stopped, 1 failed (the message names what it waited for or what broke), 2 wrong configuration,
+3 a node that joined cannot reach the run any more.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from composer_prime.errors import (
     CorruptWeightsError,
     DeadlineError,
     EngineError,
+    LostRunError,
     LostWeightsError,
     RunMismatchError,
     WireError,
@@ -141,7 +142,7 @@ class InferenceNode:
             task.cancel()
 
     async def run(self) -> None:
-        """Serve. Raises DeadlineError (no gateway), RunMismatchError (refused), WireError (refused for now) or
+        """Serve. Raises LostRunError (no gateway), RunMismatchError (refused), WireError (refused for now) or
         EngineError (the engine died).
         """
         loops = (self._receive, self._send_heartbeats, self._follow_weights, self._streams.run)
@@ -186,7 +187,7 @@ class InferenceNode:
             alone_s = time.monotonic() - alone_since
             where = self._link.endpoint or "an address that it has not written to the run directory yet"
             if alone_s > self._config.connect_timeout_s:
-                raise DeadlineError(
+                raise LostRunError(
                     f"waited {alone_s:.0f} s (inference.connect_timeout_s) for the gateway at {where}: check that the "
                     "orchestrator runs, its address, and that this node's keys or join token are of this run"
                 )

@@ -9,19 +9,18 @@ import asyncio
 import hashlib
 import logging
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from composer_prime.console import GIB
-from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
+from composer_prime.errors import CorruptWeightsError, DeadlineError
+from composer_prime.plan.machine import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest
-from composer_prime.wire.enrollment import Invite, ModelFile, ModelFiles
-from inference.enrolling import EnrolledNode, NodeState, newest
-from inference.machine import check_disk
+from composer_prime.wire.enrollment import Invite, ModelFile
+from inference.enrolling import EnrolledNode, NodeState, check_room, model_files, newest
 from inference.node import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
 from inference.versions import ChunkSource, VersionFolder
@@ -65,22 +64,13 @@ async def pull_model(
 
     `link`: the gateway, which alone has the model's own files; None where `source` has them.
 
-    Raises CorruptWeightsError, DeadlineError (a source that fails again and again), OSError (the disk is too small or
-    full), WireError or SignatureError (not what the run signed).
+    Raises CorruptWeightsError, DeadlineError (a source that fails again and again), ConfigError (the disk is too
+    small), OSError (it is full), WireError or SignatureError (not what the run signed).
     """
     manifest, start = newest(invite, enrollment.answer), time.monotonic()
-    files = ModelFiles.open_signed(enrollment.answer.model, invite.verify_key, run_id=invite.run_id).files
-    wanted = files if manifest.kind == "adapters" else [file for file in files if not _is_weights(file.name)]
-    if manifest.kind == "adapters" and wanted and not any(file.name.endswith(".safetensors") for file in wanted):
-        raise WireError(
-            f"versions of run {invite.run_id} are adapters, and its gateway has no copy of the model that they are "
-            "added to: put model.path on the orchestrator's machine"
-        )
+    wanted = model_files(invite, enrollment.answer, manifest)
     await asyncio.to_thread(state.model.mkdir, parents=True, exist_ok=True)
-    chunks = {ref.sha256: ref.size for ref in [*manifest.chunks, *manifest.overlay]}
-    needed = sum(chunks.values()) * (1 if manifest.kind == "adapters" else 2) + sum(file.size for file in wanted)
-    free = shutil.disk_usage(state.path).free
-    check_disk(free, needed - state.held_bytes(), state.path)
+    check_room(state, manifest, wanted)
     for file in wanted:
         part = state.model / f"{file.name}.part"
         await _persistently(
@@ -92,7 +82,7 @@ async def pull_model(
     snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
-        manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free / GIB,
+        manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,
     )  # fmt: skip
     if manifest.kind != "adapters":
         await asyncio.to_thread(_make_weight_file, snapshot, manifest, state.model)
@@ -150,10 +140,6 @@ async def _persistently(pull, progress):
                 raise
             logger.warning("pulling again (%d of %d without progress): %s", failures, _TRIES, error)
             await asyncio.sleep(_RETRY_S)
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _link_chunks(state: NodeState, slot: int, manifest: Manifest) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from composer_prime.address import tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, GIB
-from composer_prime.errors import ComposerError, ConfigError, RunMismatchError
+from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.events import record_events
 from composer_prime.plan.machine import gpu_name, visible_gpus
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from inference.receiver import Receiver
     from inference.sources import RankedSources
 
-FAILED = 1
+FAILED, LOST = 1, 3
 logger = logging.getLogger(__name__)
 
 
@@ -80,9 +80,11 @@ def run_node(assignment: Assignment) -> int:
         raise
     except (ComposerError, OSError) as error:
         print(f"inference: {assignment.node_name}: {error}", file=sys.stderr)
-        # Another start would be refused too. For a node of its own the launcher would end the run at that status.
-        is_final = isinstance(error, RunMismatchError) and assignment.run_dir is None
-        return EXIT_USAGE if is_final else FAILED
+        if assignment.run_dir is not None:  # For a node of its own the launcher would end the run at other statuses.
+            return FAILED
+        if isinstance(error, LostRunError):
+            return LOST
+        return EXIT_USAGE if isinstance(error, RunMismatchError) else FAILED  # Another start would be refused too.
 
 
 async def _serve(assignment: Assignment, folder: Path) -> None:

@@ -9,33 +9,29 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
-import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
-from composer_prime.address import Address, is_loopback, tcp_address
+from composer_prime.address import Address, is_loopback, is_no_machine, tcp_address
 from composer_prime.config import load
-from composer_prime.console import pluralize
+from composer_prime.console import duration_s, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
+from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release, release_package
 from composer_prime.wire.iroh_link import iroh_address, iroh_name, is_iroh, load_iroh
 from composer_prime.wire.tunnel import sign_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
-IMAGE = "composer-prime"
-"""Name of the image that infra/ builds; its tag is the release."""
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -54,17 +50,21 @@ def main(words: list[str]) -> int:
     if options.iroh is not None:
         load_iroh()
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
+    package = options.package or release_package("" if options.iroh is None else "iroh")
     invite = create_invite(
-        run_dir, nodes=options.nodes, expires_s=seconds(options.expires), addresses=addresses, relays=relays
-    )
+        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, relays=relays,
+        package=package or "",
+    )  # fmt: skip
     text = invite.text()
     if options.quiet:
         print(text)
         return 0
     print(text)
     print(f"\nshell   {shell_line(text)}")
-    print(f"uvx     {uvx_line(text, extra='' if options.iroh is None else '[iroh]')}")
-    print(f"docker  {docker_line(text)}")
+    if package:
+        print(f"uvx     {uvx_line(text, package)}")
+    if options.image:
+        print(f"docker  {docker_line(text, options.image)}")
     for relay in relays:
         if not is_iroh(relay):
             print(f"relay   {relay_line(relay, invite.verify_key)}")
@@ -74,19 +74,40 @@ def main(words: list[str]) -> int:
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
         file=sys.stderr,
     )
-    for address in addresses:
-        if (note := _private(address)) is not None:
-            print(f"orchestrator invite: {note}", file=sys.stderr)
+    for note in _notes(run_dir, options, addresses, package):
+        print(f"orchestrator invite: {note}", file=sys.stderr)
     return 0
 
 
+def _notes(run_dir: RunDir, options: argparse.Namespace, addresses: list[str], package: str | None) -> Iterator[str]:
+    """Return what the holder of the string may trip over."""
+    if not package:
+        yield (
+            "no uvx line, because composer-prime is installed here from a folder or file that other machines do not "
+            "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
+        )
+    config = load.read_config(run_dir.config).orchestrator
+    if not config.audit.enabled:
+        yield (
+            "orchestrator.audit.enabled is false: nothing checks what these nodes say they sampled. Invite machines "
+            "that you trust, or start the run with --orchestrator.audit.enabled"
+        )
+    if addresses and not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
+        yield (
+            f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
+            "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
+        )
+    yield from filter(None, map(_private, addresses))
+
+
 def create_invite(
-    run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], relays: Sequence[str] = ()
-) -> Invite:
+    run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], relays: Sequence[str] = (),
+    package: str = "",
+) -> Invite:  # fmt: skip
     """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
     `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `relays`: as `relay_addresses` returns
-    them, tried last; the run's host keeps them open as long as it runs.
+    them, tried last; the run's host keeps them open as long as it runs. `package`: what uv installs on those machines.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -110,6 +131,7 @@ def create_invite(
         expires=expires,
         relays=[iroh_name(relay, keys.signer()) if is_iroh(relay) else relay for relay in relays],
         relay_pass=sign_pass(keys.signer(), expires) if relays else b"",
+        package=package,
     )
 
 
@@ -118,16 +140,15 @@ def shell_line(text: str) -> str:
     return f"{INVITE_VARIABLE}={text} inference join"
 
 
-def uvx_line(text: str, extra: str = "") -> str:
-    package = f"'composer-prime{extra}=={release()}'" if extra else f"composer-prime=={release()}"
-    return f"{INVITE_VARIABLE}={text} uvx --from {package} inference join"
+def uvx_line(text: str, package: str) -> str:
+    return f"{INVITE_VARIABLE}={text} uvx --from {shlex.quote(package)} inference join"
 
 
-def docker_line(text: str) -> str:
+def docker_line(text: str, image: str) -> str:
     """The volume keeps the node's key and the weights over a restart of the container."""
     return (
         f"{INVITE_VARIABLE}={text} docker run --rm --gpus all --shm-size 8g -e {INVITE_VARIABLE} "
-        f"-v composer-prime:/home/composer/.local/state/composer-prime {IMAGE}:{release()} inference join"
+        f"-v composer-prime:/home/composer/.local/state/composer-prime {shlex.quote(image)} inference join"
     )
 
 
@@ -152,6 +173,7 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
                 f"--relay is {relay}, which reads as an address of iroh: give the box another name or its IP"
             )
     for relay in [*direct, *relays]:
+        _check_one_machine(relay, "--iroh" if relay in direct else "--relay")
         if is_loopback(relay.host) and not allow_loopback:
             option = "--iroh" if relay in direct else "--relay"
             raise ConfigError(
@@ -162,12 +184,13 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
     return [*(f"iroh@{address}" for address in direct), *(["iroh"] if iroh == "" else []), *map(str, relays)]
 
 
-def seconds(text: str) -> float:
-    """Return a duration such as 90s, 45m, 24h or 7d in seconds. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
-    if match is None:
-        raise ConfigError(f"--expires is {text!r}: give a number and a unit, such as 45m, 24h or 7d")
-    return float(match[1]) * _UNITS_S[match[2]]
+def _check_one_machine(address: Address, option: str) -> None:
+    """Raise ConfigError for an address to listen at, or one of a group: nobody connects there."""
+    if is_no_machine(address.host):
+        raise ConfigError(
+            f"{option} is {address}, which is no address of one machine: give the one at which nodes reach it, such as "
+            f"--{option.strip('-')} PUBLIC_IP:{address.port}"
+        )
 
 
 def node_addresses(
@@ -188,6 +211,7 @@ def node_addresses(
             if not optional:
                 raise
     for address in list(addresses):
+        _check_one_machine(address, "--address")
         if is_loopback(address.host) and not allow_loopback:
             if optional and not given:
                 return []
@@ -255,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", type=Path, help="the run's folder, such as outputs/a1")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes to admit (one per GPU); default 1")
-    parser.add_argument("--expires", default="24h", help="validity: 45m, 24h, 7d; default 24h")
+    parser.add_argument("--expires", type=duration_s, default="24h", help="validity: 45m, 24h, 7d; default 24h")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
                         help="address of the run for nodes; default: where it listens. Repeat for several")  # fmt: skip
     parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",
@@ -265,6 +289,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="also use iroh, before relays; needs the extra iroh on both sides. Without an address: "
                         "the public servers of n0; with one: that UDP port of the run's host")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
+    parser.add_argument("--package", metavar="SPEC", help="what uv installs on the other machines; default: this "
+                        "release, from where it was installed here")  # fmt: skip
+    parser.add_argument("--image", help="also print a docker line with this image (infra/images/Dockerfile)")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
     parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none; with "
                         "--relay, the run and its nodes also leave that relay")  # fmt: skip

@@ -108,10 +108,16 @@ def audit(words: list[str]) -> int:
     """Become the auditor's process, which holds the model and checks what inference nodes sample.
 
     It is a console script of its own, as every role is: this package does not import the engines. Returns only for
-    --help and without words.
+    --help and without words. Raises ConfigError for a run without audits.
     """
     if words and words[0] not in ("--help", "-h"):
-        where = words if words[0].startswith("tcp://") else ["--run-dir", *words]
+        is_elsewhere = words[0].startswith("tcp://")
+        if not is_elsewhere and not load.read_config(RunDir(Path(words[0])).config).orchestrator.audit.enabled:
+            raise ConfigError(
+                f"orchestrator.audit.enabled is false for {words[0]}, which then has no work for an auditor: start the "
+                "run with --orchestrator.audit.enabled"
+            )
+        where = words if is_elsewhere else ["--run-dir", *words]
         command = [*console_script("inference"), "audit", *where]
         os.execvp(command[0], command)
     print(_AUDIT_USAGE)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_prime.address import is_loopback, tcp_address
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
@@ -387,6 +388,18 @@ def setting_notes(config: Config) -> Iterator[str]:
             "nothing is evaluated; for an evaluation before the first step, every 20 steps and at the end set "
             "--orchestrator.eval.every_steps 20"
         )
+    orchestrator, inference = config.orchestrator, config.inference
+    if not orchestrator.audit.enabled and _is_open(orchestrator.node_address):
+        yield (
+            f"orchestrator.node_address is {orchestrator.node_address} and orchestrator.audit.enabled is false: nodes "
+            "from elsewhere can join, and nothing checks what they say they sampled; set --orchestrator.audit.enabled, "
+            "or invite only machines that you trust"
+        )
+    if inference.max_usd_per_million is not None and inference.usd_per_hour is None:
+        yield (
+            f"inference.max_usd_per_million is {inference.max_usd_per_million:g}, but inference.usd_per_hour is not "
+            "set: a node without a price is never too dear; set it for the run's own nodes, others join with --price"
+        )
     beta = channels.sdpo.beta
     if channels.sdpo.weight and (0 < beta < 0.05 or 0.95 < beta < 1):
         end = round(beta)
@@ -394,3 +407,11 @@ def setting_notes(config: Config) -> Iterator[str]:
             f"channels.sdpo.beta is {beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
             f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
         )
+
+
+def _is_open(address: str) -> bool:
+    """Return whether other machines may reach an address at which this one listens; a malformed one is a problem."""
+    try:
+        return not is_loopback(tcp_address(address, "the address", bind=True).host)
+    except ConfigError:
+        return False

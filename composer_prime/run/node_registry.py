@@ -105,7 +105,7 @@ class NodeRegistry:
 
     def uses_left(self, key: bytes) -> int | None:
         """Return how many nodes the invite's public `key` still admits, None where the run has no such invite."""
-        rows = self._read("select uses - taken from invites where key = ?", key)
+        rows = self._read("select max(0, uses - taken) from invites where key = ?", key)
         return rows[0][0] if rows else None
 
     def invites(self) -> Sequence[bytes]:
@@ -113,9 +113,12 @@ class NodeRegistry:
         return [key for (key,) in self._read("select key from invites")]
 
     def withdraw(self, key: bytes | None = None) -> int:
-        """Let no further node enroll with the invite `key`; None for all. Return how many invites were still open."""
+        """Let no further node enroll with the invite `key`; None for all. Return how many invites were still open.
+
+        What is withdrawn is for 0 nodes.
+        """
         with self._change() as database:
-            sql = "update invites set uses = taken where uses > taken and expires > ? and coalesce(key = ?, true)"
+            sql = "update invites set uses = 0 where uses > taken and expires > ? and coalesce(key = ?, true)"
             return database.execute(sql, (self._clock(), key)).rowcount
 
     def enroll(
@@ -142,9 +145,11 @@ class NodeRegistry:
                     f"the invite expired at {utc_text(expires)}, it is {utc_text(self._clock())}: make another with "
                     "`orchestrator invite RUN_DIR`"
                 )
+            if not uses:
+                raise InviteError("the invite was withdrawn: make another with `orchestrator invite RUN_DIR`")
             if taken >= uses:
                 raise InviteError(
-                    f"the invite was for {uses} nodes and {taken} have used it, or it was withdrawn: make another with "
+                    f"the invite was for {uses} nodes and {taken} have used it: make another with "
                     "`orchestrator invite RUN_DIR --nodes N` (a node that joined before needs its state folder)"
                 )
             database.execute("update invites set taken = taken + 1 where key = ?", (invite,))

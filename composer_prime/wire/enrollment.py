@@ -14,7 +14,9 @@ import base64
 import binascii
 import hashlib
 import importlib.metadata
+import json
 import re
+import shlex
 from typing import Annotated, Self
 
 import msgspec
@@ -46,6 +48,23 @@ Key = Annotated[bytes, Meta(min_length=40, max_length=40)]
 def release() -> str:
     """Return the installed version of composer-prime."""
     return importlib.metadata.version("composer-prime")
+
+
+def release_package(extra: str = "") -> str | None:
+    """Return what uv installs on another machine to have this release; None where only this machine has it."""
+    return package_of(importlib.metadata.distribution("composer-prime").read_text("direct_url.json"), extra)
+
+
+def package_of(direct_url: str | None, extra: str = "") -> str | None:
+    """Return the same for the direct_url.json of an installation; None: it came from an index."""
+    name = f"composer-prime[{extra}]" if extra else "composer-prime"
+    if direct_url is None:
+        return f"{name}=={release()}"
+    origin = json.loads(direct_url)
+    url, vcs = origin["url"], origin.get("vcs_info")
+    if url.startswith("file:"):
+        return None
+    return f"{name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"{name} @ {url}"
 
 
 class Gpu(msgspec.Struct, frozen=True, array_like=True):
@@ -159,6 +178,8 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     """Other ways to the run, tried in turn where no address is reached: iroh:ID (iroh_link.py), HOST:PORT of relays."""
     relay_pass: bytes = b""
     """What a node shows there until the invite expires (tunnel.py)."""
+    package: str = ""
+    """What uv installs to have the run's release; empty where that is not known."""
 
     @property
     def keys(self) -> ClientKeys:
@@ -199,14 +220,16 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
                 f"the invite of {len(text)} characters was cut or altered ({error}): copy the line whole, from "
                 f"{INVITE_PREFIX!r} to its end"
             ) from None
-        if (invite.protocol, invite.release) != (PROTOCOL, release()):
-            raise InviteError(other_release(invite.release, invite.protocol))
+        run, node = (invite.release, invite.protocol), (release(), PROTOCOL)
+        if run != node:
+            raise InviteError(other_release(run, node, invite.package))
         return invite
 
 
-def other_release(run: str, protocol: int) -> str:
-    """Return that the run has another release than this process, and the remedy."""
+def other_release(run: tuple[str, int], node: tuple[str, int], package: str | None) -> str:
+    """Return that run and node have other releases and protocols, and the remedy. `package`: as in Invite."""
+    remedy = f", such as with `uvx --from {shlex.quote(package)} inference join ...`" if package else ""
     return (
-        f"the run has composer-prime {run} (protocol {protocol}), this node {release()} (protocol {PROTOCOL}): install "
-        f"the run's release, such as with `uvx --from composer-prime=={run} inference join ...`"
+        f"the run has composer-prime {run[0]} (protocol {run[1]}), this node {node[0]} (protocol {node[1]}): install "
+        f"the run's release{remedy}"
     )

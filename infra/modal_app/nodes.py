@@ -1,6 +1,7 @@
 """Inference nodes on Modal: each call of `node` is one container with one GPU that joins the run of an invite.
 
     modal secret create composer-invite COMPOSER_INVITE="$(orchestrator invite outputs/RUN --nodes 8 --quiet)"
+    export COMPOSER_PACKAGE='composer-prime[vllm] @ git+https://...'
     modal run --detach infra/modal_app/nodes.py --count 8
     modal app stop composer-nodes                           # ends them and their billing
 
@@ -17,11 +18,11 @@ import subprocess
 
 import modal
 
-RELEASE = "composer-prime[vllm]==0.1.0"
+PACKAGE = os.environ.get("COMPOSER_PACKAGE", "composer-prime[vllm]==0.1.0")
 GPU = os.environ.get("COMPOSER_GPU", "H100")
 
 app = modal.App("composer-nodes")
-image = modal.Image.debian_slim(python_version="3.12").apt_install("gcc", "libc6-dev").uv_pip_install(RELEASE)
+image = modal.Image.debian_slim(python_version="3.12").apt_install("gcc", "libc6-dev").uv_pip_install(PACKAGE)
 
 
 @app.function(

@@ -303,6 +303,11 @@ class NodeAccounts:
         """Return from when on nodes are judged: worth_window_s ago, or since before the last batches."""
         return min([now - self._worth_window_s, *list(self._batches)[:1]])
 
+    @property
+    def judges(self) -> bool:
+        """Whether enough batches were trained to judge nodes by."""
+        return len(self._batches) > _LEAST_BATCHES
+
     def not_worth_it(self, max_usd_per_million: float) -> tuple[str, str] | None:
         """Return a node to drain, too dear or useless, and why.
 
@@ -310,7 +315,7 @@ class NodeAccounts:
         """
         now = self._clock()
         start = self._judged_since(now)
-        if len(self._batches) <= _LEAST_BATCHES or start < self._drained_at:
+        if not self.judges or start < self._drained_at:
             return None
         serving = {node.node_id for node in self._router.serving()}
         work = []

@@ -18,7 +18,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -66,6 +66,7 @@ class NodeControl:
         self._send = send
         self._drain_s = drain_s
         self._max_usd_per_million = max_usd_per_million
+        self._told_unpriced = False
         self._leaving: dict[str, tuple[str, float]] = {}
         """Why nodes are drained, and until when they may answer, monotonic seconds."""
         self._banned = self._read_banned()
@@ -198,8 +199,23 @@ class NodeControl:
             if not node.leases or now > until:
                 self._send(node, Drain(reason=f"drained: {reason}"))
         limit = self._max_usd_per_million
-        if limit is not None and (found := self.accounts.not_worth_it(limit)) is not None:
-            self.drain(*found)
+        if limit is not None:
+            self._tell_unpriced(attached.values())
+            if (node_to_drain := self.accounts.not_worth_it(limit)) is not None:
+                self.drain(*node_to_drain)
+
+    def _tell_unpriced(self, attached: Collection[AttachedNode]) -> None:
+        """Name the nodes without a price, once and when nodes are judged: the limit does not hold for them."""
+        unpriced = [node.node_id for node in attached if node.usd_per_hour is None]
+        if self._told_unpriced or not unpriced or not self.accounts.judges:
+            return
+        self._told_unpriced = True
+        logger.warning(
+            "inference.max_usd_per_million does not hold for %s, whose price is unknown: pass --price to `inference "
+            "join`, or set inference.usd_per_hour for the run's own nodes",
+            _listed(unpriced),
+            extra=event("node"),
+        )
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
         """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""

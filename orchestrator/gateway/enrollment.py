@@ -24,7 +24,16 @@ from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef
-from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, ModelFile, ModelFiles, other_release, release
+from composer_prime.wire.enrollment import (
+    PROTOCOL,
+    Enroll,
+    Enrolled,
+    ModelFile,
+    ModelFiles,
+    other_release,
+    release,
+    release_package,
+)
 from composer_prime.wire.node import Rejected
 from composer_prime.wire.tunnel import sign_pass
 
@@ -164,8 +173,9 @@ class Enrollment:
 
     def _enroll(self, key: bytes, message: Enroll, taken_names: Collection[str]) -> RegisteredNode:
         """Raise InviteError when the sender is refused."""
-        if (message.protocol, message.release) != (PROTOCOL, release()):
-            raise InviteError(other_release(release(), PROTOCOL))
+        run, node = (release(), PROTOCOL), (message.release, message.protocol)
+        if run != node:
+            raise InviteError(other_release(run, node, release_package()))
         if message.run_id != self._run_id:
             raise InviteError(
                 f"the invite is of run {message.run_id!r}, here is run {self._run_id!r}: make one with "

@@ -311,7 +311,8 @@ class NodeLink:
         taken_names = {node.node_id for node in nodes if not self._enrollment.is_own(node.key)}.union(nodes.refused)
 
         async def answer() -> None:
-            reply = await self._enrollment.answer(key, message, self.newest_manifest, taken_names)
+            reply = self._second_process(message.key)
+            reply = reply or await self._enrollment.answer(key, message, self.newest_manifest, taken_names)
             if reply is None:
                 return
             if isinstance(reply, Rejected):
@@ -334,7 +335,7 @@ class NodeLink:
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
         refusal = self._refusal(hello) or self._enrollment.name_refusal(key, hello.node_id)
-        reason = refusal or self._served_another_run(hello) or self._name_is_taken(identity, key, hello)
+        reason = refusal or self._served_another_run(hello) or self._name_is_taken(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
             self._socket.send(identity, Rejected(reason=reason, may_return=refusal is None))
@@ -358,26 +359,38 @@ class NodeLink:
         others = [url for relay, url in self._relays.items() if relay not in hidden]
         return {"sources": self._sources, "relays": others[-_MAX_RELAYS:] if self._tells_relays else []}
 
-    def _name_is_taken(self, identity: bytes, key: bytes, hello: NodeHello) -> str | None:
+    def _name_is_taken(self, identity: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.
 
         A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
         """
         holder = self._router.nodes.holder(identity, hello)
-        if holder is None:
-            return None
+        return self._is_held(holder) if holder is not None else None
+
+    def _second_process(self, key: bytes) -> Rejected | None:
+        """Return the refusal of a node that enrolls while another process serves with its key: a copied state folder.
+
+        It would pull and load the model only to be refused then.
+        """
+        for holder in self._router.nodes.attached():
+            if holder.key == key and self._enrollment.is_own(key) and (reason := self._is_held(holder)) is not None:
+                return Rejected(reason=reason, may_return=True)
+        return None
+
+    def _is_held(self, holder: AttachedNode) -> str | None:
+        """Return why no other process may be the node `holder`; None when its connection is closed."""
         if not self._socket.send(holder.identity, Heard()):
             self._router.nodes.leave(holder, "its connection is closed")
             return None
         heard_s = time.monotonic() - holder.last_heard
-        if self._enrollment.is_own(key):
+        if self._enrollment.is_own(holder.key):
             return (
-                f"two processes hold the key of node {hello.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "
+                f"two processes hold the key of node {holder.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "
                 "its state folder was copied, join here with an invite and another --state-dir; if that one vanished, "
                 "try again after inference.lost_after_s of silence"
             )
         return (
-            f"a node named {hello.node_id!r} is attached and spoke {heard_s:.1f} s ago: give this one its own name "
+            f"a node named {holder.node_id!r} is attached and spoke {heard_s:.1f} s ago: give this one its own name "
             "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"
         )
 

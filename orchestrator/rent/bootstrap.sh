@@ -83,6 +83,7 @@ install_node() {
         say "inference is installed: $(command -v inference)"
         return
     fi
+    [ -n "$PACKAGE" ] || fail "inference is not installed, and no package is given: pass --package SPEC, what uv installs"
     # The engines compile small programs at run time.
     if ! command -v curl > /dev/null || ! command -v cc > /dev/null; then
         command -v apt-get > /dev/null || fail "curl and a C compiler (cc) are needed, and there is no apt-get: install them"

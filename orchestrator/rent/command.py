@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +26,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.rentals import Rental, RentalRecord
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite
+from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, release_package
 from orchestrator.rent.cli_providers import Prime, Vast
 from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet, find
 from orchestrator.rent.http_providers import Lambda, RunPod
@@ -60,6 +59,13 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
     count, needs = _required(options.count, "--count"), _needs(options)
     if provider.needs_ssh_key and not options.ssh_key:
         raise ConfigError(f"machines of {provider.name} need --ssh-key: {provider.needs_ssh_key}")
+    options.package = options.package or release_package("vllm") or ""
+    if not options.package and not options.image:
+        raise ConfigError(
+            "--package is missing, and composer-prime is installed here from a folder or file that other machines do "
+            "not have: give --package SPEC, what uv installs there, such as 'composer-prime[vllm] @ git+https://...', "
+            "or --image with an image that contains it"
+        )
     if options.dry_run:
         _dry_run(provider, options, needs, count)
         return 0
@@ -160,7 +166,9 @@ def _invite_source(options: argparse.Namespace, run_id: str) -> Callable[[], str
     from orchestrator.invite import create_invite, node_addresses
 
     addresses = node_addresses(run_dir, options.address)
-    return lambda: create_invite(run_dir, nodes=nodes, expires_s=_INVITE_S, addresses=addresses).text()
+    return lambda: create_invite(
+        run_dir, nodes=nodes, expires_s=_INVITE_S, addresses=addresses, package=options.package
+    ).text()
 
 
 def _check_invite(invite: Invite, run_dir: RunDir, run_id: str, nodes: int) -> None:
@@ -326,10 +334,9 @@ def _dry_run(provider: Provider, options: argparse.Namespace, needs: Needs, coun
 
 
 def _order(options: argparse.Namespace, label: str, offer: Offer, *, invite: str, end_at: datetime | None) -> Order:
-    package = options.package or f"composer-prime[vllm]=={version('composer-prime')}"
     values = {
         "COMPOSER_INVITE": invite,
-        "COMPOSER_PACKAGE": package,
+        "COMPOSER_PACKAGE": options.package,
         "COMPOSER_NODE_NAME": label,
         "COMPOSER_USD_PER_HOUR": f"{offer.usd_per_hour / offer.gpus:g}",  # of one GPU, as --price takes it
     }

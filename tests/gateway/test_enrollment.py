@@ -121,8 +121,10 @@ async def test_a_node_enrolls_pulls_the_model_files_and_attaches_under_its_own_k
         rest = await node.ask(ChunkRequest(sha256=ref.sha256, offset=ref.size - 3))
         assert rest.data == (MODEL / "config.json").read_bytes()[-3:]
         assert isinstance(await node.ask(ChunkRequest(sha256="0" * 64, offset=0)), ChunkMissing)
-        assert isinstance(await node.ask(hello("box")), NodeWelcome)
         assert isinstance(await joined(gateway, own).ask(enroll(own)), Enrolled)  # to learn the newest version
+        assert isinstance(await node.ask(hello("box")), NodeWelcome)
+        node.close()  # It crashed: it enrolls again at its next start, at once.
+        assert isinstance(await joined(gateway, own).ask(enroll(own)), Enrolled)
 
 
 async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, joined, store):
@@ -145,7 +147,7 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
         link = joined(gateway, invite.keys)
         for message, part in (
             (enroll(first, run_id="run-2"), "the invite is of run 'run-2', here is run 'run-1'"),
-            (enroll(first, release="0.0.1"), f"the run has composer-prime {release()}"),
+            (enroll(first, release="0.0.1"), f"composer-prime {release()} (protocol {PROTOCOL}), this node 0.0.1 ("),
             (enroll(first, protocol=7), "protocol"),
         ):
             answer = await link.ask(message)
@@ -273,6 +275,9 @@ async def test_two_processes_with_one_key_and_stolen_names_are_refused(open_gate
         assert isinstance(await joined(gateway, own).ask(hello("box")), NodeWelcome)
         copied = await joined(gateway, own).ask(hello("box", instance="another process"))
         assert "two processes hold the key of node 'box'" in copied.reason
+        # It is told so before it pulls and loads a model.
+        copied = await joined(gateway, own).ask(enroll(own))
+        assert "two processes hold the key of node 'box'" in copied.reason and copied.may_return
         assert "key of node 'box-2' says that it is 'box'" in (await joined(gateway, second).ask(hello("box"))).reason
         assert "belongs to a node with a key of its own" in (await joined(gateway, node_keys).ask(hello("box"))).reason
 

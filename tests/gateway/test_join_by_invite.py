@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 from gateway_config import MODEL
@@ -17,10 +20,11 @@ from http_calls import generate_body, post
 from zmq.utils import z85
 
 from composer_prime.errors import ConfigError, DeadlineError, InviteError
+from composer_prime.plan.machine import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
 from inference.enrolling import NodeState, enroll
-from inference.joining import _Machine, join_parser, keep_running, relay_address
+from inference.joining import _invite, _Machine, join_parser, keep_running, relay_address
 from inference.machine import NodeShare
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
@@ -105,7 +109,7 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
 
     async def run(plan: str, limit: int, stopping: asyncio.Event) -> tuple[int, int]:
         command = [sys.executable, "-c", script, plan]
-        status = await keep_running("node 0", command, {}, limit, stopping, grace_s=100.0, running=set())
+        status = await keep_running("node 0", command, {}, limit, stopping, grace_s=100.0, wait_s=2.0, running=set())
         count = len(starts.read_text())
         starts.unlink()
         return status, count
@@ -114,6 +118,10 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     assert await run("7,0", 5, stopping) == (0, 2)
     assert await run("2", 5, stopping) == (2, 1)
     assert await run("7", 1, stopping) == (1, 2)
+    # A run that cannot be reached is no crash of the node. It is tried again for wait_s.
+    assert await run("3,3,0", 0, stopping) == (0, 3)
+    status, count = await run("3", 5, stopping)
+    assert status == 3 and count >= 3
     staying = asyncio.create_task(run("stay", 5, stopping))
     await until(lambda: starts.exists() and starts.read_text(), "the process to start")
     stopping.set()
@@ -149,7 +157,8 @@ from inference.joining import _Machine, keep_running
 class Machine(_Machine):
     async def _serve(self, machine, ways):
         command = [sys.executable, "-c", {node!r}]
-        return await keep_running("node 0", command, {{}}, 0, self._stopping, grace_s=300, running=self._running)
+        times = {{"grace_s": 300, "wait_s": 0}}
+        return await keep_running("node 0", command, {{}}, 0, self._stopping, running=self._running, **times)
 words = argparse.Namespace(address="")
 invite = Invite.read({invite.text()!r})
 made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
@@ -183,7 +192,8 @@ while True:
 """
     stopping, running = asyncio.Event(), set[int]()
     command = [sys.executable, "-c", script]
-    staying = asyncio.create_task(keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, running=running))
+    kept = keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, wait_s=0, running=running)
+    staying = asyncio.create_task(kept)
     await until(ready.exists, "the process to start")
     (pid,) = running
     stopping.set()
@@ -199,6 +209,63 @@ def test_nodes_of_one_machine_relay_at_ports_of_their_own():
     assert relay_address("[::]:5701", 1) == "[::]:5702" and relay_address("127.0.0.1:0", 3) == "127.0.0.1:0"
     with pytest.raises(ConfigError, match=r"inference\.relay"):
         relay_address("5701", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--price", "-1"], r"--price is -1\.0: Input should be greater than or equal to 0"),
+        (["--threads", "0"], "--threads is 0: Input should be"),
+        (["--relay", "5701"], r"inference\.relay is '5701'"),
+        (["--device", "cuda"], "--device is cuda, but no GPU is visible here"),
+        (["--engine", "vllm", "--device", "cpu"], "--engine is vllm, but vllm is not installed here"),
+    ],
+)
+async def test_a_machine_that_cannot_serve_leaves_the_invite_unused(keys, tmp_path, words, message):
+    """It is refused before it asks the run for anything."""
+    if words[0] == "--engine" and module_file("vllm") is not None:
+        pytest.skip("vllm is installed")
+    invite = invite_for(keys, "127.0.0.1:1")
+    machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
+    with pytest.raises(ConfigError, match=message):
+        await machine._start(MACHINE, {})
+    assert not list(tmp_path.glob("run-1-*"))
+
+
+@pytest.mark.process
+async def test_the_plan_waits_for_the_first_version(open_gateway, keys, store, tmp_path, monkeypatch):
+    """Only then the size of the model is known: a machine without the memory or the disk is refused with both."""
+    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
+    async with open_gateway() as gateway:
+        invite, words = invite_for(keys, gateway.node_endpoint), ["--device", "cpu", "--engine", "local"]
+
+        def machine() -> _Machine:
+            return _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
+
+        starting = asyncio.create_task(machine()._start(MACHINE, {}))
+        await until(lambda: keys.registry.list(), "the node to enroll")
+        assert not starting.done()
+        gateway.publish(publisher.publish(1))
+        _, [share] = await asyncio.wait_for(starting, 60)
+        assert share.engine == "local"
+        small = msgspec.structs.replace(MACHINE, memory=1 << 20)
+        with pytest.raises(ConfigError, match=r"million parameters needs .* GiB of memory"):
+            await machine()._start(small, {})
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(ConfigError, match=r"GiB of disk more .*: pass --state-dir"):
+            await machine()._start(MACHINE, {})
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(keys):
+    state = NodeState(Path("/proc/x"), invite_for(keys, "127.0.0.1:1"))
+    with pytest.raises(ConfigError, match=r"/proc/x/run-1-.* cannot be written .*--state-dir"), state.locked("join"):
+        pass
+
+
+def test_a_blank_before_an_invite_does_no_harm(keys, tmp_path, monkeypatch):
+    text = invite_for(keys, "127.0.0.1:1").text()
+    monkeypatch.setenv("COMPOSER_INVITE", f" {text}\n")
+    assert _invite(join_parser().parse_args(["--state-dir", str(tmp_path)]))[0].text() == text
 
 
 def test_the_price_of_a_node_is_that_of_its_gpus(keys, tmp_path):
@@ -219,11 +286,14 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
         other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
         port = other.bind_to_random_port("tcp://127.0.0.1")
         invite = invite_for(keys, "127.0.0.1:1")
-        with pytest.raises(DeadlineError, match=r"tried for 0\.5 s .* 127\.0\.0\.1:1 took no connection"):
+        with pytest.raises(DeadlineError, match=r"tried for 0\.5 s .* 127\.0\.0\.1:1 took no connection within 0\.5 s"):
             await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 0.5)
         invite = invite_for(keys, f"127.0.0.1:{port}")
         with pytest.raises(DeadlineError, match=f"listens at 127.0.0.1:{port} does not hold the run's key"):
             await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 3.0)
+    invite = invite_for(keys, "no-such-host.invalid:5500")
+    with pytest.raises(DeadlineError, match=r"this machine knows no host 'no-such-host\.invalid'"):
+        await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 0.5)
 
 
 async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):

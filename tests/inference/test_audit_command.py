@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_prime.config import Config, load
+from composer_prime.errors import ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from inference.main import _as_auditor, _main
@@ -54,6 +55,12 @@ def test_an_auditor_computes_in_float32(run_dir):
         ([*joining, "--dtype", "bfloat16"], "bfloat16"),
     ):
         assert _as_auditor(words)[0].inference.dtype == dtype
+
+
+def test_a_run_without_audits_has_no_work_for_an_auditor(run_dir):
+    # Said at once: its gateway has no port for auditors to wait for.
+    with pytest.raises(ConfigError, match=r"orchestrator\.audit\.enabled is false .*--orchestrator\.audit\.enabled"):
+        orchestrator_audit([str(run_dir.root)])
 
 
 def test_orchestrator_audit_says_how_it_is_called(capsys):

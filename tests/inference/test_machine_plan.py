@@ -6,7 +6,7 @@ import pytest
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
-from composer_prime.errors import ConfigError, EngineError
+from composer_prime.errors import ConfigError
 from composer_prime.wire.enrollment import Gpu, NodeMachine
 from inference.machine import NodeShare, check_disk, find_machine, plan_nodes
 
@@ -52,23 +52,23 @@ def test_before_the_first_version_nothing_is_known_to_be_too_large():
 
 
 @pytest.mark.parametrize(
-    ("found", "parameters", "options", "error", "parts"),
+    ("found", "parameters", "options", "parts"),
     [
-        (machine(1), 70 * BILLION, {}, EngineError, ["GiB on each of 1 GPU", "68.0 GiB of 80.0 usable"]),
-        (machine(8), 70 * BILLION, {"vllm": False}, EngineError, ["install vllm, which splits a model"]),
+        (machine(1), 70 * BILLION, {}, ["GiB on each of 1 GPU", "68.0 GiB of 80.0 usable"]),
+        (machine(8), 70 * BILLION, {"vllm": False}, ["install vllm, which splits a model"]),
         # A swap holds the weights twice, and a KV cache stands beside them, as in the forecast of a run's own nodes.
-        (machine(1), 19 * BILLION, {"vllm": False}, EngineError, ["needs 75.4 GiB", "73.6 GiB of 80.0 usable"]),
-        (machine(0, memory_gib=8), BILLION, {}, EngineError, ["needs 8.5 GiB", "8.0 GiB are free"]),
-        (machine(0, memory_gib=4), 8 * BILLION, {}, EngineError, ["GiB of memory on the CPU, 4.0 GiB are free"]),
-        (machine(1, driver="11.8"), BILLION, {}, ConfigError, ["driver knows CUDA 11.8", "needs 13.0", "--device cpu"]),
-        (machine(1), BILLION, {"cuda": ""}, ConfigError, ["built without CUDA"]),
-        (machine(0), BILLION, {"device": "cuda"}, ConfigError, ["no GPU is visible here"]),
-        (machine(0), BILLION, {"has_nvidia": True}, ConfigError, ["its driver does not answer", "--gpus all"]),
-        (machine(1), BILLION, {"engine": "vllm", "vllm": False}, ConfigError, ["vllm is not installed", "[vllm]"]),
+        (machine(1), 19 * BILLION, {"vllm": False}, ["needs 75.4 GiB", "73.6 GiB of 80.0 usable"]),
+        (machine(0, memory_gib=8), BILLION, {}, ["needs 8.5 GiB", "8.0 GiB are free"]),
+        (machine(0, memory_gib=4), 8 * BILLION, {}, ["GiB of memory on the CPU, 4.0 GiB are free"]),
+        (machine(1, driver="11.8"), BILLION, {}, ["driver knows CUDA 11.8", "needs 13.0", "--device cpu"]),
+        (machine(1), BILLION, {"cuda": ""}, ["built without CUDA"]),
+        (machine(0), BILLION, {"device": "cuda"}, ["no GPU is visible here"]),
+        (machine(0), BILLION, {"has_nvidia": True}, ["its driver does not answer", "--gpus all"]),
+        (machine(1), BILLION, {"engine": "vllm", "vllm": False}, ["vllm is not installed", "[vllm]"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_with_what_is_needed_and_what_is_there(found, parameters, options, error, parts):
-    with pytest.raises(error) as caught:
+def test_what_does_not_fit_is_refused_with_what_is_needed_and_what_is_there(found, parameters, options, parts):
+    with pytest.raises(ConfigError) as caught:
         plan(found, parameters, **options)
     assert all(part in str(caught.value) for part in parts), caught.value
 
@@ -82,3 +82,5 @@ def test_this_machine_can_be_looked_at(tmp_path):
     found = find_machine(tmp_path / "not" / "there" / "yet")
     assert found.cores >= 1 and found.memory > 0 and found.disk > 0 and "cores" in str(found)
     check_disk(found.disk, 0, tmp_path)
+    with pytest.raises(ConfigError, match=r"needs 2\.00 GiB of disk more .* has 1\.00 GiB free: pass --state-dir"):
+        check_disk(GIB, 2 * GIB, tmp_path)

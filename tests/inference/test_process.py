@@ -17,7 +17,7 @@ from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import Generated, Goodbye
 from inference.main import main
-from inference.serving import Assignment, _serve
+from inference.serving import LOST, Assignment, _serve, run_node
 from inference.sources import HttpSource
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
@@ -164,6 +164,21 @@ def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder
                 released.set()
 
     asyncio.run(scenario())
+
+
+def test_a_node_that_cannot_reach_its_run_ends_with_a_status_of_its_own(publisher, folder, config, capsys):
+    # `inference join` does not count it as a crash.
+    assignment = Assignment(
+        node_name="box",
+        inference=config.model_copy(update={"connect_timeout_s": 0.5, "threads": 1}),
+        model=str(folder),
+        max_context=MAX_CONTEXT,
+        keys=lambda: publisher.keys.client("node"),
+        address=lambda: "tcp://127.0.0.1:1",
+        run_dir=None,
+    )
+    assert run_node(assignment) == LOST
+    assert "(inference.connect_timeout_s) for the gateway at tcp://127.0.0.1:1" in capsys.readouterr().err
 
 
 @pytest.mark.process

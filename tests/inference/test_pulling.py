@@ -15,7 +15,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
-from composer_prime.errors import CorruptWeightsError, DeadlineError, WireError
+from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import ChunkRef, sign
 from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, ModelFile, ModelFiles, release
@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_pulled(
     signed = publisher.publish(3)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
     source = CutSource(publisher.store, {})
-    with pytest.raises(OSError, match=r"needs 0\.0\d GiB of disk more .* has 0\.00 GiB free: pass --state-dir"):
+    with pytest.raises(ConfigError, match=r"needs 0\.0\d GiB of disk more .* has 0\.00 GiB free: pass --state-dir"):
         asyncio.run(pull_model(source, invite, enrolled(signed), NodeState(tmp_path, invite), 0))
     assert not source.got
 

@@ -44,12 +44,13 @@ def bootstrap(home: Path, *words: str, **environment: str) -> subprocess.Complet
 # A dry run in an empty home shows each command and the join, and leaves nothing behind. vLLM is for GPUs.
 def test_dry_run(home):
     put(home, "apt-get", "exit 1")
-    done = bootstrap(home, "--dry-run", "--cpu", "--name", "box", "cpi1.secret", "--", "--engine", "local")
+    words = ["--dry-run", "--cpu", "--package", "a.whl", "--name", "box"]
+    done = bootstrap(home, *words, "cpi1.x", "--", "--engine", "local")
     assert done.returncode == 0, done.stderr
     assert "apt-get install -yq --no-install-recommends ca-certificates curl gcc libc6-dev" in done.stderr
-    assert "would run: uv tool install --python 3.12 composer-prime\n" in done.stderr
+    assert "would run: uv tool install --python 3.12 a.whl" in done.stderr
     assert "would run: exec inference join --name box --engine local" in done.stderr
-    assert "cpi1.secret" not in done.stderr
+    assert "cpi1.x" not in done.stderr
     assert [path.name for path in (home / ".local").rglob("*") if path.is_file()] == ["apt-get"]
     put(home, "nvidia-smi", "echo 580.65.06")
     done = bootstrap(home, "--dry-run", "cpi1.secret")
@@ -81,7 +82,8 @@ def test_twice(home):
         (["x"], "echo 550.54.14", "the NVIDIA driver is 550.54.14, 580 or newer is needed"),
         (["--cpus", "x"], None, "unknown option --cpus"),
         (["--package"], None, "--package needs a value"),
-        (["--cpu", "x"], None, "there is no apt-get"),
+        (["--cpu", "x"], None, "no package is given: pass --package SPEC"),
+        (["--cpu", "--package", "a.whl", "x"], None, "there is no apt-get"),
     ],
 )
 def test_errors(home, words, driver, message):

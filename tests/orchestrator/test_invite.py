@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 
 import pytest
 
 from composer_prime.config import Config, load
+from composer_prime.console import duration_s
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
-from composer_prime.wire.enrollment import INVITE_PREFIX, Invite
+from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
 from composer_prime.wire.iroh_link import is_iroh
-from orchestrator.invite import create_invite, main, node_addresses, relay_line, seconds
+from orchestrator.invite import create_invite, main, node_addresses, relay_line
 
 
 @pytest.fixture
@@ -45,7 +47,8 @@ def started(tmp_path):
 
 def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(started, capsys):
     run_dir = started()
-    assert main([str(run_dir.root), "--nodes", "3", "--expires", "2h"]) == 0
+    words = ["--nodes", "3", "--expires", "2h", "--package", "composer-prime @ git+https://example.org/c@abc"]
+    assert main([str(run_dir.root), *words, "--image", "example.org/composer:1"]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
     assert string.startswith(INVITE_PREFIX) and len(lines) == 3
     for line, (label, word) in zip(lines, (("shell", ""), ("uvx", "uvx "), ("docker", "docker run")), strict=True):
@@ -53,7 +56,8 @@ def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(st
         # As an argument every user of the machine would see it.
         assert command.startswith(f"COMPOSER_INVITE={string} {word}") and command.endswith("inference join")
         assert command.count(string) == 1
-    assert "-e COMPOSER_INVITE " in lines[2]
+    assert "--from 'composer-prime @ git+https://example.org/c@abc' " in lines[1]
+    assert "-e COMPOSER_INVITE " in lines[2] and " example.org/composer:1 " in lines[2]
     invite, keys = Invite.read(string), RunKeys(run_dir.keys)
     assert invite.addresses == ["192.0.2.7:5500"]
     assert invite.run_id == (run_dir.root / "run_id").read_text().strip()
@@ -64,6 +68,23 @@ def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(st
         keys.registry.enroll(invite.keys.own.public, b"node%d" % number, "n", "")
     with pytest.raises(InviteError, match="for 3 nodes"):
         keys.registry.enroll(invite.keys.own.public, b"one more", "n", "")
+
+
+def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
+    """The package is what another machine can install; of a folder of this machine there is none."""
+    git = {"url": "https://example.org/c.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    assert package_of(None, "vllm") == f"composer-prime[vllm]=={release()}"
+    assert package_of(json.dumps(git)) == "composer-prime @ git+https://example.org/c.git@abc"
+    wheel = {"url": "https://example.org/c-1-py3-none-any.whl", "archive_info": {}}
+    assert package_of(json.dumps(wheel), "iroh") == "composer-prime[iroh] @ https://example.org/c-1-py3-none-any.whl"
+    for url in ("file:///home/me/composer", "file:///tmp/c-1-py3-none-any.whl"):
+        assert package_of(json.dumps({"url": url, "dir_info": {"editable": True}})) is None
+    assert main([str(started().root)]) == 0
+    shown = capsys.readouterr()
+    if release_package() is None:
+        assert "uvx --from" not in shown.out and "no uvx line, because" in shown.err and "--package SPEC" in shown.err
+    assert "docker run" not in shown.out
+    assert "orchestrator.audit.enabled is false: nothing checks what these nodes" in shown.err
 
 
 def test_the_secret_of_an_invite_is_in_its_string_only(started):
@@ -134,6 +155,8 @@ def test_a_string_of_another_release_names_both(started):
 
     invite = create_invite(started(), nodes=1, expires_s=60, addresses=["192.0.2.7:5500"])
     with pytest.raises(InviteError, match=r"the run has composer-prime 9\.9\.9 .*this node .*--from composer-prime==9"):
+        Invite.read(msgspec.structs.replace(invite, release="9.9.9", package="composer-prime==9.9.9").text())
+    with pytest.raises(InviteError, match=r"install the run's release$"):  # where it is to be had is not known
         Invite.read(msgspec.structs.replace(invite, release="9.9.9").text())
 
 
@@ -151,7 +174,17 @@ def test_loopback_is_refused_with_the_remedy(started):
         assert node_addresses(run_dir, given, allow_loopback=True)
 
 
-def test_the_address_is_where_the_run_listens(started):
+def test_an_address_of_no_machine_is_refused(started):
+    """A wildcard is for listening; a group of machines takes no connections."""
+    for host in ("0.0.0.0", "[::]", "[::ffff:0.0.0.0]", "224.0.0.1", "[ff02::1]", "255.255.255.255"):
+        with pytest.raises(ConfigError, match=r"--address is .*, which is no address of one machine: .*PUBLIC_IP:5500"):
+            node_addresses(started(), [f"{host}:5500"])
+        for option in ("--relay", "--iroh"):
+            with pytest.raises(ConfigError, match=f"{option} is .*:5600, which is no address of one machine"):
+                main([str(started().root), option, f"{host}:5600"])
+
+
+def test_the_address_is_where_the_run_listens(started, capsys):
     """A wildcard becomes this machine's own address; a free port is known while the run is up."""
     assert node_addresses(started(), []) == ["192.0.2.7:5500"]
     assert node_addresses(started(), ["tcp://gpu.example:7000", "[2001:db8::1]:7000"]) == [
@@ -163,12 +196,15 @@ def test_the_address_is_where_the_run_listens(started):
     with pytest.raises(ConfigError, match=r"port 0.*the run is not up"):
         node_addresses(started("tcp://192.0.2.7:0"), [])
     assert node_addresses(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000"), []) == ["192.0.2.7:41000"]
+    # Nodes keep the address for as long as they live, so a port that changes with each start is worth a note.
+    assert main([str(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000").root)]) == 0
+    assert "the port of 192.0.2.7:41000 changes when the run is started again" in capsys.readouterr().err
 
 
 def test_wrong_words_name_the_value(started, tmp_path):
-    with pytest.raises(ConfigError, match="--expires is '24': give a number and a unit"):
-        seconds("24")
-    assert [seconds(text) for text in ("90s", "45m", "24h", "7d", "1.5h")] == [90, 2700, 86400, 604800, 5400]
+    with pytest.raises(argparse.ArgumentTypeError, match="'24': give a number and a unit"):
+        duration_s("24")
+    assert [duration_s(text) for text in ("90s", "45m", "24h", "7d", "1.5h")] == [90, 2700, 86400, 604800, 5400]
     for nodes, expires_s, part in ((0, 60, "--nodes is 0"), (5000, 60, "1 to 4096"), (1, 0, "--expires is 0")):
         with pytest.raises(ConfigError, match=part):
             create_invite(started(), nodes=nodes, expires_s=expires_s, addresses=["192.0.2.7:5500"])

@@ -47,6 +47,16 @@ def notes(folder: Path, *words: str) -> str:
             (*ON, "--channels.sdpo.beta", "0.01"),
             "channels.sdpo.beta is 0.01: near its ends the generalized JSD goes to 0",
         ),
+        (
+            ("--orchestrator.node_address", "tcp://0.0.0.0:5500", "--orchestrator.audit.enabled"),
+            ("--orchestrator.node_address", "tcp://0.0.0.0:5500"),
+            "orchestrator.node_address is tcp://0.0.0.0:5500 and orchestrator.audit.enabled is false: nodes from",
+        ),
+        (
+            ("--inference.max_usd_per_million", "40", "--inference.usd_per_hour", "2"),
+            ("--inference.max_usd_per_million", "40"),
+            "inference.max_usd_per_million is 40, but inference.usd_per_hour is not set: a node without a price",
+        ),
     ],
 )
 def test_a_setting_that_is_seldom_meant_has_a_note(tmp_path, quiet, loud, said):

@@ -82,7 +82,7 @@ def run(tmp_path, monkeypatch) -> Path:
 def rent(run: Path, url: str, *words: str, count: int = 2) -> int:
     wanted = ["--run", str(run), "--provider", "runpod", "--gpu", "RTX 4090", "--count", str(count), "--yes"]
     given = [] if "--invite" in words else ["--invite", new_invite().text()]
-    return main([*wanted, "--max-price", "0.5", *given, *words], {"runpod": RunPod(url)})
+    return main([*wanted, "--max-price", "0.5", "--package", "a.whl", *given, *words], {"runpod": RunPod(url)})
 
 
 def orders(label: str, offer: Offer) -> Order:
@@ -295,7 +295,7 @@ def test_wrong_invite(values, uses, message, run):
 def test_no_invite(run, monkeypatch):
     monkeypatch.setenv("COMPOSER_INVITE", "cpi1.short")
     with pytest.raises(InviteError, match="was cut or altered"):
-        main(["--run", str(run), "--provider", "runpod", "--count", "1", "--max-price", "1", "--yes"])
+        main(["--run", str(run), "--provider", "runpod", "--count", "1", "--max-price", "1", "--yes", "--package", "a"])
 
 
 # A machine that cannot be reached keeps no other from its set-up, and the budget ends the wait for it.

@@ -17,6 +17,7 @@ from provider_answers import new_invite, vast_offer
 
 from composer_prime.errors import ConfigError, ProviderError
 from composer_prime.run.rentals import Rental, RentalRecord
+from composer_prime.wire.enrollment import release_package
 from orchestrator.rent.command import main
 from orchestrator.rent.fleet import RentalBudget
 
@@ -61,7 +62,7 @@ def run(tmp_path) -> Path:
 
 def rent(run: Path, *words: str, count: int = 2) -> int:
     wanted = ["--run", str(run), "--provider", "vast", "--gpu", "H100", "--count", str(count), "--max-price", "2.5"]
-    return main([*wanted, "--invite", INVITE, *words])
+    return main([*wanted, "--invite", INVITE, "--package", "a.whl", *words])
 
 
 # The cheapest two are rented, recorded with their ids, shown, and ended: the provider then lists none.
@@ -225,7 +226,10 @@ def test_not_installed(run, monkeypatch):
 def test_dry_run(provider, run, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(run))
     words = ["--run", str(run), "--provider", provider, "--count", "8", "--max-price", "2.5", "--ssh-key", "k"]
-    assert main([*words, "--dry-run"]) == 0
+    if release_package() is None:  # installed from a folder, as in a checkout: no other machine could install it
+        with pytest.raises(ConfigError, match=r"--package is missing.*from a folder or file"):
+            main([*words, "--dry-run"])
+    assert main([*words, "--package", "a.whl", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     for step in ("offers", "start    8 x", "list", "stop", "at most $20.00 an hour for 8 machines"):
         assert step in shown

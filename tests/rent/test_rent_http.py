@@ -44,7 +44,7 @@ def test_runpod(run, capsys):
     with service(answer) as url:
         providers = {"runpod": RunPod(url)}
         words = ["--run", str(run), "--provider", "runpod", "--gpu", "RTX 4090", "--count", "2", "--max-price", "0.5"]
-        assert main([*words, "--invite", INVITE, "--yes"], providers) == 0
+        assert main([*words, "--invite", INVITE, "--package", "a.whl", "--yes"], providers) == 0
         assert len(pods) == 2
         assert main(["--run", str(run), "--status"], providers) == 0
         assert main(["--run", str(run), "--stop"], providers) == 0
@@ -79,7 +79,7 @@ def test_lambda(run):
     with service(answer) as url:
         providers = {"lambda": Lambda(url)}
         words = ["--run", str(run), "--provider", "lambda", "--gpu", "H100", "--count", "1", "--max-price", "2.5"]
-        assert main([*words, "--ssh-key", "my-key", "--invite", INVITE, "--yes"], providers) == 0
+        assert main([*words, "--ssh-key", "my-key", "--invite", INVITE, "--package", "a.whl", "--yes"], providers) == 0
         assert machines["0920"]["status"] == "booting"
         assert main(["--run", str(run), "--stop"], providers) == 0
         assert machines["0920"]["status"] == "terminated"
@@ -91,10 +91,10 @@ def test_keys(run, monkeypatch):
     with service(lambda path, body: (200, LAMBDA_KINDS)) as url:
         monkeypatch.setenv("LAMBDA_API_KEY", "wrong-key")
         with pytest.raises(ProviderError, match=r"HTTP 401.*API key is invalid.*export a key of https://cloud.lambda"):
-            main([*words, "--invite", INVITE, "--yes"], {"lambda": Lambda(url)})
+            main([*words, "--invite", INVITE, "--package", "a.whl", "--yes"], {"lambda": Lambda(url)})
         monkeypatch.delenv("LAMBDA_API_KEY")
         with pytest.raises(ProviderError, match=r"\$LAMBDA_API_KEY is not set: export a key"):
-            main([*words, "--invite", INVITE, "--yes"], {"lambda": Lambda(url)})
+            main([*words, "--invite", INVITE, "--package", "a.whl", "--yes"], {"lambda": Lambda(url)})
 
 
 # An error of the service is shown in its own words.
@@ -111,7 +111,7 @@ def test_refused(run, capsys):
 
     with service(answer) as url:
         words = ["--run", str(run), "--provider", "lambda", "--count", "1", "--max-price", "9", "--ssh-key", "k"]
-        assert main([*words, "--invite", INVITE, "--yes"], {"lambda": Quick(url)}) == 1
+        assert main([*words, "--invite", INVITE, "--package", "a.whl", "--yes"], {"lambda": Quick(url)}) == 1
     shown = capsys.readouterr().out
     assert "Quota exceeded." in shown
     assert "0 of 1 machines were started" in shown
