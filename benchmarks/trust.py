@@ -16,10 +16,11 @@ bound, median and 90th percentile. `distance` is the mean total variation betwee
     foreign     draws of another seed
 
 A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
-float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. The
-exit status is 1 when a cheat is not caught in every order at the tolerance for float32, when an honest node is
-quarantined or .1 % of its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. No
-answer is compared with an older version here: benchmarks/trust_scale.py does that, and meets far more answers.
+float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. What
+an audit costs is left out there: vLLM computes in a process of its own, whose time is not counted. The exit status is 1
+when a cheat is not caught in every order at the tolerance for float32, when an honest node is quarantined or .1 % of
+its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. No answer is compared with an
+older version here: benchmarks/trust_scale.py does that, and meets far more answers.
 """
 
 from __future__ import annotations
@@ -329,9 +330,10 @@ async def honest_row(
     gaps = [verdict.gap_mean for verdict in honest.verdicts]
     worst = max(verdict.gap_max for verdict in honest.verdicts)
     cost = checked_s / honest.generated_s
+    cost_text = f"{cost:.2f}" if isinstance(node, LocalEngine) else ""
     audit_dtype = "float32" if auditor is bench.right else "bfloat16"
     print(f"{name:<12}{audit_dtype:<10}{tolerance:>9g}{len(honest.verdicts):>9}{honest.tokens:>9}{refused:>9.2%}"
-          f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost:>11.2f}")  # fmt: skip
+          f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost_text:>11}".rstrip())  # fmt: skip
     return caught == 0 and refused < MAX_REFUSED, cost
 
 
@@ -369,39 +371,40 @@ async def cheat_rows(bench: Bench, nodes: list[Audited]) -> bool:
     return fine
 
 
-async def vllm_rows(bench: Bench) -> tuple[bool, float, bool]:
-    """Print what a vLLM node is found to do. Returns what `honest_row` and `cheat_rows` return."""
+async def vllm_rows(bench: Bench) -> tuple[bool, bool]:
+    """Print what a vLLM node is found to do. Returns whether it was left alone, and whether each cheat was caught."""
     node = build_engine(settings(engine="vllm", dtype="float32"), POLICY, CONTEXT)
     await node.start()
     print_honest_head()
-    left_alone, ratio = await honest_row(bench, "vllm", node, bench.right, bench.args.tight)
+    left_alone, _ = await honest_row(bench, "vllm", node, bench.right, bench.args.tight)
     nodes = await bench.drawing_cheats(node)
     await node.close()
-    return left_alone, ratio, await cheat_rows(bench, nodes)
+    return left_alone, await cheat_rows(bench, nodes)
 
 
 async def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(2)
-    start = time.monotonic()
+    start, ratio = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as folder:
         right = await started(POLICY, "float32")
         bench = Bench(args=args, folder=Path(folder), prompts=prompts(), right=right)
         if args.engine == "vllm":
-            left_alone, ratio, all_caught = await vllm_rows(bench)
+            left_alone, all_caught = await vllm_rows(bench)
         else:
             narrow = await started(POLICY, "bfloat16")
             left_alone, ratio = await honest_rows(bench, narrow)
             await narrow.close()
             all_caught = await cheat_rows(bench, await bench.cheats())
         await right.close()
-    print(f"\naudit cost at the floor of {args.floor:.0%}: {args.floor * ratio:.2%} of generation "
-          f"({time.monotonic() - start:.0f} s in all)")  # fmt: skip
-    cost = args.floor * ratio
+    print(f"\n{time.monotonic() - start:.0f} s in all")
     answers = [
         (f"every cheat is caught at tolerance {args.tight:g} in {args.pool} answers", all_caught),
         (f"no honest node is quarantined, and less than {MAX_REFUSED:.1%} of its answers refused", left_alone),
-        (f"audits cost {cost:.2%} of generation, below {MAX_COST:.0%}", cost < MAX_COST),
     ]
+    if args.engine == "local":
+        cost = args.floor * ratio
+        answers.append((f"audits at the floor of {args.floor:.0%} cost {cost:.2%} of generation, below {MAX_COST:.0%}",
+                        cost < MAX_COST))  # fmt: skip
     for text, is_good in answers:
         print(f"{'met   ' if is_good else 'MISSED'} {text}")
     return int(not all(is_good for _, is_good in answers))

@@ -30,7 +30,7 @@ from pydantic_core import ErrorDetails
 
 from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.config.layers import merge_layers, read_with_bases
+from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
@@ -146,7 +146,8 @@ def join_parser() -> argparse.ArgumentParser:
 def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     """Return `values`, the run's own settings, with those of the options on top. Raises ConfigError."""
     if options.settings is not None:
-        values = values | merge_layers(read_with_bases(str(options.settings))).get("inference", {})
+        run = Layer(origin="the run", values={"inference": values})
+        values = merge_layers([run, *read_with_bases(str(options.settings))])["inference"]
     for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from", "relay"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)

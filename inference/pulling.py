@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from composer_prime.console import GIB
-from composer_prime.errors import CorruptWeightsError, DeadlineError
+from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError
 from composer_prime.plan.machine import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest
@@ -31,6 +31,8 @@ _WEIGHTS = "model.safetensors"
 _TRIES = 10
 """Pulls in a row that brought nothing."""
 _RETRY_S = 1.0
+_TOUCH_S = 30.0
+"""The run keeps an older version for a minute after its gateway gave a part of it."""
 
 
 @asynccontextmanager
@@ -79,7 +81,8 @@ async def pull_model(
         )
     _link_chunks(state, slot, manifest)
     versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
-    snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)
+    async with _kept_by_run(manifest, link):
+        snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
         manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,
@@ -125,6 +128,28 @@ def _whole_chunks(path: Path, refs: list[ChunkRef]) -> int:
             if hashlib.sha256(file.read(ref.size)).hexdigest() != ref.sha256:
                 return count
     return len(refs)
+
+
+@asynccontextmanager
+async def _kept_by_run(manifest: Manifest, link: ChunkSource | None) -> AsyncIterator[None]:
+    """Ask the gateway for bytes of a version now and then, so that the run and its copies keep it during a slow pull.
+
+    Other sources do not tell the run what they are asked for. Newer versions may share some of the chunks.
+    """
+
+    async def touch() -> None:
+        while link is not None:
+            for ref in [*manifest.overlay[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
+                with suppress(ComposerError, OSError):
+                    await link.read(ref.sha256, ref.size - 1)
+            await asyncio.sleep(_TOUCH_S)
+
+    touching = asyncio.create_task(touch())
+    try:
+        yield
+    finally:
+        touching.cancel()
+        await asyncio.gather(touching, return_exceptions=True)
 
 
 async def _persistently(pull, progress):

@@ -20,6 +20,17 @@ from composer_prime.run.weights import is_chunk_name
 
 DRIVERS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "file": "", "memory": ""}
 """The extra of each scheme; empty where fsspec itself has the driver."""
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws (AWS_PROFILE if not the default one)",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    "azure": "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Where the driver of each extra looks for them."""
+_NO_CREDENTIALS = {
+    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError",
+    "CredentialUnavailableError",
+}  # fmt: skip
+"""What botocore, google.auth and azure.identity raise without any."""
 _TIMES = ("LastModified", "last_modified", "mtime", "created")
 """Where drivers say when an object was written."""
 _MANIFEST = re.compile(r"v([0-9]{6,12})\.manifest")
@@ -43,13 +54,13 @@ class Bucket:
                 f"{url} needs the extra {DRIVERS[scheme]!r} ({error}): pip install 'composer-prime[{DRIVERS[scheme]}]'"
             ) from None
         except Exception as error:  # Each driver has a tree of its own.
-            raise ConfigError(
-                f"{url} cannot be opened ({type(error).__name__}: {error}): set the account and credentials where that "
-                "cloud's own command line reads them, or give another URL"
-            ) from error
+            where = _CREDENTIALS.get(DRIVERS[scheme])
+            remedy = f"set {where}, or give another URL" if where else "give another URL"
+            raise ConfigError(f"{url} cannot be opened ({type(error).__name__}: {error}): {remedy}") from error
         self.url = url.rstrip("/")
         self._root = root.rstrip("/")
         self._renames = scheme == "file"
+        self._credentials = _CREDENTIALS.get(DRIVERS[scheme], "")
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
         """Return up to `size` bytes of a chunk from `offset`; None when there is no such chunk. Raises OSError."""
@@ -66,12 +77,13 @@ class Bucket:
             raise
 
     def claim(self, run_id: str) -> None:
-        """Note that the URL is this run's; this also tries whether it can be written.
+        """Note that the URL is this run's, after trying each right with an object that is removed again.
 
         On a disk what a killed push left unfinished is removed: one push at a time writes there.
 
         Raises ConfigError when it is another run's, UnwritableError without the rights, OSError when it is not reached.
         """
+        self._try_rights(f"{self._root}/probe-{run_id}")
         path = f"{self._root}/run_id"
         with self._as_os_error("read"):
             held = self._fs.cat_file(path).decode().strip() if self._fs.exists(path) else None
@@ -85,6 +97,23 @@ class Bucket:
                 for name, _ in self._listed(folder):
                     if name.endswith(".partial"):
                         self._remove(f"{self._root}/{folder}/{name}")
+
+    def _try_rights(self, path: str) -> None:
+        """Raise UnwritableError with the first missing right.
+
+        What is absent is not asked for: S3 answers as without the right to read where that to list is missing.
+        """
+        self._write(path, b"probe")
+        try:
+            with self._as_os_error("list"):
+                self._fs.ls(self._root, detail=False)
+            with self._as_os_error("read"):
+                self._fs.cat_file(path)
+        except OSError:
+            with suppress(OSError):
+                self._remove(path)
+            raise
+        self._remove(path)
 
     def chunk_sizes(self) -> dict[str, int]:
         """Return the bytes of every chunk, by sha256. Raises OSError."""
@@ -157,4 +186,6 @@ class Bucket:
                 "and delete there, or another URL"
             ) from error
         except Exception as error:  # Each driver has a tree of its own.
+            if type(error).__name__ in _NO_CREDENTIALS and self._credentials:
+                raise UnwritableError(f"{self.url}: no credentials ({error}): set {self._credentials}") from error
             raise OSError(f"{self.url}: cannot {right}: {type(error).__name__}: {error}") from error

@@ -41,10 +41,12 @@ logger = logging.getLogger(__name__)
 
 _SMALL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?<!\.index)\.(json|jinja|txt|model)")
 _SETTINGS = {
-    "engine", "dtype", "max_concurrent", "local", "heartbeat_s", "lost_after_s", "connect_timeout_s", "chunk_timeout_s",
-    "drain_timeout_s", "canary_tolerance", "max_restarts",
+    "engine", "dtype", "max_concurrent", "local", "vllm", "heartbeat_s", "lost_after_s", "connect_timeout_s",
+    "chunk_timeout_s", "drain_timeout_s", "canary_tolerance", "max_restarts",
 }  # fmt: skip
 """Of [inference]; the others describe machines of the run's own."""
+_OWN_SETTINGS = {"vllm": {"tensor_parallel", "extra_args"}}
+"""A node counts its own GPUs, and takes no command line from elsewhere."""
 _PASS_S = 365 * 86400
 """How long a node finds the run through relays without enrolling again; it does at each start."""
 
@@ -161,7 +163,7 @@ class Enrollment:
             logger.error("node %s cannot be enrolled now, it will ask again: %s", message.name, error)
             return None
         logger.info("node %s enrolled: %s", node.name, message.machine)
-        inference = self._config.inference.model_dump_json(include=_SETTINGS)
+        inference = self._config.inference.model_dump_json(include=_SETTINGS, exclude=_OWN_SETTINGS)
         return Enrolled(
             node_id=node.name,
             model=self._model,

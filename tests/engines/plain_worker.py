@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from vllm.model_executor.layers import utils
 
+from inference.engines.vllm.rank_sums import Held
 from inference.engines.vllm.worker_extension import NodeWorker
 
 
@@ -37,7 +38,7 @@ class PlainWorker(NodeWorker):
             raise OSError("broken off")
         super().patch_from_file(path, shapes)
 
-    def read_parameters(self, names: list[str]) -> list[tuple[list[str], str, str]]:
+    def read_parameters(self, names: list[str]) -> list[Held]:
         model = self.model_runner.get_model()
         held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         safetensors.torch.save_file(held, Path(os.environ["TEST_WORKER"]) / "held.safetensors")

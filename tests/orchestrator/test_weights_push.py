@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -216,26 +217,61 @@ def test_a_damaged_store_is_not_pushed(store, bucket, damage):
     assert bucket.versions() == [] and not bucket.written
 
 
-class Denied(MemoryFileSystem):
-    """A bucket that may be read only."""
-
-    def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        raise PermissionError("Access Denied")
-
-
-# A bucket of another run, without rights, or that is none, is refused with the remedy.
+# A bucket of another run, or that is none, is refused with the remedy.
 def test_buckets_are_checked(bucket):
     bucket.claim("run-a")
     bucket.claim("run-a")
     with pytest.raises(ConfigError, match=r"run 'run-a', this is run 'run-b': give each run a URL"):
         bucket.claim("run-b")
-    denied = Bucket("memory://denied/run")
-    denied._fs = Denied()
-    with pytest.raises(UnwritableError, match=r"memory://denied/run: no right to write \(Access Denied\); give these"):
-        denied.claim("run-a")
     for url in ("nowhere", "file://", "http://host/x", "ftp://host/x"):
         with pytest.raises(ConfigError, match="not a bucket for weights"):
             Bucket(url)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+# Each missing right is named at the start. Nothing is left behind where it can be removed.
+@pytest.mark.parametrize(
+    ("calls", "right", "left"),
+    [
+        (["pipe_file"], "write", 0),
+        (["ls", "exists"], "list", 0),
+        (["cat_file"], "read", 0),
+        (["rm_file"], "delete", 1),
+        (["ls", "rm_file"], "list", 1),
+    ],
+)
+def test_the_right_that_is_missing_is_named(calls, right, left):
+    MemoryFileSystem.store.clear()
+    bucket = Bucket("memory://denied/run")
+    bucket._fs = MemoryFileSystem(skip_instance_cache=True)
+    for call in calls:
+        setattr(bucket._fs, call, raising(PermissionError("Access Denied")))
+    message = rf"memory://denied/run: no right to {right} \(Access Denied\); give these credentials the rights to list"
+    with pytest.raises(UnwritableError, match=message):
+        bucket.claim("run-a")
+    assert len(MemoryFileSystem.store) == left
+
+
+class NoCredentialsError(Exception):
+    """botocore's has this name."""
+
+
+# Without credentials the error says where they are looked for.
+def test_missing_credentials_are_named(monkeypatch):
+    class Cloud(MemoryFileSystem):
+        pipe_file = raising(NoCredentialsError("Unable to locate credentials"))
+
+    for url, variable in (("s3://b/run", "AWS_ACCESS_KEY_ID"), ("gs://b/run", "GOOGLE_APPLICATION_CREDENTIALS"),
+                          ("az://b/run", "AZURE_STORAGE_ACCOUNT_KEY")):  # fmt: skip
+        monkeypatch.setitem(_registry, url[:2], Cloud)
+        with pytest.raises(UnwritableError, match=rf"{url}: no credentials \(Unable to locate.*{variable}"):
+            Bucket(url).claim("run-a")
 
 
 # A driver that cannot be set up, as Azure's without an account, is an error with a remedy.
@@ -245,7 +281,7 @@ def test_a_bucket_without_an_account_is_an_error(monkeypatch):
             raise ValueError("Must provide either a connection_string or account_name")
 
     monkeypatch.setitem(_registry, "az", NoAccount)
-    with pytest.raises(ConfigError, match=r"az://box/run cannot be opened \(ValueError: Must .*set the account"):
+    with pytest.raises(ConfigError, match=r"az://box/run cannot be opened \(ValueError: Must .*set AZURE_STORAGE_"):
         Bucket("az://box/run")
 
 

@@ -25,6 +25,7 @@ from composer_prime.model_source import tensor_shapes
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.vllm.messages import EngineProgress, Scored, Setup, VllmGenerate, VllmGenerated, VllmScore
+from inference.engines.vllm.rank_sums import fold
 from inference.engines.vllm.worker_extension import rule_arguments
 
 _SCORE = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
@@ -69,7 +70,9 @@ class Core:
                 "architecture"
             )
         self._llm.collective_rpc("draw_by_rule")
-        self.takes_patches = self._takes_patches(setup)
+        self._shapes = tensor_shapes(Path(setup.model))
+        """Of the published tensors: no version has others."""
+        self.takes_patches = self._takes_patches()
         self._version = 0
         self._loads = 0
         """Swaps so far. Unlike a version, no two stretches of weights share the number."""
@@ -150,14 +153,12 @@ class Core:
         self._llm.reset_prefix_cache()
 
     def read_back(self, names: list[str]) -> list[tuple[list[str], str, str]]:
-        """Return names, type and checksum of each parameter; none with several workers, which split the model."""
-        answers = self._llm.collective_rpc("read_parameters", args=(names,)) if self._workers == 1 else []
-        return answers[0] if len(answers) == 1 else []
+        """Return names, type and checksum of each parameter that can be read, whole in all workers together."""
+        return fold(self._llm.collective_rpc("read_parameters", args=(names,)), self._shapes)
 
-    def _takes_patches(self, setup: Setup) -> bool:
-        # Of several workers' parameters no sums can be read back, so that nothing would prove a patch.
-        names = list(tensor_shapes(Path(setup.model)))
-        return self._workers == 1 and self._llm.collective_rpc("takes_patches", args=(names,))[0]
+    def _takes_patches(self) -> bool:
+        # Patches were not tested with several workers.
+        return self._workers == 1 and self._llm.collective_rpc("takes_patches", args=(list(self._shapes),))[0]
 
     def close(self) -> None:
         """End vLLM's worker processes, which exist with tensor parallelism only."""

@@ -186,7 +186,7 @@ class VllmEngine:
         return None
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """See Engine. Nothing is read with tensor parallelism. Raises DeadlineError after vllm.swap_timeout_s."""
+        """See Engine. Raises DeadlineError after vllm.swap_timeout_s."""
         message = messages.ReadParameters(call=next(self._numbers), names=names)
         limit = self._inference.vllm.swap_timeout_s
         done = await self._within(self._call(message), limit, "vLLM to read weights (inference.vllm.swap_timeout_s)")

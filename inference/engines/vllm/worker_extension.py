@@ -19,6 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from composer_prime.wire.node import Sampling
 from inference.engines.sampling import SamplingRows, sample
 from inference.engines.vllm.patch_file import INDICES, VALUES
+from inference.engines.vllm.rank_sums import Held
 from inference.snapshot import word_sum
 
 _PATCH_LOADER = "vllm.model_executor.model_loader.checkpoint_weight_patch"
@@ -127,12 +128,26 @@ class NodeWorker:
                     loader.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
         self._repack_tied_heads()
 
-    def read_parameters(self, names: list[str]) -> list[tuple[list[str], str, str]]:
-        """Return published names, type and checksum of each parameter that can be read."""
+    def read_parameters(self, names: list[str]) -> list[Held]:
+        """Describe this worker's part of each parameter that can be read."""
+        padding = self._padding()
         return [
-            (sources, str(parameter.dtype).removeprefix("torch."), f"{word_sum(parameter):x}")
+            (
+                sources,
+                str(parameter.dtype).removeprefix("torch."),
+                f"{word_sum(parameter):x}",
+                parameter.numel() - padding.get(id(parameter), 0),
+            )
             for sources, parameter in self._readable(names)
         ]
+
+    def _padding(self) -> dict[int, int]:
+        """Return how many values of each embedding are zeros that fill up the vocabulary, by the parameter's id."""
+        return {
+            id(module.weight): (len(module.weight) - module.shard_indices.num_org_elements) * module.weight.shape[1]
+            for module in self.model_runner.get_model().modules()
+            if isinstance(module, VocabParallelEmbedding) and getattr(module, "weight", None) is not None
+        }
 
     def _readable(self, names: list[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Yield the published tensors that a parameter consists of, and it.
