@@ -3,11 +3,11 @@
     request(step, version) -> nodes serve version or newer -> rollouts (evaluation lane of the permits)
                   -> metrics, rollouts/eval_*.jsonl
 
-One evaluation runs at a time, beside training. If the next one is due meanwhile, it waits; of several that wait only
+One evaluation runs at a time, during training. If the next one is due meanwhile, it waits; of several that wait only
 the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. Without
-training rollouts the batch of the next evaluated step waits for the evaluation under way. An evaluation begins when
-half of the serving nodes have its version, at version_timeout_s with those that do, and only such nodes answer it: a
-node that is stuck holds up nobody. Failed rollouts are counted and left out of the estimates; they are never scored 0.
+training rollouts the batch of the next evaluated step waits for the current evaluation. An evaluation begins when half
+of the serving nodes have its version, or at version_timeout_s with those that do. Only such nodes answer it, so a stuck
+node delays nothing. Failed rollouts are counted and left out of the estimates; they are never scored 0.
 """
 
 from __future__ import annotations

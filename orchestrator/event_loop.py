@@ -49,7 +49,7 @@ class Notifier:
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
-        """What the current waiters wait for; None while nobody waits."""
+        """What the current waiters wait for; None without waiters."""
 
     def notify(self) -> None:
         """Wake every current waiter."""

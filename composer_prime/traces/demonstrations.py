@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
-Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are no
+Assistant messages are imitated, but for those with `"weight": 0`. Other keys of a line are ignored. Blank lines are not
 rows. Imports no tokenizer; orchestrator/demonstrations.py turns rows into tokens.
 """
 

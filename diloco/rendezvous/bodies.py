@@ -173,7 +173,7 @@ class Bodies:
     """When an offer first found no room since one last did; empty while there is room."""
 
     def offer(self, header: messages.Header, instance: int) -> messages.ToPeer:
-        """Answer from which byte on a body may come, or that there is no room yet.
+        """Answer from which byte a body may be sent, or that there is no room yet.
 
         Raises WireErrors for one that does not belong here.
         """

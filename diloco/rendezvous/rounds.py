@@ -274,8 +274,8 @@ class Rounds:
     def drop_oldest(self, now: float, short_s: float) -> bool:
         """Drop the oldest closed round; return whether there was one to drop.
 
-        Keep the newest until all peers that train have taken it. After room was short for as long as a peer's deadline
-        (`short_s` so far), drop it anyway: such a late peer must rejoin.
+        Keep the newest until all peers that train have taken it. Once room was short for longer than the deadlines of
+        the peers that have not (`short_s` so far), drop it anyway: they must rejoin.
         """
         behind = [
             peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing

@@ -97,7 +97,7 @@ def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
 
 @dataclass(slots=True, kw_only=True)
 class ResumedRun:
-    """What was going on when the run broke off."""
+    """What was in progress when the run broke off."""
 
     next_group: int
     in_flight: dict[int, GroupPlan]

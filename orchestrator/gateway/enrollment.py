@@ -172,7 +172,7 @@ class Enrollment:
                 "`orchestrator invite RUN_DIR` for this run"
             )
         if key == self._shared_key:
-            raise InviteError("the run's shared node key enrolls nobody: join with an invite")
+            raise InviteError("the run's shared node key cannot enroll a node: join with an invite")
         if key != message.key and self._registry.is_known(key):
             raise InviteError("a node may enroll only itself: join with an invite")
         if message.key == self._shared_key or self._registry.is_invite(message.key):

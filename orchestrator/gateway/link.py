@@ -184,7 +184,7 @@ class NodeLink:
     def _note_address(self, received: FromConnection, relay_port: int) -> None:
         """Take note of a connection's address. It is its own: a node cannot send the others anywhere else.
 
-        Connections through a relay come from loopback too. They hold keys of their own, and serve nobody.
+        Connections through a relay come from loopback too. They have their own keys, and serve no other node.
         """
         if relay_port and not (is_loopback(received.peer) and self._enrollment.is_own(received.key)):
             self._relays[received.identity] = f"http://{Address(received.peer, relay_port)}"

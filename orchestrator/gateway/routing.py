@@ -341,7 +341,7 @@ class Router:
         node.note_answer(len(answer.token_ids))
         self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
         self.placing.update(node)
-        # Others refused what can be answered. A request that all refuse is no node's fault.
+        # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
         for refuser in self.nodes.attached() if request.refused_by else ():
             if refuser.node_id in request.refused_by:
                 self.blame(refuser)

@@ -88,7 +88,7 @@ def json_of(answer: str, subject: str, kind: type = dict) -> Any:
     except json.JSONDecodeError:
         raise ProviderError(f"{subject}: the answer is not JSON: {_tail(answer) or 'it is empty'}") from None
     if not isinstance(content, kind):
-        raise ProviderError(f"{subject}: the answer is no {kind.__name__}: {_tail(answer)}")
+        raise ProviderError(f"{subject}: the answer is not a {kind.__name__}: {_tail(answer)}")
     return content
 
 

@@ -343,9 +343,9 @@ def _table(offers: list[Offer]) -> str:
 
 
 def _ask() -> None:
-    """Return when the user agrees. Raises ConfigError when nobody can be asked or the answer is no."""
+    """Return when the user agrees. Raises ConfigError without a terminal, or if the answer is no."""
     if not sys.stdin.isatty():
-        raise ConfigError("nobody can be asked whether to spend this: pass --yes")
+        raise ConfigError("there is no terminal to confirm the cost at: pass --yes")
     if input("Rent them? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ConfigError("nothing was rented")
 

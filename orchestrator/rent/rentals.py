@@ -25,18 +25,18 @@ from orchestrator.rent.provider import Offer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rental:
-    """A machine that was asked for."""
+    """A machine that was requested."""
 
     label: str
     provider: str
     gpu: str
     usd_per_hour: float
     asked_at: float
-    """Seconds since 1970: billing cannot have begun earlier."""
+    """Seconds since 1970. Billing cannot start earlier."""
     call_ended_at: float | None = None
-    """When the start call ended, answered or not. None while it is under way, and where a crash cut it off."""
+    """When the start call ended, answered or not. None while it is under way, or if a crash interrupted it."""
     instance_id: str | None = None
-    """None where the start failed or its answer was lost."""
+    """None if the start failed or its answer was lost."""
     failed: bool = False
     ended_at: float | None = None
 

@@ -216,9 +216,9 @@ def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
 
 
 def task_reward(reward: float, parts: Mapping[str, float]) -> float:
-    """Return what the environment gave, from a reward with behavior parts.
+    """Return the environment's part of a reward with behavior parts.
 
-    Rounded if there are such parts: taking a sum apart is off by a last bit, and exactly 1.0 decides who passed.
+    Rounded if there are such parts: subtraction can be off by the last bit, and a rollout passes with exactly 1.0.
     """
     behavior = [value for name, value in parts.items() if name.startswith(BEHAVIOR_PART)]
     return round(reward - sum(behavior), _REWARD_DIGITS) if behavior else reward

@@ -263,7 +263,7 @@ def finished_rollout(
 ) -> FinishedRollout:
     """Return the rollout as data. `failure`, from the reply or from compiling its tokens, leaves it without a reward.
 
-    `earlier`: failures of this sibling's tries before this one. `turn_nodes`: who sampled each turn of its samples.
+    `earlier`: failures of this sibling's tries before this one. `turn_nodes`: the node of each sampled turn.
     """
     reply, versions = result.reply, result.versions
     nodes = list(dict.fromkeys(record.node_id for record in result.records))

@@ -360,7 +360,7 @@ class BubblewrapBox(Box):
         os.close(self._init_fd)
 
     def __del__(self) -> None:
-        """End a box that nobody closed, because its event loop ended first."""
+        """End a box that was not closed because its event loop ended first."""
         if not getattr(self, "_closed", True):
             self._process.kill()
 

@@ -121,7 +121,7 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
 
 
 def _make_once(image: PythonImage, distributions: Sequence[metadata.Distribution]) -> None:
-    """Make the image unless another process does so meanwhile, and remove those that nobody uses."""
+    """Make the image unless another process does so meanwhile, and remove unused ones."""
     cache = image.folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _make_once(image: PythonImage, distributions: Sequence[metadata.Distribution
 
 
 def _remove_unused(cache: Path) -> None:
-    """Remove images, and halves of them, that nobody used for a month."""
+    """Remove images, and incomplete ones, that were not used for a month."""
     for folder in cache.iterdir():
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > _UNUSED_S:

@@ -339,7 +339,7 @@ def chat_files(folder: Path) -> dict[str, bytes]:
     if total > _MAX_FILES_BYTES:
         raise ConfigError(
             f"{folder} has {total} bytes in files other than weights, at most {_MAX_FILES_BYTES} are sent to worker "
-            "hosts: remove what is no tokenizer"
+            "hosts: remove files that the tokenizer does not need"
         )
     return {path.name: path.read_bytes() for path in paths}
 

@@ -50,9 +50,9 @@ def read_traceback(text: str) -> tuple[str, str | None]:
 
 
 def refuse_plain_rewards(task: Any) -> None:
-    """Raise ConfigError for a reward or metric of a verifiers Task that says it returns a number, but is no coroutine.
+    """Raise ConfigError for a reward or metric of a verifiers Task that returns a number but is not a coroutine.
 
-    verifiers awaits each, so every rollout would fail with a line of asyncio's.
+    verifiers awaits each, so every rollout would fail with an error of asyncio.
     """
     for kind in ("reward", "metric"):
         for function in task.hooks(kind):

@@ -184,8 +184,8 @@ def test_rollouts_refuses_what_is_not_there(run_dir, tmp_path):
     for words, said in (
         ([str(run_dir), "nope"], "no rollout 'nope'"),
         ([str(run_dir), "--step", "99"], "steps 5 to 6"),
-        ([str(tmp_path / "elsewhere")], "no run directory"),
-        ([str(tmp_path / "joint")], "no run directory .*there is .*peer-a"),
+        ([str(tmp_path / "elsewhere")], "not a run directory"),
+        ([str(tmp_path / "joint")], "not a run directory .*there is .*peer-a"),
     ):
         with pytest.raises(ConfigError, match=said):
             rollouts_command.main(words)

@@ -23,10 +23,10 @@ _TIMEOUT_S = 120.0
 
 
 def apply_patch(tree: Path, patch: str, *, field: str) -> dict[str, str | None]:
-    """Return the text of each file that a patch changes or makes, None for one that it deletes. `tree` stays as it is.
+    """Return the text of each file that a patch changes or makes, None for one that it deletes. `tree` does not change.
 
     `field`: the patch's name in the record, for messages. Raises ConfigError for a patch that does not apply or that
-    changes what is no text.
+    changes a file that is not text.
     """
     if not patch.strip():
         return {}

@@ -55,10 +55,10 @@ class ProgramsConfig(vf.TasksetConfig):
     instruction: str = INSTRUCTION
     """System prompt; an empty one is left out."""
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
-    """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
+    """The sandboxes. If omitted, the source's table [orchestrator.source.runtime] applies."""
     monitor: MonitorConfig = Field(default_factory=lambda: MonitorConfig(policy="none", lures=False))
-    """What counts as a hack, and what follows from one. It only records unless a policy says more: who writes a whole
-    file may import and read what no known solution does."""
+    """What counts as a hack, and how it is handled. By default it is only recorded: an agent that writes a whole file
+    may import and read what no known solution does."""
 
     @property
     def trees(self) -> Path:
@@ -81,7 +81,7 @@ class ProgramData(TaskRow):
     """The wire row of a task."""
 
     place: str
-    """Where the record or the source stands. Its tests and its solution are no part of a trace."""
+    """The place of the record or the source. Its tests and its solution are not part of a trace."""
 
 
 class ProgramTask(vf.Task[ProgramData, ProgramState]):

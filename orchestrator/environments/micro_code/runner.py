@@ -4,9 +4,9 @@
              {"files": {name: text}, "calls": [text]}    import f from f.py and return the text of each call's value
     result   {"passed": bool, "error": text} or {"values": [text]}
 
-Each job runs in a fork of this process, with a folder and limits of its own. The fork reports through a pipe, so a job
-can falsify its own result only; who grades must not need its honesty. The values of calls are compared outside, and the
-expected ones never enter the box. Needs the standard library only.
+Each job runs in a fork of this process, with its own folder and limits. The fork reports through a pipe, so a job can
+falsify only its own result. Grading must not rely on its honesty. The values of calls are compared outside, and the
+expected ones never enter the box. Needs only the standard library.
 """
 
 import ast

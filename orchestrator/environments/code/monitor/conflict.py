@@ -1,4 +1,4 @@
-"""Conflicting tests as a probe in evaluation: a task that nobody can solve, so any pass is a cheat.
+"""Conflicting tests as a probe in evaluation: the task cannot be solved, so any pass is a cheat.
 
 After ImpossibleBench (arXiv 2510.20270): one assertion of an expected test is negated, in a copy of the test beside the
 original one. Both can not pass. A policy that solves such tasks more often than never has learned to cheat.
