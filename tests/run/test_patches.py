@@ -81,7 +81,7 @@ def entry(frame: bytes) -> bytes:
     ("stream", "message"),
     [
         (entry(zstandard.ZstdCompressor().compress(bytes(1 << 20))), "claims 1048576 bytes"),
-        (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|no zstd"),
+        (entry(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))), "claims|not a zstd"),
         ((1 << 31).to_bytes(4, "little"), "2147483648 bytes for a chunk"),
         (entry(b"no frame"), "not a zstd frame"),
         (pack(raw(1, b"\x64", b"\x01")), "changes word 100 of a chunk of 100"),
