@@ -9,7 +9,7 @@
 An honest node has 8 places that take a fixed time for an answer. The hostile one claims 16,384 places, an endless
 context and 10^12 tokens a second, takes every request it gets and answers none, tries to attach under an honest node's
 name over a second connection, and sends junk, reports, parts of answers that it does not hold and false answers as fast
-as its share of the CPU allows. Every client asks anew as soon as it has its answer. Goodput is tokens of accepted
+as its share of the CPU allows. Every client asks again as soon as it has its answer. Goodput is tokens of accepted
 answers a second. Both runs, with a gateway each, alternate `--rounds` times; their medians are compared.
 
 Exit status 1 when the goodput with the hostile node is below 85 % of that of the honest ones alone, when it was not

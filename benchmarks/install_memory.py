@@ -103,7 +103,7 @@ async def measure(root: Path, side: str) -> dict[str, float]:
     whole = WholeReceiver(engine, store)
     for version in (1, 2):
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         if side == "whole":
             await whole.install(open_signed(store.manifest(version), keys.verifier(), run_id="bench"))
         else:

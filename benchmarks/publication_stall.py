@@ -8,7 +8,7 @@ the same training steps in turn, one pair after another, so that a busy machine 
     synchronous   the step waits until the version is written and announced
     background    trainer/weights/publish.py: the step waits for the copy; the next steps run beside the rest
 
-`stall` is the time until the step goes on: seconds, and CPU seconds (of the process in the synchronous way, of the
+`stall` is the time until the step continues: seconds, and CPU seconds (of the process in the synchronous way, of the
 main thread in the background way), which a busy machine does not lengthen. `step` is forward, backward and update,
 beside a publication in the background way; its CPU seconds include the publication's. The exit status is 1 when the
 stall in the background way is above 5 % of a step by itself, both in CPU seconds.

@@ -1,6 +1,6 @@
 """Audit many short answers: how often an honest node is refused, and how soon hidden changes of the weights are found.
 
-    python benchmarks/trust_scale.py --state FOLDER --seconds 540     goes on where the last call with it ended
+    python benchmarks/trust_scale.py --state FOLDER --seconds 540     continues the last call with it
     python benchmarks/trust_scale.py --state FOLDER --seconds 0       the tables alone, at any --tolerance
 
 `benchmarks/trust.py` meets few answers of real engines, and eleven cheats. This one computes batches of answers with

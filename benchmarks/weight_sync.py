@@ -332,7 +332,7 @@ def take_last_version(folder: Path, last: int) -> None:
     for version in (last - 1, last):
         manifest = msgspec.msgpack.decode(store.manifest(version), type=Manifest)
         if version == last:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             before = _resident("VmRSS")
         for name in (snapshot := asyncio.run(node.fetch(manifest))):
             for _ in snapshot.blocks(name):

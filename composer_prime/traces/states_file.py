@@ -306,7 +306,7 @@ class _StateDecoder:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError) as error:
             if not raw.startswith(b'{"step":'):  # it may be a line of the table
                 table.forget()
-            raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
+            raise ConfigError(f"{where} is not a state ({error}): make the file again with `composer ingest`") from None
         if state.schema_version != SCHEMA_VERSION:
             raise ConfigError(
                 f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "

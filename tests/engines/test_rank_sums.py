@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inference.engines.vllm.rank_sums import Held, fold
-from inference.snapshot import checksum
+from inference.snapshot import word_sum
 
 Q, K, V, OUT, NORM, EMBED = "q.weight", "k.weight", "v.weight", "out.weight", "norm.weight", "embed.weight"
 FUSED = [Q, K, V]
@@ -19,7 +19,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def held(names: list[str], part: torch.Tensor, padding: int = 0) -> Held:
-    return names, "bfloat16", f"{checksum(part):x}", part.numel() - padding
+    return names, "bfloat16", f"{word_sum(part):x}", part.numel() - padding
 
 
 def fused(whole: dict[str, torch.Tensor], rank: int, workers: int, key_workers: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def shapes(whole: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def published(whole: dict[str, torch.Tensor], names: list[str]) -> tuple[list[str], str, str]:
-    return names, "bfloat16", f"{sum(checksum(whole[name]) for name in names) % 2**64:x}"
+    return names, "bfloat16", f"{sum(word_sum(whole[name]) for name in names) % 2**64:x}"
 
 
 def test_parts_have_the_sums_of_whole_tensors():

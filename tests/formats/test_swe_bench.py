@@ -94,7 +94,7 @@ def test_only_source_files_can_be_edited(tmp_path: Path) -> None:
     [
         ({"FAIL_TO_PASS": "[]"}, "its FAIL_TO_PASS is empty"),
         ({"FAIL_TO_PASS": ["test_x (basic.tests.Lengths)"]}, "named as Django's test runner or unittest prints it"),
-        ({"FAIL_TO_PASS": ["test_unknown"]}, "no pytest node id .*no file of its test_patch defines it"),
+        ({"FAIL_TO_PASS": ["test_unknown"]}, "not a pytest node id .*no file of its test_patch defines it"),
         ({"base_commit": "0" * 40}, "has no commit 0000.*git fetch origin"),
         ({"base_commit": ""}, "has no base_commit, but .* is a clone"),
         (

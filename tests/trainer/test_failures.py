@@ -85,7 +85,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
     lines = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
     assert [line["optim/skipped"] for line in lines if "optim/skipped" in line] == [0, 1, 0, 0]
     (problem,) = [each.text for each in read_events(run.dir.root / "events.jsonl") if "NaN" in each.text]
-    assert "step 2: NaN or infinity" in problem and "task task, group s2, rollout s2-5" in problem
+    assert "step 2 skipped (1 in a row): NaN or infinity" in problem and "task task, group s2, rollout s2-5" in problem
     assert all(problem in output for output in outputs)
     keys, store = RunKeys(run.dir.keys), WeightStore(run.dir.weights)
     of = [open_signed(store.manifest(v), keys.verifier(), run_id=read_run_id(run.dir)).chunks for v in range(5)]
