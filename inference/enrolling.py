@@ -86,8 +86,9 @@ class NodeState:
 
     def note_enrolled(self, slot: int, relay_pass: bytes = b"") -> None:
         (self.path / f"node-{slot}.enrolled").touch()
-        if relay_pass:
-            write_secret(self.path / "relay.pass", relay_pass)
+        path = self.path / "relay.pass"
+        if relay_pass and not (path.exists() and path.read_bytes() == relay_pass):
+            write_secret(path, relay_pass)
 
     def relay_pass(self, invite: Invite) -> bytes:
         """Return what to show at relays: the run's own pass or the invite's, of which the later to expire."""

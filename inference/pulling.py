@@ -180,13 +180,18 @@ def _link_chunks(state: NodeState, slot: int, manifest: Manifest) -> None:
 def _make_weight_file(snapshot: Snapshot, manifest: Manifest, folder: Path) -> None:
     """Write what an engine starts from. A file of another version serves too: the newest is loaded right after.
 
-    For version 0, which is what engines take a folder for, it must be that version.
+    For version 0, which is what engines take a folder for, it must be that version. The mark holds the version's state
+    and the file's size.
     """
     mark, target = folder / ".state", folder / _WEIGHTS
-    if target.exists() and mark.exists() and (manifest.version > 0 or mark.read_text() == manifest.state):
-        return
+    if target.exists() and mark.exists():
+        state, _, size = mark.read_text().partition(" ")
+        if size == str(target.stat().st_size) and (manifest.version > 0 or state == manifest.state):
+            return
     partial = folder / f".{_WEIGHTS}.partial"
     mark.unlink(missing_ok=True)
     save_snapshot(snapshot, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())  # Else the mark may outlast a power cut that the file does not.
     partial.replace(target)
-    write_atomic(mark, manifest.state.encode())
+    write_atomic(mark, f"{manifest.state} {target.stat().st_size}".encode())

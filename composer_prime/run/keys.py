@@ -83,9 +83,12 @@ def join_keys(token: str | None, file: Path | None, role: str) -> ClientKeys:
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that only its owner reads. After a crash it is there whole or not at all. Raises OSError."""
+    """Write a file that only its owner reads. After a crash it is there whole or not at all. Raises OSError.
+
+    Several processes may write one file at once.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -201,6 +202,24 @@ while True:
     assert seen.read_text() == "x"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.process
+def test_nodes_of_one_machine_may_note_their_enrollment_at_once(keys, tmp_path):
+    """They share the pass for relays, and each writes it."""
+    script = f"""
+import pathlib, sys
+from composer_prime.wire.enrollment import Invite
+from inference.enrolling import NodeState
+invite = Invite.read({invite_for(keys, "127.0.0.1:1").text()!r})
+state = NodeState(pathlib.Path({str(tmp_path)!r}), invite)
+state.path.mkdir(exist_ok=True)
+for number in range(200):
+    state.note_enrolled(int(sys.argv[1]), bytes([number, int(sys.argv[1])]) * 36)
+"""
+    nodes = [subprocess.Popen([sys.executable, "-c", script, str(slot)]) for slot in range(4)]
+    assert [node.wait(200) for node in nodes] == [0] * 4
+    assert [path.name for path in tmp_path.rglob("relay.pass*")] == ["relay.pass"]
 
 
 def test_nodes_of_one_machine_relay_at_ports_of_their_own():

@@ -150,6 +150,19 @@ def test_what_was_damaged_on_the_disk_is_pulled_again(publisher, invite, enrolle
     assert (state.model / "config.json").read_bytes() == small_files["config.json"]
 
 
+def test_a_weight_file_that_lost_bytes_is_made_anew(publisher, invite, enrolled, small_files, tmp_path):
+    """As after a power cut. Its mark has its size, so it is not taken for whole."""
+    state = NodeState(tmp_path, invite)
+    source = CutSource(publisher.store, {ref_of(data).sha256: data for data in small_files.values()})
+    for version in (3, 4):
+        asyncio.run(pull_model(source, invite, enrolled(publisher.publish(version)), state, 0))
+        torn = state.model / "model.safetensors"
+        if version == 3:
+            torn.write_bytes(torn.read_bytes()[:-100])
+    held = safetensors.torch.load_file(torn)
+    assert all(torch.equal(held[name], values) for name, values in publisher.reference.weights(4).items())
+
+
 def test_version_0_is_what_the_folder_holds(publisher, invite, enrolled, small_files, tmp_path):
     """Engines take a folder for version 0, so one that was made of a later version is made anew."""
     state = NodeState(tmp_path, invite)
