@@ -56,6 +56,10 @@ def endpoint_url(text: str, key: str) -> str:
     return text
 
 
+WILDCARDS = ("0.0.0.0", "::", "*")
+"""Bound interfaces that are no address to connect to."""
+
+
 def reachable(endpoint: str) -> str:
     """Return an address at which a process on this machine reaches `endpoint`, even one bound to all interfaces."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -65,16 +65,16 @@ class ProgressStreams:
     async def flush(self, enough: int = 1) -> None:
         """Send what requests with `enough` new tokens have, or with any after _LONGEST_S. Raises EngineError."""
         receiver, rollbacks = self._receiver, self._receiver.rollbacks
-        wanted = {name: stream.sent for name, stream in self._streams.items() if stream.rollbacks == rollbacks}
-        if not wanted or not receiver.settled.is_set():
+        sent_by_request = {name: stream.sent for name, stream in self._streams.items() if stream.rollbacks == rollbacks}
+        if not sent_by_request or not receiver.settled.is_set():
             return
-        parts = await self._engine.progress(wanted)
+        parts = await self._engine.progress(sent_by_request)
         if not receiver.settled.is_set() or receiver.rollbacks != rollbacks:
             return
         now = time.monotonic()
         for name, part in parts.items():
             stream = self._streams.get(name)
-            if stream is None or stream.sent != wanted[name]:
+            if stream is None or stream.sent != sent_by_request[name]:
                 continue
             if len(part.token_ids) < enough and now - stream.sent_at < _LONGEST_S:
                 continue

@@ -230,7 +230,7 @@ class Receiver:
             return
         expected = [to - start for to, start in zip(new.logprobs, old.canary.logprobs, strict=True)]
         moved = [to - start for to, start in zip(after, before, strict=True)]
-        rounding = [has - wanted for has, wanted in zip(before, old.canary.logprobs, strict=True)]
+        rounding = [has - published for has, published in zip(before, old.canary.logprobs, strict=True)]
         length = math.hypot(*expected)
         even = math.hypot(*rounding) / math.sqrt(len(expected))
         weighted = math.hypot(*map(operator.mul, expected, rounding)) / length if length else 0.0

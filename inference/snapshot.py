@@ -313,7 +313,8 @@ class PatchedSnapshot(Snapshot):
 
     def __init__(self, name: str, parts: list[tuple[Path, int]], overlay: Path, word: np.dtype) -> None:
         """`overlay` holds a stream of patches that was checked when it was written here."""
-        self._overlay, self._word = overlay, word
+        self._overlay = overlay
+        self._word = word
         self._sizes = [size for _, size in parts]
         self._read_last: tuple[int, Patch] | None = None
         """The patch read last and its part: blocks of one part follow each other."""

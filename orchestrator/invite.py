@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from composer_prime.address import Address, is_loopback, is_no_machine, tcp_address
+from composer_prime.address import WILDCARDS, Address, is_loopback, is_no_machine, tcp_address
 from composer_prime.config import load
 from composer_prime.console import duration_s, pluralize
 from composer_prime.errors import ConfigError
@@ -32,7 +32,6 @@ from composer_prime.wire.tunnel import sign_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
-_WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def main(words: list[str]) -> int:
@@ -237,7 +236,7 @@ def _listening(run_dir: RunDir) -> Address:
             "orchestrator.node_address is port 0, a free one that changes with each start, and the run is not up: "
             "start it first, or with --orchestrator.node_address tcp://0.0.0.0:5500"
         )
-    host = own_address() if configured.host in _WILDCARDS else configured.host
+    host = own_address() if configured.host in WILDCARDS else configured.host
     return Address(host, port)
 
 

@@ -34,6 +34,16 @@ PARENT_VARIABLE = "COMPOSER_PARENT"
 """Environment variable with the process id of a child's parent."""
 PARENT_POLL = "parent-poll"
 """Name of the thread that watches the parent outside Linux."""
+WORKER_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    # A request is one small piece of work: its parallelism is that of the processes.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""For `child_options` of environment workers and of the gateway's processes."""
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
 _DISMISS_S = 5.0

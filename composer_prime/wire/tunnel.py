@@ -281,7 +281,8 @@ class Leg:
         self._target = tcp_address(reachable(node_endpoint), "the node port")
         self._streams: set[asyncio.Task[None]] = set()
         self._open = Counter[str]() if open_streams is None else open_streams
-        self._lost, self._tell_from = 0, 0.0
+        self._lost = 0
+        self._tell_from = 0.0
 
     async def run(self) -> None:
         failures = 0

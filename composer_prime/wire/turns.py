@@ -231,11 +231,11 @@ class TurnClient:
 
     def _held(self, session: str | None, token_ids: np.ndarray) -> TokenHash:
         """Return the hash of the longest start of `token_ids` that the gateway should hold; empty without one."""
-        known = self._conversations.get(session) if session is not None else None
-        if known is not None:
-            for size in (len(known.tokens), known.hashed.num_tokens):
-                if np.array_equal(token_ids[:size], known.tokens[:size]):
-                    return known.hash_of(size)
+        conversation = self._conversations.get(session) if session is not None else None
+        if conversation is not None:
+            for size in (len(conversation.tokens), conversation.hashed.num_tokens):
+                if np.array_equal(token_ids[:size], conversation.tokens[:size]):
+                    return conversation.hash_of(size)
         return TokenHash()
 
     def _remember(self, session: str, token_ids: np.ndarray, prompt: TokenHash, answer: PackedAnswer) -> None:

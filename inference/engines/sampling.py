@@ -173,16 +173,17 @@ def _edge_misses(logits: torch.Tensor, rows: SamplingRows, tokens: np.ndarray, t
     maybe |= logits >= logits.masked_fill(~maybe, float("inf")).amin(-1, keepdim=True) - nats
     weights = (logits - logits.amax(-1, keepdim=True)).exp().double()
     is_below = torch.arange(logits.shape[1], device=logits.device) < ids
-    own = (weights * maybe).gather(-1, ids)[:, 0]
+    token_weight = (weights * maybe).gather(-1, ids)[:, 0]
     sure, edge = weights * surely, weights * (maybe & ~surely)
     sure.scatter_(-1, ids, 0.0)
     edge.scatter_(-1, ids, 0.0)
     sure_below, edge_below = (sure * is_below).sum(-1), (edge * is_below).sum(-1)
     uniform = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)
-    least = (sure_below / (sure.sum(-1) + edge.sum(-1) - edge_below + own).clamp_(min=1e-300)) - uniform
-    most = uniform - (sure_below + edge_below + own) / (sure.sum(-1) + edge_below + own).clamp_(min=1e-300)
+    least = (sure_below / (sure.sum(-1) + edge.sum(-1) - edge_below + token_weight).clamp_(min=1e-300)) - uniform
+    below = sure_below + edge_below + token_weight
+    most = uniform - below / (sure.sum(-1) + edge_below + token_weight).clamp_(min=1e-300)
     misses = torch.maximum(least, most).clamp_(min=0.0)
-    return torch.where(own > 0.0, misses, 1.0).cpu().numpy()
+    return torch.where(token_weight > 0.0, misses, 1.0).cpu().numpy()
 
 
 def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:

@@ -22,8 +22,8 @@ import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, find_answer, split_of
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments.answers import INSTRUCTIONS, AnswerPlace, Split, split_of
+from orchestrator.environments.task_row import OneAnswer, TaskRow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # From a dependency's source, at its first import.
@@ -83,7 +83,7 @@ class ReasoningGymData(TaskRow):
     """reasoning-gym's own answer; None where only its scorer can judge one."""
 
 
-class ReasoningGymTask(vf.Task[ReasoningGymData]):
+class ReasoningGymTask(OneAnswer, vf.Task[ReasoningGymData]):
     """Scores the reply with the dataset that made the question."""
 
     def __init__(
@@ -91,20 +91,13 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
     ) -> None:
         super().__init__(data, settings.task)
         self._settings = settings
+        self.answer_in = settings.answer_in
         self._dataset = dataset
         self._entry = entry
 
-    @vf.stop
-    async def answered(self, trace: vf.Trace) -> bool:
-        return trace.num_turns >= 1
-
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        return self._score(find_answer(trace.last_reply, self._settings.answer_in))
-
-    @vf.metric
-    async def has_answer(self, trace: vf.Trace) -> float:
-        return float(find_answer(trace.last_reply, self._settings.answer_in) is not None)
+        return self._score(self.answer(trace))
 
     def _score(self, answer: str | None) -> float:
         if answer is not None and len(answer) > self._settings.max_answer_chars:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from composer_prime.address import WILDCARDS
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.run.keys import RunKeys
@@ -50,8 +51,6 @@ from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, r
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_ANY_INTERFACE = ("0.0.0.0", "::", "*")
-"""Bound interfaces that are no address to connect to."""
 _IDLE_FACTOR = 3
 """A node that reports no work for this many lost_after_s has lost what the router thinks it holds. Generous: an answer
 that waits for a weight swap to be proven is in no engine's count."""
@@ -399,7 +398,7 @@ def how_to_join(endpoint: str, model: str | None, token: Path) -> str:
     `endpoint`: tcp://HOST:PORT as bound; `model`: model.path; `token`: the file that holds the run's join token.
     """
     bound = urlsplit(endpoint)
-    host = socket.gethostname() if bound.hostname in _ANY_INTERFACE else bound.hostname or ""
+    host = socket.gethostname() if bound.hostname in WILDCARDS else bound.hostname or ""
     address = f"tcp://[{host}]:{bound.port}" if ":" in host else f"tcp://{host}:{bound.port}"
     role = ["orchestrator", "join", address] if model is None else ["inference", "join", address, "--model", model]
     command = shlex.join([*role, "--token-file", str(token)])

@@ -180,14 +180,14 @@ class Generator:
 
     def _check_ids(self, token_ids: np.ndarray, num_held: int) -> None:
         """Raise RequestError for an empty prompt, or an id outside the vocabulary after the first `num_held`."""
-        known = f"send at least one id in 0..{self._vocab_size - 1}"
+        valid_ids = f"send at least one id in 0..{self._vocab_size - 1}"
         if not len(token_ids):
-            raise RequestError(f"the prompt is empty: {known}", param="token_ids")
+            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
         new_ids = token_ids[num_held:]
         lowest, highest = (int(new_ids.min()), int(new_ids.max())) if len(new_ids) else (0, 0)
         if not 0 <= lowest <= highest < self._vocab_size:
             outside = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {outside} is outside the vocabulary: {known}", param="token_ids")
+            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
 
     async def generate(
         self,

@@ -50,8 +50,10 @@ class Placing:
 
     def __init__(self) -> None:
         self.fleet = FleetPace()
-        self.mean_sampled, self.mean_cold = 256.0, 512.0
-        """Tokens of an answer, and prompt tokens that it needs computed; running means."""
+        self.mean_sampled = 256.0
+        """Tokens of an answer; a running mean."""
+        self.mean_cold = 512.0
+        """Prompt tokens that an answer needs computed; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
         """Over all placements: prompt tokens, and those of them that were cached where the request went."""
         self.moved = 0
@@ -116,7 +118,7 @@ class Placing:
         """
         if now >= self._look_again:
             self.look_again()
-        found: list[AttachedNode] = []
+        fitting: list[AttachedNode] = []
         avoided: list[AttachedNode] = []
         unable: list[AttachedNode] = []
         for _, _, node_id in self._order:
@@ -124,8 +126,8 @@ class Placing:
             if node.cannot_serve(now, oldest, newest) is not None:
                 unable.append(node)
             elif request.fits(node):
-                (avoided if node_id == request.avoid else found).append(node)
-                if len(found) == _CANDIDATES:
+                (avoided if node_id == request.avoid else fitting).append(node)
+                if len(fitting) == _CANDIDATES:
                     break
         for node in unable:
             self._remove(node.node_id)
@@ -133,12 +135,12 @@ class Placing:
             if node.suspended_until > now:
                 self._look_again = min(self._look_again, node.suspended_until)
         warm = self._sessions.get(request.session)
-        if warm is not None and warm.node_id in self._keys and found:
+        if warm is not None and warm.node_id in self._keys and fitting:
             node = self._nodes[warm.node_id]
             can_serve = node.cannot_serve(now, oldest, newest) is None and node.node_id != request.avoid
-            if can_serve and request.fits(node) and node not in found:
-                found.append(node)
-        return found or avoided
+            if can_serve and request.fits(node) and node not in fitting:
+                fitting.append(node)
+        return fitting or avoided
 
     def any_free(self, now: float) -> bool:
         """Whether a node may have a free place. `free` finds out whether it can serve."""

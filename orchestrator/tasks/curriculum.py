@@ -144,8 +144,8 @@ class Frontier:
 
     def grow(self, difficulty: Sequence[float | None]) -> None:
         """Take in further tasks, at the end of the set, by their estimates."""
-        known = [*self.difficulty, *[None] * (self._count - len(self.difficulty))]
-        self.difficulty = [*known, *difficulty]
+        estimates = [*self.difficulty, *[None] * (self._count - len(self.difficulty))]
+        self.difficulty = [*estimates, *difficulty]
         self.num_tasks = self._count + len(difficulty)
 
     @property

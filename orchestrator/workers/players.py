@@ -28,7 +28,7 @@ import msgspec
 import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
 from composer_prime.run import process as processes
-from composer_prime.run.process import child_options, exit_text, signal_session
+from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
@@ -45,16 +45,6 @@ from orchestrator.workers.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-_ENVIRONMENT = {
-    "PYTHONUNBUFFERED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    # One rollout is one small piece of work: its parallelism is that of the workers.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
 
 
 class RolloutPlayer(ABC):
@@ -200,7 +190,7 @@ class WorkerProcess(RolloutPlayer):
                     *(sys.executable, "-m", "orchestrator.workers.worker", *arguments),
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    **child_options(_ENVIRONMENT, pass_fds=[theirs.fileno()]),
+                    **child_options(WORKER_ENVIRONMENT, pass_fds=[theirs.fileno()]),
                 )
         except BaseException:
             writer.close()

@@ -238,7 +238,8 @@ class WorkerPool:
 def check_runtimes(source: str, types: Iterable[str]) -> None:
     """Raise ConfigError when a runtime in which `source` executes code does not work on this machine."""
     for kind in set(types) & set(get_args(RuntimeType)):
-        if not (found := probe(kind)).works:
+        if not (runtime_probe := probe(kind)).works:
             raise ConfigError(
-                f"source {source!r} executes code in the runtime {kind!r}, which does not work here: {found.text}"
+                f"source {source!r} executes code in the runtime {kind!r}, which does not work here: "
+                f"{runtime_probe.text}"
             )

@@ -193,9 +193,9 @@ def overlap(environments: Mapping[str, Any]) -> str | None:
     train, held_out = environments.get(TRAIN), environments.get(EVAL)
     if train is None or held_out is None or train.num_tasks is None or held_out.num_tasks is None:
         return None
-    known = {train.describe(index)[1] for index in range(train.num_tasks)} - {"", None}
+    training_prompts = {train.describe(index)[1] for index in range(train.num_tasks)} - {"", None}
     count = min(held_out.num_tasks, _COMPARED)
-    both = sum(held_out.describe(index)[1] in known for index in range(count))
+    both = sum(held_out.describe(index)[1] in training_prompts for index in range(count))
     if both == 0:
         return None
     return (
@@ -210,8 +210,8 @@ def runtime_types(environment: Any) -> set[str]:
 
     config = environment._env.config
     types = {agent.runtime.type for agent in agent_config_fields(config).values()}
-    if (own := getattr(config.taskset, "runtime", None)) is not None:
-        kind = getattr(own, "type", own)
+    if (taskset_runtime := getattr(config.taskset, "runtime", None)) is not None:
+        kind = getattr(taskset_runtime, "type", taskset_runtime)
         types.add("bubblewrap" if kind == "auto" else kind)
     return types
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from peer import Peer
 
 from composer_prime.errors import ConfigError
+from orchestrator.environments.answers import find_answer
 from orchestrator.environments.reasoning_gym import (
     ReasoningGym,
     ReasoningGymConfig,
-    find_answer,
     split_of,
 )
 from orchestrator.workers.protocol import RunRollout, SourceSpec

@@ -10,7 +10,7 @@ Five index spaces, and how one leads to the next:
     position     all documents end to end; the wire has those before the teachers'     Documents.ids_N, starts
     document     which of the documents                              position -> document: Documents.of
     computed     in the forward pass, common beginnings once         position -> computed: computed_N (-1: not read)
-    head row     R, each wanted token once, hinted turns last        position -> head row: head_row_N (-1: not wanted)
+    head row     R, each predicted token once, hinted turns last     position -> head row: head_row_N (-1: none)
     loss term    T, A and E index the head rows by policy_T, answer_A, demonstrated_E; D are the last D head rows
 
 The hidden state of the token before predicts a token: source_R is computed_N[position - 1].
@@ -43,7 +43,7 @@ class Reading:
     trees: tuple[Tree, ...]
     """Which tokens attend to which: one tree a document, or several documents as branches of one."""
     source_R: Tensor
-    """int64 [R]: index of the hidden state that predicts each wanted token, that of the token before it."""
+    """int64 [R]: index of the hidden state that predicts each of these tokens, that of the token before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class PackedRow(Reading):
     """A row to train on. T, D and A may be 0; D is 0 where SDPO is off."""
 
     targets_R: Tensor
-    """int64 [R]: the wanted tokens."""
+    """int64 [R]: the predicted tokens."""
     temperature_R: Tensor | None
     """float32 [R]: sampling temperature; None where it is 1 throughout."""
     document_R: Tensor
@@ -74,7 +74,7 @@ class PackedRow(Reading):
     teacher_source_D: Tensor | None
     """int64 [D]: the teacher's hidden states among those of this row; None where the row does not read them."""
     teacher_readings: tuple[Reading, ...]
-    """The teacher documents in passes of their own, with D wanted tokens; empty where the row reads them."""
+    """The teacher documents in passes of their own, with D predicted tokens; empty where the row reads them."""
 
     pairs: PairsRow | None
     """None where replay-DPO is off."""
@@ -136,19 +136,19 @@ def unpack(
     answers = joined(np.arange(start, end) for pair in pairs for start, end in _answers(pair))
     spans = [span for each in batch.demonstrations for span in each.spans] if imitate else []
     demonstrated = joined(np.arange(start, end) for start, end in spans)
-    wanted, head_row_N = _head_rows(len(documents.ids_N), [trained, answers, demonstrated], hinted)
-    document_R = documents.of(wanted)
+    predicted, head_row_N = _head_rows(len(documents.ids_N), [trained, answers, demonstrated], hinted)
+    document_R = documents.of(predicted)
     turn_D = np.repeat(np.arange(len(turns)), np.array([turn.count for turn in turns], dtype=np.int64))
     temperatures, apart = np.asarray(batch.temperatures, dtype=np.float32), distil and not teacher_in_row
     return PackedRow(
         input_ids=put(documents.ids_N[computed], torch.int64)[None],
         position_ids=put(documents.depth_N[computed], torch.int64)[None],
         trees=layout.trees,
-        source_R=put(computed_N[wanted - 1], torch.int64),
-        targets_R=put(documents.ids_N[wanted], torch.int64),
+        source_R=put(computed_N[predicted - 1], torch.int64),
+        targets_R=put(documents.ids_N[predicted], torch.int64),
         temperature_R=None if (temperatures == 1.0).all() else put(temperatures[document_R], torch.float32),
         document_R=put(document_R, torch.int64),
-        policy_T=None if len(wanted) == len(trained) and not len(hinted) else put(head_row_N[trained], torch.int64),
+        policy_T=None if len(predicted) == len(trained) and not len(hinted) else put(head_row_N[trained], torch.int64),
         sampler_logprobs_T=put(floats(batch.logprobs)[trained], torch.float32),
         advantages_T=put(floats(batch.advantages)[trained], torch.float32),
         sequence_T=put(documents.of(trained), torch.int64),
@@ -169,22 +169,24 @@ def unpack(
 
 def _head_rows(count: int, terms: list[np.ndarray], hinted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions that the head reads, each once with `hinted` last, and the head row of each position [N]."""
-    wanted = np.r_[np.setdiff1d(np.concatenate(terms), hinted), hinted].astype(np.int64)
+    predicted = np.r_[np.setdiff1d(np.concatenate(terms), hinted), hinted].astype(np.int64)
     head_row_N = np.full(count, -1)
-    head_row_N[wanted] = np.arange(len(wanted))
-    return wanted, head_row_N
+    head_row_N[predicted] = np.arange(len(predicted))
+    return predicted, head_row_N
 
 
-def reading_of(documents: list[np.ndarray], wanted: list[np.ndarray], device: torch.device, *, share: bool) -> Reading:
-    """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `wanted` (indices >= 1 within each).
+def reading_of(
+    documents: list[np.ndarray], predicted: list[np.ndarray], device: torch.device, *, share: bool
+) -> Reading:
+    """Make the forward pass over `documents` (ids, [T_i] each) for their tokens `predicted` (indices >= 1 within each).
 
     Without documents it reads one token, so that ranks stay in step.
     """
     if not documents:
-        documents, wanted = [np.zeros(1, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
+        documents, predicted = [np.zeros(1, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
     layout = prefix_layout(documents, share=share)
     starts = np.cumsum([0, *map(len, documents)])[:-1]
-    tokens = joined(start + index for start, index in zip(starts, wanted, strict=True))
+    tokens = joined(start + index for start, index in zip(starts, predicted, strict=True))
     positions = joined(np.arange(len(document)) for document in documents)
     put = partial(_tensor, dtype=torch.int64, device=device)
     return Reading(
@@ -207,8 +209,8 @@ def _teacher_readings(
     for teachers in teacher_passes(documents, share=share, max_tokens=max_tokens):
         ids = [documents.tokens(teacher) for teacher in teachers]
         counts = [turns[teacher - first].count for teacher in teachers]
-        wanted = [np.arange(len(each) - count, len(each)) for each, count in zip(ids, counts, strict=True)]
-        readings.append(reading_of(ids, wanted, device, share=share))
+        predicted = [np.arange(len(each) - count, len(each)) for each, count in zip(ids, counts, strict=True)]
+        readings.append(reading_of(ids, predicted, device, share=share))
     return tuple(readings)
 
 

@@ -75,7 +75,8 @@ class Publisher:
         self._closing = threading.Event()
         if world.first:
             keys = RunKeys(run_dir.keys)
-            self._signer, self._verifier = keys.signer(), keys.verifier()
+            self._signer = keys.signer()
+            self._verifier = keys.verifier()
             self._store = WeightStore(run_dir.weights)
             self._store.remove_partials()
             self._writer = VersionWriter(self._store, config.trainer.weights.anchor_every)

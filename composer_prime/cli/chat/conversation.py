@@ -95,7 +95,8 @@ class Conversation:
         """What the task asks."""
         self.doing = ""
         """What is waited for; empty while nobody waits."""
-        self._url, self._token = url, token
+        self._url = url
+        self._token = token
         self._tokenizer = tokenizer
         self._on_token = on_token
         self._session = ""

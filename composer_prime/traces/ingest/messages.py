@@ -43,7 +43,8 @@ class TraceBuilder:
         self._messages: list[Message] = []
         self._prefixes: list[bytes] = []
         self._marks: list[set[str]] = []
-        self._chars, self._overflow = 0, False
+        self._chars = 0
+        self._overflow = False
         self._turn: Turn | None = None
         self._turn_marks: set[str] = set()
 
@@ -102,7 +103,8 @@ class TraceBuilder:
         message = self._maker.message("user", summary)
         kept = kept[:first] + ([(message, {mark} if mark else set())] if summary else []) + kept[first:]
         self._messages, self._marks, self._prefixes = [], [], []
-        self._chars, self._overflow = 0, False
+        self._chars = 0
+        self._overflow = False
         for message, message_marks in _paired_messages(kept):
             self._append(message, message_marks)
 

@@ -217,7 +217,8 @@ class StateMaker:
 
     def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
         """Without a `trace_id` the trace has the file's name. `model` is the one that the trace names."""
-        self._file, self.limits = file, file.options.limits
+        self._file = file
+        self.limits = file.options.limits
         self._masker = Masker(file.tally.masked, file.options.mask)
         named = isinstance(trace_id, str | int) and str(trace_id).strip()
         name = str(trace_id)[:200] if named else file.path.stem

@@ -123,7 +123,8 @@ class ReplayRecords:
     def __init__(self, pairs: Path, votes: Path) -> None:
         """Raises ConfigError where a file holds something else, which is left as it is, or the votes were compared by
         rules of another release."""
-        self.pairs_path, self.votes_path = pairs, votes
+        self.pairs_path = pairs
+        self.votes_path = votes
         check_own(pairs, lines_of(Pair, beginning=_BEGINNING), "pairs")
         check_own(votes, lines_of(StateRecord, beginning=_BEGINNING), "votes")
         for path, kind in ((pairs, Pair), (votes, StateRecord)):

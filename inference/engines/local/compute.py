@@ -99,7 +99,9 @@ class Computer:
     """Owns the model. Create it on the event loop, then `start` and `submit`; the commands run in the thread."""
 
     def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
-        self._folder, self._config, self._context = folder, config, max_context
+        self._folder = folder
+        self._config = config
+        self._context = max_context
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[tuple[asyncio.Future, Callable[..., None], tuple]] = queue.SimpleQueue()
         self._waiting: deque[EngineRequest] = deque()
@@ -176,9 +178,9 @@ class Computer:
         swap_weights(self._model, self._targets, tensors)
         taken_back = version <= self.version
         self.version = version
-        kept = self._config.local.kv_at_swap
-        begun = () if kept == "keep_conversations" else self._running.items()
-        again = [slot for slot, request in begun if kept == "recompute" or not request.logprobs]
+        kv_policy = self._config.local.kv_at_swap
+        begun = () if kv_policy == "keep_conversations" else self._running.items()
+        again = [slot for slot, request in begun if kv_policy == "recompute" or not request.logprobs]
         self._table.weights_changed(again, taken_back=taken_back)
         self._resolve(future, None)
 

@@ -42,7 +42,8 @@ class _Changes(Mapping[str, torch.Tensor]):
     """Indices and values of each tensor. A tensor is compared when it is looked up, so that only one is in memory."""
 
     def __init__(self, base: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._base, self._tensors = base, tensors
+        self._base = base
+        self._tensors = tensors
         self._sizes = {name: math.prod(shape) for name, shape in published_shapes(tensors).items()}
         self._last: tuple[str, dict[str, torch.Tensor]] = "", {}
         self._found_bytes = 0

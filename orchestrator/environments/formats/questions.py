@@ -25,7 +25,7 @@ from orchestrator.environments.answers import (
     split_of,
 )
 from orchestrator.environments.formats.records import read_records
-from orchestrator.environments.task_row import TaskRow
+from orchestrator.environments.task_row import OneAnswer, TaskRow
 
 __all__ = ["Questions"]
 
@@ -60,27 +60,20 @@ class QuestionData(TaskRow):
     """The expected final answer."""
 
 
-class QuestionTask(vf.Task[QuestionData]):
+class QuestionTask(OneAnswer, vf.Task[QuestionData]):
     """Compares the reply's final answer with the expected one."""
 
     def __init__(self, data: QuestionData, settings: QuestionsConfig) -> None:
         super().__init__(data, settings.task)
         self._settings = settings
-
-    @vf.stop
-    async def answered(self, trace: vf.Trace) -> bool:
-        return trace.num_turns >= 1
+        self.answer_in = settings.answer_in
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        answer = find_answer(trace.last_reply, self._settings.answer_in)
+        answer = self.answer(trace)
         if answer is None or len(answer) > self._settings.max_answer_chars:
             return 0.0
         return float(same_answer(answer, self.data.answer))
-
-    @vf.metric
-    async def has_answer(self, trace: vf.Trace) -> float:
-        return float(find_answer(trace.last_reply, self._settings.answer_in) is not None)
 
 
 class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):

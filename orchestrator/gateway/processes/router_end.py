@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, WireError
-from composer_prime.run.process import child_options, exit_text, signal_session, stop
+from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts
 from composer_prime.wire.frames import Frames
 from composer_prime.wire.turns import PackedAnswer
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 _START_S = 600.0
 _ANSWERS_S, _STOP_S = 1.0, 5.0
 """When the gateway closes: until every open turn has its error, and until its process has passed it on."""
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +222,7 @@ async def _spawn(number: int) -> GatewayProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "orchestrator.gateway.processes.http_end", "--link-fd", str(theirs.fileno())),
-                **child_options(_ENVIRONMENT, pass_fds=[theirs.fileno()]),
+                **child_options(WORKER_ENVIRONMENT, pass_fds=[theirs.fileno()]),
             )
         except BaseException:
             writer.close()

@@ -56,7 +56,8 @@ class PreparedTree:
 
     def __init__(self, folder: Path, lock: int) -> None:
         """Raises BlockingIOError where another process makes or removes it."""
-        self.folder, self._fd = folder, -1
+        self.folder = folder
+        self._fd = -1
         try:
             self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError as error:

@@ -53,7 +53,8 @@ class MakingJournal:
     def __init__(self, folder: Path, *, overwrite: bool = False):
         self.folder = folder
         self.trees = folder / TREES_FOLDER
-        self._making, self._tasks_path = folder / MAKING_FILE, folder / TASKS_FILE
+        self._making = folder / MAKING_FILE
+        self._tasks_path = folder / TASKS_FILE
         self._refuse_foreign_folder()
         self.trees.mkdir(parents=True, exist_ok=True)
         self._lock = self._making.open("ab")

@@ -72,7 +72,8 @@ class _Session:
     """The tree of the file's records. A trace is one session, or several when one continues records of another."""
 
     def __init__(self, file: TraceFile) -> None:
-        self._file, self._tally = file, file.tally
+        self._file = file
+        self._tally = file.tally
         self.tree = RecordTree(file.options.limits)
         self._seen = Recent(SEEN)
         self._maker: StateMaker | None = None

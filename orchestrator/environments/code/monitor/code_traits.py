@@ -206,7 +206,8 @@ class _Reader(ast.NodeVisitor):
         self._functions: list[ast.AST] = []
         self._classes: list[ast.ClassDef] = []
         given = list(aliases(tree))
-        self._digests, self._tables = digest_names(given), tables(given)
+        self._digests = digest_names(given)
+        self._tables = tables(given)
         self._callables: dict[str, list[Function]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
