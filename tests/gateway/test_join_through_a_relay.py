@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from gateway_config import MODEL
-from http_calls import generate_body, post
 
 from composer_prime.address import Address, tcp_address
 from composer_prime.errors import ConfigError, DeadlineError, WireError
@@ -24,9 +20,7 @@ from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, 
 from composer_prime.wire.tunnel import RelayLeg, RelayLegs, Tunnel, dial, sign_pass, signed_text
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
-from tests.engines.reference import Reference
 from tests.gateway.test_join_by_invite import MACHINE, invite_for, until
-from tests.inference.publisher import Publisher
 
 NOBODY = "127.0.0.1:1"
 
@@ -82,44 +76,6 @@ def through(keys: RunKeys, relay: Address | str, address: str = NOBODY):
     """An invite whose only address is one where nobody listens."""
     invite = invite_for(keys, address)
     return msgspec.structs.replace(invite, relays=[str(relay)], relay_pass=pass_of(keys))
-
-
-@pytest.mark.process
-async def test_a_node_serves_through_a_relay(open_gateway, keys, store, tmp_path):
-    """The address in its invite is dead. The relay is a process of its own with nothing but the run's public key."""
-    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
-    command = ["-m", "orchestrator.main", "relay", "--listen", "127.0.0.1:0", "--run", public(keys).hex()]
-    pipe = asyncio.subprocess.PIPE
-    box = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe)
-    processes = [box]
-    try:
-        assert box.stdout is not None
-        line = (await asyncio.wait_for(box.stdout.readline(), 100)).decode()
-        assert line.startswith("relaying at 127.0.0.1:") and line.endswith(" for 1 run\n")
-        address = line.split()[2]
-        async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
-            gateway.publish(publisher.publish(3))
-            invite = through(keys, address)
-            keys.registry.use_relay(address)
-            words = ["join", invite.text(), "--state-dir", str(tmp_path), "--name", "box", "--relay", "127.0.0.1:0"]
-            node = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "inference.main", *words, "--threads", "1", "--device", "cpu"
-            )
-            processes.append(node)
-            nodes = lambda: [node for node in gateway.state()["nodes"] if node["attached"]]
-            await until(nodes, "the node to attach")
-            assert [(node["node_id"], node["version"]) for node in nodes()] == [("box", 3)]
-            status, _ = await post(gateway.http_url, generate_body(5))
-            assert status == 200 and gateway.state()["relays"] == {address: "registered"}
-            assert gateway._link.weight_places(b"another")["relays"] == []
-            node.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(node.wait(), 100) == 0
-        box.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(box.wait(), 100) == 128 + signal.SIGTERM
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
 
 
 async def test_a_relay_that_vanished_is_dialed_again(keys):
