@@ -52,8 +52,8 @@ from orchestrator.audit.trust import NodeTrust, is_clean
 from orchestrator.event_loop import watched
 
 if TYPE_CHECKING:  # The gateway imports this module.
+    from orchestrator.gateway.chunks import ChunkServer
     from orchestrator.gateway.generation import GenerationRecord
-    from orchestrator.gateway.link import ChunkServer
 
 logger = logging.getLogger(__name__)
 

@@ -39,10 +39,11 @@ from orchestrator.event_loop import LoopLag, watched
 from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
+from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
-from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
+from orchestrator.gateway.link import NodeLink, NodeSocket
 from orchestrator.gateway.port import HeldPort
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router

@@ -1,21 +1,16 @@
 """The encrypted link to inference nodes: one bound ROUTER socket.
 
     NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
-                                      +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
+                                      +--> ChunkServer (chunks.py): one of 4 readers --> read in a thread --> WeightChunk
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
 enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A message is one frame of bounded
-size, and few are held unread. Of a message with more frames, only the first is copied; ZMQ itself holds all of them
-until then. Bytes that do not decode to a message are counted, logged and dropped. A connection that sends more of them
+size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py ends connections
+whose messages do not end. Bytes that do not decode to a message are counted, logged and dropped. A connection that sends more of them
 than its budget is cut off: everything else from it is ignored. The same happens after too many unrequested messages:
 heartbeats, hellos, answers to requests that the node does not hold, requests for chunks that yield no piece. ZMQ cannot
 close a single connection, so the rest is read slowly and waits in the sender's queue.
-
-Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
-node that fetches gigabytes does not delay anyone's tokens. A piece counts against its node until its last byte has left
-the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model, however
-many connections it opens under its own key. Manifests and model files count in the same way, four at a time.
 """
 
 from __future__ import annotations
@@ -24,18 +19,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
 
 from composer_prime.address import Address, is_loopback
 from composer_prime.console import printable
-from composer_prime.run.weights import WeightStore
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
 from composer_prime.wire.node import (
     MAX_PLACES,
-    ChunkMissing,
     ChunkRequest,
     FromNode,
     Generated,
@@ -52,18 +45,17 @@ from composer_prime.wire.node import (
     WeightChunk,
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
+from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 2 << 20
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
 _MAX_UNKNOWN = 4096
 """Connections without a Hello that are remembered."""
-_MAX_OFFSET = 1 << 40
 _GARBAGE_BUDGET_BYTES = 1 << 20
 """Garbage after which a connection is cut off."""
 _UNASKED_MESSAGES = 4096
@@ -76,22 +68,12 @@ _UNASKED_BYTES = 1 << 16
 """A message counts as one more for each of this many bytes."""
 _IGNORED_PAUSE_S = 0.01
 """Pause after a burst of messages most of which came from connections that are cut off."""
-_READERS = 4
 _MAX_RELAYS = 32
 """The most relays that a node gets: the latest ones."""
 _MAX_ENROLLING = 16
 """Enrollments answered at a time. Others are dropped, and their nodes ask again."""
-_MAX_UNSENT = 16
-"""Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
 _MAX_UNSENT_REPLIES = 4
 """Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
-_MAX_ACCOUNTS = 1024
-"""Nodes remembered before those with nothing under way are forgotten."""
-
-Piece = tuple[bytes, str, int]
-"""Connection, sha256 of the chunk and offset in it."""
-SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
-"""Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
 
 class NodeLink:
@@ -257,7 +239,7 @@ class NodeLink:
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
-        if len(self._unsent_replies) >= _MAX_ACCOUNTS:
+        if len(self._unsent_replies) >= MAX_ACCOUNTS:
             self._unsent_replies = {one: left for one, each in self._unsent_replies.items() if (left := _unsent(each))}
         account = self._account(identity, key)
         unsent = self._unsent_replies[account] = _unsent(self._unsent_replies.get(account, []))
@@ -421,85 +403,6 @@ class NodeLink:
                 "find its caches wrong: start the node with kv_at_swap = 'keep'"
             )
         return None
-
-
-class ChunkServer:
-    """Reads weight chunks in threads and sends them piece by piece."""
-
-    def __init__(self, store: WeightStore, other: Callable[[str, int, int], bytes | None] = lambda *_: None) -> None:
-        """`other` reads chunks that the store lacks, as `store.chunk` does."""
-        self.bytes_sent = 0
-        """Bytes of pieces handed to the socket."""
-        self.dropped = 0
-        """Requests of nodes that had too many pieces under way."""
-        self._store = store
-        self._other = other
-        self._readers = asyncio.Semaphore(_READERS)
-        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
-        """Pieces under way to each account; None while one is being read."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
-        """Answer `request` as soon as a reader is free, unless its answer is under way already.
-
-        `account`: the node, which may have several connections.
-        """
-        pieces, piece = self._still_unsent(account), (identity, request.sha256, request.offset)
-        if piece in pieces:
-            return
-        if len(pieces) >= _MAX_UNSENT:
-            self.dropped += 1
-            return
-        pieces[piece] = None
-        task = asyncio.create_task(self._answer(account, identity, request, send))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _still_unsent(self, account: bytes) -> dict[Piece, zmq.MessageTracker | None]:
-        if len(self._unsent) >= _MAX_ACCOUNTS:
-            unsent = {other: _under_way(pieces) for other, pieces in self._unsent.items()}
-            self._unsent = {other: pieces for other, pieces in unsent.items() if pieces}
-        self._unsent[account] = _under_way(self._unsent.get(account, {}))
-        return self._unsent[account]
-
-    async def _answer(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
-        sent = None
-        try:
-            async with self._readers:
-                message = await asyncio.to_thread(self._read, request)
-                sent = send(identity, message)
-            if sent is not None and isinstance(message, WeightChunk):
-                self.bytes_sent += len(message.data)
-        finally:
-            pieces, piece = self._unsent[account], (identity, request.sha256, request.offset)
-            if sent is None:
-                del pieces[piece]
-            else:
-                pieces[piece] = sent
-
-    def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
-        piece = None
-        if 0 <= request.offset < _MAX_OFFSET:
-            try:
-                # Reading one byte more than is sent shows whether this piece is the chunk's last.
-                place = request.sha256, request.offset, PIECE_BYTES + 1
-                piece = self._store.chunk(*place)
-                piece = self._other(*place) if piece is None else piece
-            except OSError as error:
-                logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
-        if piece is None:
-            return ChunkMissing(sha256=request.sha256)
-        last = len(piece) <= PIECE_BYTES
-        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
-
-    async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
-    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}
 
 
 def _unsent(trackers: list[zmq.MessageTracker]) -> list[zmq.MessageTracker]:

@@ -36,7 +36,7 @@ from orchestrator.gateway.nodes import (
     too_long,
 )
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.stragglers import SiblingRequests
+from orchestrator.gateway.stragglers import SiblingRequests, adopt_twin, count_lost, goes_on_without
 from orchestrator.gateway.waits import Waits
 
 logger = logging.getLogger(__name__)
@@ -277,8 +277,8 @@ class Router:
                 first.twin = None
             return
         if request.twin is not None:
-            if keep or self._goes_on_without(request):
-                self._adopt_twin(request)
+            if keep or goes_on_without(self, request):
+                adopt_twin(self, request)
                 return
             self.counters.tokens_lost += len(request.twin.streamed)
             self.take_back(request.twin)
@@ -293,28 +293,6 @@ class Router:
         request.last_error = reason
         self.queue[request.request_id] = request
         self.queue.move_to_end(request.request_id, last=False)
-
-    def _goes_on_without(self, request: GatewayRequest) -> bool:
-        """Whether a second node works on it too, and with none of the tokens that the node of `request` sampled."""
-        first = self.open.get(request.request_id)
-        if first is not request:
-            return True
-        return request.twin is not None and len(request.twin.kept) <= len(request.kept)
-
-    def _count_lost(self, request: GatewayRequest, twin: GatewayRequest) -> None:
-        """Count the tokens that the node of `request` streamed and that `twin`, which replaces it, does not have."""
-        self.counters.tokens_lost += max(0, len(request.kept) + len(request.streamed) - len(twin.kept))
-        request.streamed = PartialAnswer()
-
-    def _adopt_twin(self, request: GatewayRequest) -> None:
-        """Make `request`, which has lost its node, continue as its twin."""
-        twin, request.twin = request.twin, None
-        assert twin is not None and twin.node is not None, "a twin is on a node"
-        self._count_lost(request, twin)
-        request.node, request.lease, request.placed = twin.node, twin.lease, twin.placed
-        request.kept, request.streamed, request.last_part = twin.kept, twin.streamed, twin.last_part
-        request.load, request.cold = twin.load, twin.cold
-        twin.node.leases[twin.lease] = request
 
     def _lose(self, request: GatewayRequest) -> None:
         """Make `request` start over. What a twin does not keep, the first request still has."""
@@ -371,7 +349,7 @@ class Router:
         first = self.open.get(request.request_id)
         if first is not None and first is not request:
             self.counters.twins_won += 1
-            self._count_lost(first, request)
+            count_lost(self, first, request)
         request.done.set_result(answer)
         self.place()
 
@@ -431,7 +409,7 @@ class Router:
         for one in (request, self.open.get(request.request_id, request)):
             one.refused_by.add(node.node_id)
         may_go_on = len(request.refused_by) < _MAX_REFUSALS and any(map(request.may_go_to, self.nodes.attached()))
-        if may_go_on or self._goes_on_without(request):
+        if may_go_on or goes_on_without(self, request):
             self.reissue(request, f"{node.node_id}: {error}", keep=False)
         else:
             self.end(request, RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
@@ -466,7 +444,7 @@ class Router:
         request.avoid = node.node_id
         first = self.open.get(request.request_id, request)
         first.failures = max(first.failures, request.failures)
-        if request.failures >= _MAX_FAILURES and not self._goes_on_without(request):
+        if request.failures >= _MAX_FAILURES and not goes_on_without(self, request):
             message = (
                 f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
                 "see that node's log (another attempt may go better)"

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from orchestrator.gateway.answers import PartialAnswer
 from orchestrator.gateway.nodes import AttachedNode, GatewayRequest
 
 if TYPE_CHECKING:
@@ -214,3 +215,28 @@ def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
                 request.avoid = node_id
                 router.reissue(request, f"node {node_id} is {reason}", keep=False)
     router.place()
+
+
+def goes_on_without(router: Router, request: GatewayRequest) -> bool:
+    """Whether a second node works on it too, and with none of the tokens that the node of `request` sampled."""
+    first = router.open.get(request.request_id)
+    if first is not request:
+        return True
+    return request.twin is not None and len(request.twin.kept) <= len(request.kept)
+
+
+def count_lost(router: Router, request: GatewayRequest, twin: GatewayRequest) -> None:
+    """Count the tokens that the node of `request` streamed and that `twin`, which replaces it, does not have."""
+    router.counters.tokens_lost += max(0, len(request.kept) + len(request.streamed) - len(twin.kept))
+    request.streamed = PartialAnswer()
+
+
+def adopt_twin(router: Router, request: GatewayRequest) -> None:
+    """Make `request`, which has lost its node, continue as its twin."""
+    twin, request.twin = request.twin, None
+    assert twin is not None and twin.node is not None, "a twin is on a node"
+    count_lost(router, request, twin)
+    request.node, request.lease, request.placed = twin.node, twin.lease, twin.placed
+    request.kept, request.streamed, request.last_part = twin.kept, twin.streamed, twin.last_part
+    request.load, request.cold = twin.load, twin.cold
+    twin.node.leases[twin.lease] = request

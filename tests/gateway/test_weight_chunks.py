@@ -11,7 +11,7 @@ import zmq.asyncio
 from node_peer import PeerNode
 
 from composer_prime.wire.node import ChunkMissing, ChunkRequest, WeightChunk
-from orchestrator.gateway.link import PIECE_BYTES
+from orchestrator.gateway.chunks import PIECE_BYTES
 
 
 async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):

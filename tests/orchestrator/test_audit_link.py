@@ -24,8 +24,8 @@ from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan
 from orchestrator.audit.audits import Audits
 from orchestrator.audit.trust import NodeTrust
+from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import GenerationRecord
-from orchestrator.gateway.link import ChunkServer
 
 DEADLINE_S = 100.0
 

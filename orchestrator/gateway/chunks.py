@@ -1,0 +1,112 @@
+"""The weights that nodes pull through their link, piece by piece.
+
+A node asks for pieces from whatever offset it stopped at. Reading happens off the event loop, so a node that fetches
+gigabytes does not delay anyone's tokens. A piece counts against its node until its last byte has left the socket's
+queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model, however many
+connections it opens with its own key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.node import ChunkMissing, ChunkRequest, ToNode, WeightChunk
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2 << 20
+_MAX_OFFSET = 1 << 40
+_READERS = 4
+_MAX_UNSENT = 16
+"""Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
+MAX_ACCOUNTS = 1024
+"""Nodes remembered before those with nothing under way are forgotten."""
+
+Piece = tuple[bytes, str, int]
+"""Connection, sha256 of the chunk and offset in it."""
+SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
+"""Queues a message for a connection and returns its tracker; None when the connection is gone."""
+
+
+class ChunkServer:
+    """Reads weight chunks in threads and sends them piece by piece."""
+
+    def __init__(self, store: WeightStore, other: Callable[[str, int, int], bytes | None] = lambda *_: None) -> None:
+        """`other` reads chunks that the store lacks, as `store.chunk` does."""
+        self.bytes_sent = 0
+        """Bytes of pieces handed to the socket."""
+        self.dropped = 0
+        """Requests of nodes that had too many pieces under way."""
+        self._store = store
+        self._other = other
+        self._readers = asyncio.Semaphore(_READERS)
+        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
+        """Pieces under way to each account; None while one is being read."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+        """Answer `request` as soon as a reader is free, unless its answer is under way already.
+
+        `account`: the node, which may have several connections.
+        """
+        pieces, piece = self._still_unsent(account), (identity, request.sha256, request.offset)
+        if piece in pieces:
+            return
+        if len(pieces) >= _MAX_UNSENT:
+            self.dropped += 1
+            return
+        pieces[piece] = None
+        task = asyncio.create_task(self._answer(account, identity, request, send))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _still_unsent(self, account: bytes) -> dict[Piece, zmq.MessageTracker | None]:
+        if len(self._unsent) >= MAX_ACCOUNTS:
+            unsent = {other: _under_way(pieces) for other, pieces in self._unsent.items()}
+            self._unsent = {other: pieces for other, pieces in unsent.items() if pieces}
+        self._unsent[account] = _under_way(self._unsent.get(account, {}))
+        return self._unsent[account]
+
+    async def _answer(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+        sent = None
+        try:
+            async with self._readers:
+                message = await asyncio.to_thread(self._read, request)
+                sent = send(identity, message)
+            if sent is not None and isinstance(message, WeightChunk):
+                self.bytes_sent += len(message.data)
+        finally:
+            pieces, piece = self._unsent[account], (identity, request.sha256, request.offset)
+            if sent is None:
+                del pieces[piece]
+            else:
+                pieces[piece] = sent
+
+    def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
+        piece = None
+        if 0 <= request.offset < _MAX_OFFSET:
+            try:
+                # Reading one byte more than is sent shows whether this piece is the chunk's last.
+                place = request.sha256, request.offset, PIECE_BYTES + 1
+                piece = self._store.chunk(*place)
+                piece = self._other(*place) if piece is None else piece
+            except OSError as error:
+                logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
+        if piece is None:
+            return ChunkMissing(sha256=request.sha256)
+        last = len(piece) <= PIECE_BYTES
+        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
+    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}
