@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from composer_prime.address import WILDCARDS
+from composer_prime.address import WILDCARDS, HeldPort
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.run.keys import RunKeys
@@ -44,7 +44,6 @@ from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink, NodeSocket
-from orchestrator.gateway.port import HeldPort
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins

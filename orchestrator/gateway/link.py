@@ -1,16 +1,17 @@
 """The encrypted link to inference nodes: one bound ROUTER socket.
 
     NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
-                                      +--> ChunkServer (chunks.py): one of 4 readers --> read in a thread --> WeightChunk
+                                      +--> ChunkServer (chunks.py): read in one of 4 threads --> WeightChunk
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
 enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A message is one frame of bounded
-size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py ends connections
-whose messages do not end. Bytes that do not decode to a message are counted, logged and dropped. A connection that sends more of them
-than its budget is cut off: everything else from it is ignored. The same happens after too many unrequested messages:
-heartbeats, hellos, answers to requests that the node does not hold, requests for chunks that yield no piece. ZMQ cannot
-close a single connection, so the rest is read slowly and waits in the sender's queue.
+size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py closes
+connections whose messages do not end. Bytes that do not decode to a message are counted, logged and dropped. A
+connection that sends more of them than its budget is cut off: everything else from it is ignored. The same happens
+after too many unrequested messages: heartbeats, hellos, answers to requests that the node does not hold, requests for
+chunks that yield no piece. Such a connection stays, since a new one would have a new budget: the rest is read slowly
+and waits in the sender's queue.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from http_calls import generate_body, get, post
 from node_peer import PeerNode, tokens_for
 from pydantic import ValidationError
 
+from composer_prime.address import HeldPort
 from composer_prime.errors import PortInUseError
 from composer_prime.wire.frames import Frames
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, PackedAnswer, TurnClient
@@ -28,7 +29,6 @@ from orchestrator.gateway import Gateway
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import SamplingFields, TurnRequest
 from orchestrator.gateway.http import HttpServer, state_routes
-from orchestrator.gateway.port import HeldPort
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.processes.http_end import RouterLink, forward_route
 from orchestrator.gateway.processes.messages import ToProcess
