@@ -122,6 +122,9 @@ async def test_a_killed_process_loses_no_turn(open_gateway, node_keys, caplog):
         PeerNode(gateway.node_endpoint, node_keys, "n0", max_concurrent=256, answer=lambda request: None) as node,
     ):
         client = GatewayHttp(gateway.http_url, "")
+        (attached,) = gateway.router.nodes.attached()
+        attached.speed.note_tokens(1 << 20)  # So that it gets all requests at once.
+        gateway.router.placing.update(attached)
 
         async def rollout(number: int) -> list[int]:
             gateway.records.open(f"r{number}")

@@ -179,7 +179,8 @@ def test_logged_out(vast, run):
 def test_watch_ended(vast, run):
     vast.set(offers=[vast_offer(1, 1.0)])
     code = "import sys; from orchestrator.rent.command import main; sys.exit(main(sys.argv[1:]))"
-    words = ["--provider", "vast", "--count", "1", "--max-price", "2", "--max-hours", "5", "--invite", INVITE, "--yes"]
+    words = ["--provider", "vast", "--count", "1", "--max-price", "2", "--max-hours", "5", "--invite", INVITE, "--yes",
+             "--package", "a.whl"]  # fmt: skip
     watch = subprocess.Popen(
         [sys.executable, "-c", code, "--run", str(run), *words],
         stdout=subprocess.PIPE,
