@@ -268,7 +268,10 @@ class NodeSocket:
         while True:
             await asyncio.sleep(_WATCH_S)
             if unread.is_due():
-                await asyncio.to_thread(unread.end_worst)
+                try:
+                    await asyncio.to_thread(unread.end_worst)
+                except OSError as error:  # Out of descriptors: the next look may have some.
+                    logger.warning("what nodes sent and nobody read could not be counted: %s", error)
 
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
