@@ -14,7 +14,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -80,15 +80,18 @@ class UnreadBytes:
             logger.warning(
                 "closed the connection of %s: it sent %.0f MiB of a message that does not end", each.peer, mib
             )
-            with suppress(OSError), _shared(fd) as connection:  # It may be closed already.
-                connection.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), _socket_of(fd) as connection:  # It may be closed already, and another's.
+                if connection.getpeername() == each.peer:
+                    connection.shutdown(socket.SHUT_RDWR)
             total -= each.unread
             ended += 1
         return ended
 
     def _measure(self) -> None:
-        now, former, self._connections = time.monotonic(), self._connections, {}
-        for fd, peer, received in self._accepted():
+        now, former = time.monotonic(), self._connections
+        accepted = list(self._accepted())  # It may raise: then the next look counts from the same state.
+        self._connections = {}
+        for fd, peer, received in accepted:
             read, last = self.read[fd], former.get(fd)
             if last is None or last.peer != peer:
                 last = _Connection(peer, 0, self._read_before[fd], now)
@@ -100,7 +103,7 @@ class UnreadBytes:
         """Yield descriptor, peer and received bytes of each connection that the port has accepted."""
         for name in os.listdir(_FDS):
             try:
-                with _shared(int(name)) as connection:
+                with _socket_of(int(name)) as connection:
                     if connection.getsockname()[1] == self._port:
                         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
                         (received,) = struct.unpack_from("<Q", info, _BYTES_RECEIVED_AT)
@@ -109,11 +112,15 @@ class UnreadBytes:
                 continue  # No socket of this port, or closed meanwhile.
 
 
-def _shared(fd: int) -> socket.socket:
-    """Return the socket behind `fd`, under a descriptor of its own. Raises OSError when there is none."""
-    copy = os.dup(fd)
+@contextmanager
+def _socket_of(fd: int) -> Iterator[socket.socket]:
+    """Look at the socket behind `fd`. Raises OSError when there is none.
+
+    The descriptor is not copied: closing a copy would end the locks that this process holds on a file (POSIX), such as
+    those of SQLite.
+    """
+    connection = socket.socket(fileno=fd)
     try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
+        yield connection
+    finally:
+        connection.detach()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +43,40 @@ def test_the_worst_goes_first():
         assert unread.end_worst() == 0
         for one in (again, accepted, *(end for pair in pairs[1:] for end in pair), pairs[0][0]):
             one.close()
+
+
+# A look leaves the locks that this process holds on files, such as SQLite's: closing any descriptor of one ends them.
+def test_locks_of_files_stay(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "file").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        UnreadBytes(server.getsockname()[1]).end_worst()
+        inode = os.fstat(file.fileno()).st_ino
+        assert f":{inode} " in Path("/proc/locks").read_text()
+
+
+# What was read before a look that failed is not counted as unread by the next one.
+def test_a_look_that_failed_changes_no_count():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        unread = UnreadBytes(server.getsockname()[1], max_bytes=MIB)
+        client = socket.create_connection(server.getsockname())
+        accepted = server.accept()[0]
+        assert unread.end_worst() == 0
+        client.sendall(bytes(2 * MIB))
+        _receive(accepted, 2 * MIB)
+        unread.read[accepted.fileno()] = 2 * MIB
+        assert unread.end_worst() == 0
+        look, unread._accepted = unread._accepted, _out_of_descriptors
+        with pytest.raises(OSError, match="Too many open files"):
+            unread.end_worst()
+        unread._accepted = look
+        assert unread.end_worst() == 0
+        client.close()
+        accepted.close()
+
+
+def _out_of_descriptors() -> Iterator[tuple[int, str, int]]:
+    raise OSError(errno.EMFILE, "Too many open files")
+    yield
 
 
 def _receive(connection: socket.socket, size: int) -> None:
