@@ -121,12 +121,16 @@ class ConnectedAuditor:
     ended: deque[float] = field(init=False)
     """When it last ended audits in good time, monotonic seconds; at most as many as it has places."""
 
+    paused_until: float = 0.0
+    """After it could not check what another one may, monotonic seconds."""
+
     def __post_init__(self) -> None:
         self.ended = deque(maxlen=self.places)
 
     def has_room(self, since: float) -> bool:
-        """Whether it holds no more than it ended after `since`."""
-        return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))
+        """Whether it may check more, and holds no more than it ended after `since`."""
+        allowed = min(self.places, 1 + sum(ended > since for ended in self.ended))
+        return time.monotonic() >= self.paused_until and len(self.held) < allowed
 
 
 class Audits:
@@ -411,7 +415,9 @@ class Audits:
                 self._send(identity, HelloAgain())
             case AuditVerdict() | AuditFailed():
                 if (answer := auditor.held.pop(message.audit, None)) is not None:
-                    if auditor.last_heard - answer.placed < self._config.timeout_s / 2:
+                    if isinstance(message, AuditFailed) and message.retryable:
+                        auditor.paused_until = auditor.last_heard + self._heartbeat_s
+                    elif auditor.last_heard - answer.placed < self._config.timeout_s / 2:
                         auditor.ended.append(auditor.last_heard)
                     self._take(identity, answer, message)
             case Status():
@@ -428,7 +434,7 @@ class Audits:
         logger.warning("auditor %s cannot check an answer of %s: %s", name, answer.nodes, outcome.error)
         answer.lost += outcome.retryable
         if outcome.retryable and others and answer.lost < _MAX_LOST:
-            self._hand(answer, min(others, key=lambda one: len(self._auditors[one].held)))
+            self._enqueue(answer)
         else:
             self._fail(answer, outcome.error)
 

@@ -62,7 +62,9 @@ def audited(tmp_path):
     """`async with audited(settings, chances) as (audits, trust, connect)`."""
 
     @asynccontextmanager
-    async def serve(chances: list[float] | None = None, max_queued_bytes: int = 1 << 20, **settings):
+    async def serve(
+        chances: list[float] | None = None, max_queued_bytes: int = 1 << 20, heartbeat_s: float = 0.05, **settings
+    ):
         keys = RunKeys.create(tmp_path / "keys")
         store = WeightStore(tmp_path / "weights")
         trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
@@ -75,7 +77,7 @@ def audited(tmp_path):
             chunks=ChunkServer(store),
             trust=trust,
             max_context=512,
-            heartbeat_s=0.05,
+            heartbeat_s=heartbeat_s,
             lost_after_s=100.0,
             chance=lambda: left.pop(0),
             max_queued_bytes=max_queued_bytes,
@@ -284,6 +286,24 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
         request = await first.next(AuditRequest)
         first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
         assert "no space left" in (await audits.cleared("r3") or "")
+
+
+async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
+    # It says at once that its disk is full. That must not look like an auditor that is fast.
+    async with audited(heartbeat_s=100.0) as (audits, _, connect):
+        broken, good = connect(), connect()
+        broken.hello("a", max_concurrent=8)
+        audits.offer(record("n0", prompt=0), "r0")
+        request = await broken.next(AuditRequest)
+        good.hello("b", max_concurrent=8)
+        await good.next(NodeWelcome)
+        broken.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        good.send(verdict(await good.next(AuditRequest)))
+        for number in range(1, 8):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            good.send(verdict(await good.next(AuditRequest)))
+        for number in range(8):
+            assert await audits.cleared(f"r{number}") is None
 
 
 async def test_a_version_that_there_never_was_is_the_nodes_fault(audited):
