@@ -452,11 +452,11 @@ def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[Att
 
 
 def node_needs(request: GatewayRequest, contexts: list[float]) -> tuple[int, int, int] | None:
-    """Return what is equal for requests that the same nodes may answer; None for one that a node refused or began.
+    """Return what is equal for requests that the same nodes may answer; None for one that a node refused.
 
     `contexts`: of all nodes, ascending. Two lengths between the same two of them make no difference.
     """
-    if request.refused_by or request.kept:
+    if request.refused_by:
         return None
     length = bisect_left(contexts, request.num_wanted), bisect_left(contexts, request.num_prompt + 1)
     return request.least_version, *length

@@ -217,8 +217,8 @@ class Router:
         for request in self.queue.values():
             if not self.placing.any_free(now):
                 return None
-            needs = node_needs(request, self.nodes.contexts)
-            if needs in unmet:
+            needs, begun = node_needs(request, self.nodes.contexts), bool(request.kept)
+            if (needs, begun) in unmet:
                 continue
             free = self.placing.free(request, now, oldest, newest)
             if not free:
@@ -231,8 +231,8 @@ class Router:
                 free = outcome
             if free:
                 return request, self.placing.choose(request, free)
-            if needs is not None:
-                unmet.add(needs)
+            if needs is not None and begun == bool(request.kept):  # Else it starts over.
+                unmet.add((needs, begun))
         return None
 
     def _able_and_free(self, request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode] | RequestError:

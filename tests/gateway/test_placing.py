@@ -223,6 +223,21 @@ async def test_requests_with_the_same_needs_are_looked_at_once():
     await fleet.close()
 
 
+async def test_begun_requests_with_the_same_needs_are_looked_at_once_too():
+    """The node of many answers leaves; another one is full, and the free one has too short a context to go on."""
+    fleet = Fleet(a={}, full={}, small={"max_context": 8})
+    await fleet.ask(128, prompt=10, max_tokens=100)
+    for request in fleet.sent["a"]:
+        fleet.stream("a", request, [10] * 16)
+    fleet.router.nodes.leave(fleet.node("a"), "test")
+    asked = []
+    free = fleet.router.placing.free
+    fleet.router.placing.free = lambda *words: asked.append(words) or free(*words)
+    fleet.router.place()
+    assert fleet.router.queued == 64 == len(fleet.sent["a"]) and len(asked) == 1
+    await fleet.close()
+
+
 async def test_a_node_gets_few_requests_until_its_pace_is_measured():
     """Four at first, one more for each 32 tokens that it delivers, all of its places after three answers."""
     fleet = Fleet(new={})
