@@ -96,10 +96,9 @@ class NodeAccount:
 
     def remember(self, now: float, start: float) -> None:
         """Keep a moment of the history, and drop those before `start` but the last of them."""
-        if self.history and now - self.history[-1].time < _SAMPLE_S:
-            return
-        self.history.append(Moment(time=now, totals=self.totals))
-        while len(self.history) > 1 and self.history[1].time <= start:
+        if not self.history or now - self.history[-1].time >= _SAMPLE_S:
+            self.history.append(Moment(time=now, totals=self.totals))
+        while len(self.history) > 1 and self.history[1].time <= start:  # Trained batches add moments, too.
             self.history.popleft()
 
     def at(self, start: float) -> Moment | None:
