@@ -298,7 +298,6 @@ class RentedFleet:
         asked_again_at: dict[str, float] = {}
         trouble = ""
         while True:
-            use.update()
             rentals, now = self.rentals(), time.time()
             reason = budget.spent(rentals, now) or use.over(now)
             if reason is None and not any(rental.open for rental in rentals):
@@ -306,6 +305,7 @@ class RentedFleet:
             if reason is not None:
                 return reason
             try:
+                use.update()
                 self._stop_unused(use, asked_again_at)
             except (ProviderError, OSError) as error:  # it is tried again; the budget holds meanwhile
                 if trouble != str(error):

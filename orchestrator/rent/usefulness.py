@@ -34,7 +34,10 @@ class RunUse:
     def update(self) -> None:
         for line in self._tail.read():
             at = float(line.get("time", 0.0))
-            self._ended = (str(line.get("state")), at) if line.get("event") == "ended" else None
+            if line.get("event") == "ended":
+                self._ended = str(line.get("state")), at
+            elif line.get("role") != "weights":  # `orchestrator weights` may outlive the run.
+                self._ended = None
             if not isinstance(name := line.get("node"), str):
                 continue
             state, (before, since) = str(line.get("node/state")), self._nodes.get(name, ("", at))
