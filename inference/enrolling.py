@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.address import tcp_address
-from composer_prime.errors import ConfigError, DeadlineError, InviteError, WireError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.weights import Manifest, open_signed
@@ -83,6 +83,13 @@ class NodeState:
 
     def is_enrolled(self, slot: int) -> bool:
         return (self.path / f"node-{slot}.enrolled").exists()
+
+    def answered_at(self, slot: int) -> float:
+        """Return when the run last answered node `slot`, Unix seconds; 0 for never."""
+        try:
+            return (self.path / f"node-{slot}.enrolled").stat().st_mtime
+        except OSError:
+            return 0.0
 
     def note_enrolled(self, slot: int, relay_pass: bytes = b"") -> None:
         (self.path / f"node-{slot}.enrolled").touch()
@@ -175,8 +182,8 @@ async def enroll(
 
     `ways`: what `tunnels` opened, tried after the addresses.
 
-    Raises InviteError (refused, with the run's reason) or DeadlineError (which addresses, how long). Of an address, the
-    last of its longest tries counts.
+    Raises InviteError (refused, with the run's reason), WireError (refused for now) or DeadlineError (which addresses,
+    how long). Of an address, the last of its longest tries counts.
     """
     own, enrolled = state.own_pair(slot), state.is_enrolled(slot)
     if not enrolled and time.time() > invite.expires:
@@ -189,31 +196,29 @@ async def enroll(
     )
     own_keys = ClientKeys(invite.keys.server_public, own)
     deadline = time.monotonic() + patience_s
-    faults: dict[str, tuple[float, str]] = {}
-    refusal = ""
+    faults: dict[str, tuple[float, ComposerError]] = {}
     while True:
         for address in [*invite.addresses, *ways]:
             left_s, way = deadline - time.monotonic(), ways.get(address)
             try:
                 limit_s = max(0.1, min(_ADDRESS_S + (DIAL_S if way else 0), left_s))
                 answer = await _ask(address, way, own_keys if enrolled else invite.keys, message, limit_s)
-            except WireError as error:
-                refusal = str(error)
-                continue
-            except DeadlineError as error:
+            except (WireError, DeadlineError) as error:
                 if limit_s >= faults.get(address, (0.0,))[0]:
-                    faults[address] = limit_s, (way and way.fault) or str(error)
+                    lost_way = isinstance(error, DeadlineError) and way is not None and way.fault
+                    faults[address] = limit_s, DeadlineError(lost_way) if lost_way else error
                 continue
             state.note_enrolled(slot, answer.relay_pass)
             if way:
                 logger.info("connected through %s", way.name)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)
         if time.monotonic() >= deadline:
-            if refusal:
-                raise InviteError(refusal)
+            for _, fault in faults.values():
+                if isinstance(fault, WireError):
+                    raise fault
             raise DeadlineError(
                 f"tried for {patience_s:g} s (--connect-timeout) to reach run {invite.run_id}: "
-                + "; ".join(fault for _, fault in faults.values())
+                + "; ".join(str(fault) for _, fault in faults.values())
                 + ". Is the run up, and is that port open to this machine?"
             )
         await asyncio.sleep(_RETRY_S)

@@ -21,7 +21,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -253,7 +254,8 @@ class _Machine:
         grace_s = inference.drain_timeout_s + _END_S
         keepers = [
             keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts, self._stopping,
-                         grace_s=grace_s, wait_s=options.wait, running=self._running)
+                         grace_s=grace_s, wait_s=options.wait, running=self._running,
+                         answered_at=partial(self._state.answered_at, slot))
             for slot, share in enumerate(shares)
         ]  # fmt: skip
         return max(await asyncio.gather(*keepers))
@@ -309,14 +311,16 @@ async def keep_running(
     grace_s: float,
     wait_s: float,
     running: set[int],
+    answered_at: Callable[[], float],
 ) -> int:
     """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-    An end with status 0 or 2 is final. LOST is no crash: the run is tried again for `wait_s`. At `stopping` the process
-    gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
+    An end with status 0 or 2 is final. LOST is no crash: the run is tried again for `wait_s` without an answer. At
+    `stopping` the process gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
+    `answered_at()`: when the run last answered, Unix seconds.
     """
     restarts, outage = Restarts(), Restarts()
-    give_up_at = 0.0
+    lost_since = 0.0
     while True:
         start = time.monotonic()
         process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
@@ -334,15 +338,15 @@ async def keep_running(
             return status
         text, lived_s = exit_text(status), time.monotonic() - start
         if status == LOST:
-            pause_s = outage.pause_s(lived_s, sys.maxsize)
-            if outage.count == 1:
-                give_up_at = time.monotonic() + wait_s
+            if not lost_since or answered_at() > lost_since:
+                outage.count, lost_since = 0, time.time()
                 logger.warning("%s cannot reach the run; trying again for %g s (--wait)", name, wait_s)
-            elif time.monotonic() > give_up_at:
+            elif time.time() - lost_since > wait_s:
                 logger.error("%s did not reach the run again within %g s (--wait): given up", name, wait_s)
                 return LOST
+            pause_s = outage.pause_s(0.0, sys.maxsize)
         else:
-            outage.count, pause_s = 0, restarts.pause_s(lived_s, limit)
+            lost_since, pause_s = 0.0, restarts.pause_s(lived_s, limit)
             if pause_s is None:
                 logger.error("%s %s; given up after %s", name, text, pluralize(limit, "restart"))
                 return FAILED

@@ -33,8 +33,8 @@ from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, is_chunk_name, opened, sign
 from composer_prime.wire.iroh_link import check_iroh_name, is_iroh
 
-PROTOCOL = 2
-"""Raised with every change of messages that an older release would misread. 2: nodes stream parts of answers."""
+PROTOCOL = 3
+"""Raised with every change of messages that an older release would misread. 3: patches change two values a byte."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi1."
 _CHECK_BYTES = 4

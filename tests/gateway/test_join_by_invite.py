@@ -24,6 +24,8 @@ from composer_prime.errors import ConfigError, DeadlineError, InviteError
 from composer_prime.plan.machine import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
+from composer_prime.wire.node import Rejected
+from composer_prime.wire.sockets import NodeSocket
 from inference.enrolling import NodeState, enroll
 from inference.joining import _invite, _Machine, join_parser, keep_running, relay_address
 from inference.machine import NodeShare
@@ -108,9 +110,14 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
 """
     starts = tmp_path / "starts"
 
-    async def run(plan: str, limit: int, stopping: asyncio.Event) -> tuple[int, int]:
-        command = [sys.executable, "-c", script, plan]
-        status = await keep_running("node 0", command, {}, limit, stopping, grace_s=100.0, wait_s=2.0, running=set())
+    async def run(
+        plan: str, limit: int, stopping: asyncio.Event, *, wait_s: float = 2.0, answers: int = 0
+    ) -> tuple[int, int]:
+        command, answered = [sys.executable, "-c", script, plan], iter(range(answers))
+        answered_at = lambda: 0.0 if next(answered, None) is None else time.time()
+        status = await keep_running(
+            "node 0", command, {}, limit, stopping, grace_s=100.0, wait_s=wait_s, running=set(), answered_at=answered_at
+        )
         count = len(starts.read_text())
         starts.unlink()
         return status, count
@@ -123,6 +130,8 @@ time.sleep(600) if status == "stay" else sys.exit(int(status))
     assert await run("3,3,0", 0, stopping) == (0, 3)
     status, count = await run("3", 5, stopping)
     assert status == 3 and count >= 3
+    # An outage ends with an answer of the run, however short.
+    assert await run("3", 0, stopping, wait_s=0.0, answers=2) == (3, 4)
     staying = asyncio.create_task(run("stay", 5, stopping))
     await until(lambda: starts.exists() and starts.read_text(), "the process to start")
     stopping.set()
@@ -159,7 +168,8 @@ class Machine(_Machine):
     async def _serve(self, machine, ways):
         command = [sys.executable, "-c", {node!r}]
         times = {{"grace_s": 300, "wait_s": 0}}
-        return await keep_running("node 0", command, {{}}, 0, self._stopping, running=self._running, **times)
+        return await keep_running(
+            "node 0", command, {{}}, 0, self._stopping, running=self._running, answered_at=float, **times)
 words = argparse.Namespace(address="")
 invite = Invite.read({invite.text()!r})
 made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
@@ -193,7 +203,7 @@ while True:
 """
     stopping, running = asyncio.Event(), set[int]()
     command = [sys.executable, "-c", script]
-    kept = keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, wait_s=0, running=running)
+    kept = keep_running("node 0", command, {}, 5, stopping, grace_s=2.0, wait_s=0, running=running, answered_at=float)
     staying = asyncio.create_task(kept)
     await until(ready.exists, "the process to start")
     (pid,) = running
@@ -329,6 +339,21 @@ async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_pat
         expired = invite_for(keys, gateway.node_endpoint, valid_s=-5)
         with pytest.raises(InviteError, match=r"the invite expired at .* UTC, here it is"):
             await enroll(expired, states[1], 0, "box", MACHINE, 100)
+
+
+async def test_a_refusal_for_now_is_forgotten_once_the_run_is_gone(keys, tmp_path, monkeypatch):
+    """What the machine tries again for --wait is a run that does not answer."""
+    monkeypatch.setattr("inference.enrolling._ADDRESS_S", 0.5)
+    gateway = NodeSocket(keys, 1024, lambda key: True)
+    gateway.bind("tcp://127.0.0.1:0")
+    invite = invite_for(keys, gateway.endpoint.removeprefix("tcp://"))
+    enrolling = asyncio.ensure_future(enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 3.0))
+    received = await asyncio.wait_for(gateway.receive(), 100)
+    gateway.send(received.identity, Rejected(reason="try again later", may_return=True))
+    await asyncio.sleep(0.2)
+    await gateway.close()
+    with pytest.raises(DeadlineError, match="took no connection"):
+        await enrolling
 
 
 async def test_a_node_keeps_its_key_in_a_private_file(keys, tmp_path):
