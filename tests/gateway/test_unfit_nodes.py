@@ -217,7 +217,7 @@ async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
 
 
 async def test_one_nodes_refusal_does_not_end_a_request(open_gateway, node_keys):
-    """A node of an older release that does not say its context refuses; the request goes on to a larger one."""
+    """A node that does not say its context refuses; the request goes to a larger one."""
     async with (
         open_gateway() as gateway,
         PeerNode(gateway.node_endpoint, node_keys, "a") as small,
