@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import socket
 import sys
 import threading
@@ -38,6 +40,30 @@ def test_the_worst_goes_first():
         assert unread.end_worst() == 0
         for one in (again, accepted, *(end for pair in pairs[1:] for end in pair), pairs[0][0]):
             one.close()
+
+
+class OutOfDescriptors(UnreadBytes):
+    looks = 0
+
+    def is_due(self) -> bool:
+        return True
+
+    def end_worst(self) -> int:
+        self.looks += 1
+        if self.looks == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return 0
+
+
+# A flood of connections may use up the descriptors that a look needs. The watch survives that and looks again.
+async def test_a_look_that_fails_is_not_the_last(caplog):
+    unread = OutOfDescriptors(0)
+    watch = asyncio.create_task(unread.watch())
+    async with asyncio.timeout(10):
+        while unread.looks < 2:
+            await asyncio.sleep(0.01)
+    watch.cancel()
+    assert "could not be counted: [Errno 24] Too many open files" in caplog.text
 
 
 def _receive(connection: socket.socket, size: int) -> None:
