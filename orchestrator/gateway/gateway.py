@@ -31,8 +31,8 @@ from composer_prime.errors import ModelNotFoundError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
+from composer_prime.wire.iroh_link import RelayLegs
 from composer_prime.wire.node import Drain, NewVersion
-from composer_prime.wire.tunnel import RelayLegs
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
 from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
