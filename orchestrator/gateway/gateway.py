@@ -20,6 +20,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink, NodeSocket
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
+from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,9 @@ class Gateway:
             suspend_s=inference.lost_after_s,
             no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=self._request_timeout_s,
-            join_hint=lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token"),
         )
+        join_hint = lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token")
+        self.waits = Waits(self.router, join_hint)
         self.audits: Audits | None = None
         """None unless answers are audited."""
         self._config = config
@@ -311,7 +313,7 @@ class Gateway:
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
             start_twins(router)
-            if (error := router.waits.enforce()) is not None:
+            if (error := self.waits.enforce()) is not None:
                 self._fail(error)
             self._control.tick()
             if now >= next_observation:
@@ -319,7 +321,7 @@ class Gateway:
                 reports = {
                     node.node_id: status for node in router.serving() if (status := node.credible_status) is not None
                 }
-                queued = router.waits.for_the_fleet()
+                queued = self.waits.for_the_fleet()
                 elsewhere = router.queued - queued
                 self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 
@@ -328,7 +330,7 @@ class Gateway:
     def _health(self) -> tuple[int, dict[str, Any]]:
         if serving := len(self.router.serving()):
             return 200, {"status": "ok", "serving_nodes": serving, "version": self.version}
-        why = {"since_s": self.router.waits.no_node_s(), "why": self.router.waits.why_no_node()}
+        why = {"since_s": self.waits.no_node_s(), "why": self.waits.why_no_node()}
         return 503, {"status": "waiting for a node", **why}
 
     def state(self) -> dict[str, Any]:
@@ -338,9 +340,16 @@ class Gateway:
             "run_id": self._run_id,
             "version": self.version,
             "oldest_version": router.oldest_version,
-            "no_node_since_s": self.router.waits.no_node_s(),
+            "no_node_since_s": self.waits.no_node_s(),
             "nodes": router.nodes.snapshot(router.oldest_version, router.newest_version),
-            "requests": router.snapshot(),
+            "requests": {
+                "queued": router.queued,
+                "in_flight": router.in_flight,
+                "longest_waits": self.waits.longest(),
+                "warm_share": router.placing.warm_share,
+                "sessions_moved": router.placing.moved,
+                **asdict(router.counters),
+            },
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
             "link": {
                 "garbage": self._link.garbage,
