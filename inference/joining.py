@@ -312,7 +312,7 @@ async def keep_running(
 ) -> int:
     """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-    An end with status 0 or 2 is final. LOST is no crash: the run is tried again for `wait_s`. At `stopping` the process
+    An end with status 0 or 2 is final. LOST is not a crash: the process is restarted for `wait_s`. At `stopping` it
     gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
     """
     restarts, outage = Restarts(), Restarts()

@@ -37,7 +37,7 @@ PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(
 _EXAMPLE_LABEL = "composer-RUN-01234567"
 _INVITE = "INVITE_STRING"
 _INVITE_S = 24 * 3600.0
-"""A machine may take this long to join; a node that has joined needs the invite no more."""
+"""A machine may take this long to join; a node that has joined no longer needs the invite."""
 
 
 def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> int:

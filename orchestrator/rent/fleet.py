@@ -2,7 +2,7 @@
 
     asked -> start call -> started ... stop call -> listed until it is gone -> ended
 
-The provider's list decides what is billed, not the record: a machine counts as ended only when it is listed no more.
+The provider's list decides what is billed, not the record: a machine has ended only when it is no longer listed.
 A start call whose answer is lost may have worked: its rental stays open, and counts as billed, until `stop` has looked
 for it.
 """
@@ -21,7 +21,7 @@ from orchestrator.rent.provider import Instance, Offer, Order, Provider
 from orchestrator.rent.usefulness import RunUse
 
 STOP_TIMEOUT_S = 300.0
-"""How long `stop` waits until the provider lists a machine no more."""
+"""How long `stop` waits until the provider no longer lists a machine."""
 
 SETUP_TIMEOUT_S = 1800.0
 """How long a machine that is set up over SSH may take until it can be reached."""
