@@ -86,13 +86,13 @@ class Gateway:
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self._enrollment = Enrollment(config, keys, run_id, model_dir)
         self._nodes = NodeSocket(keys, config.model.max_context, self._enrollment.is_admitted)
-        self._request_timeout_s = max((source.timeout_s for source in orchestrator.source), default=0.0)
+        send = lambda node, message: self._nodes.send(node.identity, message)
         self.router = Router(
-            lambda node, message: self._nodes.send(node.identity, message),
+            send,
             vocab_size=vocab_size,
             suspend_s=inference.lost_after_s,
             no_node_timeout_s=orchestrator.no_node_timeout_s,
-            request_timeout_s=self._request_timeout_s,
+            request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
         join_hint = lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token")
         self.waits = Waits(self.router, join_hint)
@@ -108,7 +108,6 @@ class Gateway:
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
         self._relay_legs = RelayLegs(keys.signer)
-        send = lambda node, message: self._nodes.send(node.identity, message)
         self._control = build_control(config, self.router, keys, run_dir, send)
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
@@ -185,7 +184,7 @@ class Gateway:
             model_dir=str(self._model_dir),
             renderer=model.renderer,
             max_context=model.max_context,
-            answer_timeout_s=self._request_timeout_s,
+            answer_timeout_s=self.router.request_timeout_s,
         )
 
     async def start(self) -> None:
@@ -311,7 +310,7 @@ class Gateway:
             self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
             router.nodes.lose_silent(inference.lost_after_s)
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
-            reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
+            reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             start_twins(router)
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)

@@ -69,7 +69,7 @@ class GroupOutcome(StrEnum):
 
 
 class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
-    """One rollout's last attempt: the worker's reply and what became of it here. The rollout log shows it."""
+    """One rollout's last attempt: the worker's reply, and what the orchestrator adds. The rollout log shows it."""
 
     sibling: int
     seed: int
