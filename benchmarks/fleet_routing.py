@@ -65,7 +65,7 @@ from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.stragglers import start_twins
+from orchestrator.gateway.waits import start_twins
 
 PLACES = 64
 RATIO_TARGET = 1.6
@@ -199,7 +199,7 @@ class SimulatedFleet:
         self.loop, self.streams, self.twins, self.quantum_s = loop, streams, twins, quantum_s
         self.targets: dict[str, int] = {}
         self.router = Router(self._send, vocab_size=100, suspend_s=10.0, no_node_timeout_s=1e6, request_timeout_s=1e6,
-                             join_hint=lambda: "", placing=policy)  # fmt: skip
+                             placing=policy)  # fmt: skip
         self.engines = {f"{kind}{i}": SimulatedEngine(f"{kind}{i}", slowness, self)
                         for kind, slowness in (("fast", 1.0), ("slow", SLOWNESS)) for i in range(4)}  # fmt: skip
         for engine in self.engines.values():

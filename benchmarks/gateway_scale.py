@@ -149,8 +149,7 @@ async def _place(num_nodes: int, requests: int) -> float:
             placed.append((node, message))
         return True
 
-    router = Router(send, vocab_size=32_000, suspend_s=1.0, no_node_timeout_s=60.0, request_timeout_s=60.0,
-                    join_hint=lambda: "")  # fmt: skip
+    router = Router(send, vocab_size=32_000, suspend_s=1.0, no_node_timeout_s=60.0, request_timeout_s=60.0)
     for index in range(num_nodes):
         hello = NodeHello(node_id=f"n{index}", engine="none", run_id=None, version=0, max_concurrent=128,
                           instance=f"n{index}")  # fmt: skip

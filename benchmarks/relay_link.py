@@ -25,9 +25,9 @@ import zmq.asyncio
 
 from composer_prime.address import Address
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.iroh_link import IrohDialer, iroh_name
+from composer_prime.wire.iroh_link import IrohDialer, RelayLegs, iroh_name
 from composer_prime.wire.sockets import bind_router, dealer
-from composer_prime.wire.tunnel import RelayLegs, Tunnel, dial, sign_pass
+from composer_prime.wire.tunnel import Tunnel, dial, sign_pass
 from orchestrator.relay import Relay
 
 PIECE = b"w" * (2 << 20)

@@ -174,12 +174,12 @@ async def play(pool: WorkerPool, url: str, number: int, scores: dict[int, list[f
             seed=number,
         )
         reply = await pool.run(request)
-        tries[reply.error.kind if reply.error else "scored"] += 1
-        if reply.error is None:
+        tries[reply.failure.kind if reply.failure else "scored"] += 1
+        if reply.failure is None:
             scores.setdefault(number, []).append(reply.reward)
             return
-        if not reply.error.retryable:
-            raise SystemExit(f"rollout {reply.rollout_id} failed for good: {reply.error.text()}")
+        if not reply.failure.retryable:
+            raise SystemExit(f"rollout {reply.rollout_id} failed for good: {reply.failure.text()}")
         await asyncio.sleep(retry_pause_s(min(attempt, 2)))
 
 

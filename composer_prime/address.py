@@ -59,7 +59,7 @@ def endpoint_url(text: str, key: str) -> str:
 
 
 WILDCARDS = ("0.0.0.0", "::", "*")
-"""Bound interfaces that are no address to connect to."""
+"""Interfaces to listen at that are not addresses to connect to."""
 
 
 def reachable(endpoint: str) -> str:
@@ -69,21 +69,22 @@ def reachable(endpoint: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches `host`, a name or an IP address."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    address = _ip_address(host)
+    return host == "localhost" or host.endswith(".localhost") if address is None else address.is_loopback
 
 
 def is_no_machine(host: str) -> bool:
-    """Return whether `host` is an IP address to which nobody can connect: a wildcard, multicast, broadcast."""
+    """Return whether `host` is an IP address that no machine has: a wildcard, multicast, broadcast."""
+    address = _ip_address(host)
+    return address is not None and (address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255")
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    address = getattr(address, "ipv4_mapped", None) or address
-    return address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255"
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def network(host: str) -> str:

@@ -91,9 +91,9 @@ def run_demo(words: argparse.Namespace) -> int:
     key, file, deadline = folder / "joint.key", folder / "demo.toml", time.monotonic() + words.timeout_s
     JointKey.create(key)
     print(f"key, configuration, logs and runs: {folder}", flush=True)
-    lighthouse = ["diloco.main", "lighthouse", "--run", "demo", "--key-file", str(key), "--bind", "tcp://127.0.0.1:0",
-                  "--start-peers", "2", "--min-peers", "2"]  # fmt: skip
-    with _process(lighthouse, folder / "rendezvous.log") as rendezvous:
+    command = ["diloco.main", "rendezvous", "--run", "demo", "--key-file", str(key), "--bind", "tcp://127.0.0.1:0",
+               "--start-peers", "2", "--min-peers", "2"]  # fmt: skip
+    with _process(command, folder / "rendezvous.log") as rendezvous:
         address = _address(rendezvous, folder / "rendezvous.log")
         print(f"rendezvous | {address}", flush=True)
         values = {"folder": str(folder), "rendezvous": address, "key": str(key)}

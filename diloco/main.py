@@ -1,4 +1,4 @@
-"""The console script `diloco`: keygen, lighthouse, simulate, demo.
+"""The console script `diloco`: keygen, rendezvous, simulate, demo.
 
 Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 when the reader of the
 output left early.
@@ -53,33 +53,33 @@ def _parser() -> argparse.ArgumentParser:
     keygen = add.add_parser("keygen", help="make a joint run's key", description="Make the key of a joint run.")
     keygen.add_argument("file", type=Path, help="where to write it; copy it to every cluster")
     keygen.set_defaults(run=_keygen)
-    lighthouse = add.add_parser(
-        "lighthouse",
+    rendezvous = add.add_parser(
+        "rendezvous",
         help="the rendezvous of a joint run",
         description="The rendezvous of a joint run. It relays deltas and states between peers, and closes rounds. "
         "Everything is in memory, and it may be restarted at any time.",
         epilog="The log names each peer that comes or leaves, and the members of each round. With RUST_LOG=info in the "
         "environment torchft's lighthouse adds lines of its own.",
     )
-    lighthouse.add_argument("--run", required=True, dest="run_name", help="diloco.run of the peers")
-    lighthouse.add_argument("--key-file", required=True, type=Path, help="made by `diloco keygen`")
-    lighthouse.add_argument(
+    rendezvous.add_argument("--run", required=True, dest="run_name", help="diloco.run of the peers")
+    rendezvous.add_argument("--key-file", required=True, type=Path, help="made by `diloco keygen`")
+    rendezvous.add_argument(
         "--bind", default="tcp://127.0.0.1:29600",
         help="address to listen on; give the overlay network's, not 0.0.0.0 (default tcp://127.0.0.1:29600)",
     )  # fmt: skip
-    lighthouse.add_argument("--min-peers", type=int, default=1, help="a round needs this many deltas (default 1)")
-    lighthouse.add_argument("--start-peers", type=int, default=1, help="peers needed for the first round (default 1)")
-    lighthouse.add_argument("--beat-timeout-s", type=float, default=10.0, help="silence after which a peer is gone")
-    lighthouse.add_argument(
+    rendezvous.add_argument("--min-peers", type=int, default=1, help="a round needs this many deltas (default 1)")
+    rendezvous.add_argument("--start-peers", type=int, default=1, help="peers needed for the first round (default 1)")
+    rendezvous.add_argument("--beat-timeout-s", type=float, default=10.0, help="silence after which a peer is gone")
+    rendezvous.add_argument(
         "--gather-s", type=float, default=60.0,
         help="after a restart, or when all peers were stopped: how long the first wait for --start-peers (default 60)",
     )  # fmt: skip
-    lighthouse.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
-    lighthouse.add_argument(
+    rendezvous.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
+    rendezvous.add_argument(
         "--memory-gb", type=float, default=DEFAULT_MEMORY_GB,
         help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
     )  # fmt: skip
-    lighthouse.set_defaults(run=_lighthouse)
+    rendezvous.set_defaults(run=_rendezvous)
     simulate.simulate_parser(add)
     demo_parser(add)
     return parser
@@ -93,7 +93,7 @@ def _keygen(words: argparse.Namespace) -> int:
     return 0
 
 
-def _lighthouse(words: argparse.Namespace) -> int:
+def _rendezvous(words: argparse.Namespace) -> int:
     from diloco.rendezvous.request_handler import RendezvousSettings
     from diloco.transport.keys import JointKey
 

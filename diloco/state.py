@@ -48,17 +48,10 @@ class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: float = 0.0
     tokens: float = 0.0
-    samples: float = 0.0
-    peers: float = 1.0
-    """Always 1: with weighting = "peers" every delta counts the same."""
 
     def plus(self, other: LocalWork, times: float = 1.0) -> LocalWork:
         """Return self + times other."""
-        return LocalWork(
-            steps=self.steps + times * other.steps,
-            tokens=self.tokens + times * other.tokens,
-            samples=self.samples + times * other.samples,
-        )
+        return LocalWork(steps=self.steps + times * other.steps, tokens=self.tokens + times * other.tokens)
 
 
 class ProgressTotals(msgspec.Struct, kw_only=True):

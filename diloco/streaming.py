@@ -125,9 +125,9 @@ class StreamingDiLoCo:
             self._hook.remove()
         self._link.close()
 
-    def count(self, *, tokens: int = 0, samples: int = 0) -> None:
-        """Note what the coming inner step is trained on, over all ranks of this cluster."""
-        self._coming = self._coming.plus(LocalWork(tokens=tokens, samples=samples))
+    def count(self, *, tokens: int) -> None:
+        """Note the tokens that the coming inner step is trained on, over all ranks of this cluster."""
+        self._coming = self._coming.plus(LocalWork(tokens=tokens))
 
     def take_back(self) -> None:
         """Forget what `count` noted for the coming inner step: it changes nothing, and no delta weighs it."""
@@ -159,7 +159,7 @@ class StreamingDiLoCo:
         body = data.numpy().data.cast("B")
         header = self._link.seal(self._link.header(
             "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
-            weight=float(getattr(coverage.work, self.config.weighting)), inner_steps=round(coverage.work.steps),
+            weight=float(coverage.work.tokens), inner_steps=round(coverage.work.steps),
         ))  # fmt: skip
         replica.pending = PendingDelta(header, body, residual_n, coverage)
         replica.due = replica.inner + self.config.delay
@@ -292,7 +292,7 @@ class StreamingDiLoCo:
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
     """Return what decides the global model, as text by `diloco.` key: the same for all peers."""
     unused = {"outer": {"muon_lr"}} if config.outer.type != "muon" else None
-    included = {"fragments", "partition", "outer", "weighting", "guard"}
+    included = {"fragments", "partition", "outer", "guard"}
     values = config.model_dump(mode="json", include=included, exclude=unused)
     flat: dict[str, str] = {}
     for name, value in values.items():

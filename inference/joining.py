@@ -315,8 +315,8 @@ async def keep_running(
 ) -> int:
     """Run a process, again after each crash, at most `limit` times in ten minutes. Return its last exit status.
 
-    An end with status 0 or 2 is final. LOST is no crash: the run is tried again for `wait_s` without an answer. At
-    `stopping` the process gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
+    An end with status 0 or 2 is final. LOST is not a crash: the process is restarted for `wait_s` without an answer of
+    the run. At `stopping` it gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
     `answered_at()`: when the run last answered, Unix seconds.
     """
     restarts, outage = Restarts(), Restarts()

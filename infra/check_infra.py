@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,10 +56,13 @@ def skypilot() -> list[str]:
     for path in sorted((INFRA / "skypilot").glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
         common_utils.validate_schema(content, schemas.get_task_schema(), f"{path.name}: ")
-        secrets = dict.fromkeys(content.get("secrets", {}), "value")
+        given = {
+            f"{kind}_overrides": [(name, "value") for name, value in content.get(table, {}).items() if value is None]
+            for kind, table in (("env", "envs"), ("secrets", "secrets"))
+        }
         content["file_mounts"] = {}  # a bucket would be looked up, and a file sought below the current folder
         content.pop("workdir", None)
-        task = sky.Task.from_yaml_config(content, secrets_overrides=list(secrets.items()))
+        task = sky.Task.from_yaml_config(content, **given)
         checked.append(f"{path.name} is a task of {task.num_nodes} nodes ({task.name})")
     return checked
 
@@ -87,6 +91,7 @@ def sagemaker() -> list[str]:
 def modal() -> list[str]:
     import modal
 
+    os.environ["COMPOSER_PACKAGE"] = "composer-prime[vllm]"
     module = _load(INFRA / "modal_app" / "nodes.py")
     if not (isinstance(module.app, modal.App) and isinstance(module.node, modal.Function)):
         raise ValueError(f"app is {module.app!r} and node {module.node!r}: not an app with a function")

@@ -184,11 +184,11 @@ def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback
 
 
 def _check_one_machine(address: Address, option: str) -> None:
-    """Raise ConfigError for an address to listen at, or one of a group: nobody connects there."""
+    """Raise ConfigError for an address that no machine has: one to listen at, or of a group."""
     if is_no_machine(address.host):
         raise ConfigError(
-            f"{option} is {address}, which is no address of one machine: give the one at which nodes reach it, such as "
-            f"--{option.strip('-')} PUBLIC_IP:{address.port}"
+            f"{option} is {address}, which is not the address of one machine: give the one at which nodes reach it, "
+            f"such as {option} PUBLIC_IP:{address.port}"
         )
 
 

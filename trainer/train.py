@@ -216,7 +216,7 @@ class Trainer:
         read_at = time.monotonic()
         ratio = rate(run_step, config.trainer.schedule, config.run.max_steps)
         if self.outer:
-            self.outer.count(tokens=reply.totals.tokens, samples=reply.totals.samples)
+            self.outer.count(tokens=reply.totals.tokens)
         left_out: list[str] = []
         try:
             metrics = train_step(

@@ -4,6 +4,21 @@ Read total.py first (the sum), then policy.py, sdpo.py and replay_dpo.py. `make_
 configuration for an objective by name.
 """
 
-from composer_prime.config.policy import make_po_config
+from typing import Any
 
-__all__ = ["make_po_config"]
+from pydantic import ValidationError
+
+from composer_prime.config.policy import PolicyConfig
+from composer_prime.config.problems import describe_problems
+from composer_prime.errors import ConfigError
+
+
+def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
+    """Return the settings of `objective`: denominator, ratio, clip range and scaling of its paper unless given.
+
+    Raises ConfigError for an unknown objective or setting (with the nearest known one) or a wrong value.
+    """
+    try:
+        return PolicyConfig.model_validate({"objective": objective, **settings})
+    except ValidationError as error:
+        raise ConfigError("; ".join(describe_problems(error, [], section=("channels", "policy")))) from None

@@ -92,20 +92,12 @@ def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
 
 
 def _select_failed(run_dir: RunDir, options: argparse.Namespace) -> list[Rollout]:
-    """Return failures by step: those of failed.jsonl, which has them before their batch, and those only a batch has.
-
-    A run that an older release began has its first failures in the batches alone.
-    """
+    """Return failures by step, from failed.jsonl, which has them before their batch."""
     failed = [
         rollout
         for rollout in read_rollouts(run_dir.failed_rollouts)
         if (rollout.get("group") is None) == options.eval and options.step in (None, rollout.get("step"))
     ]
-    seen = {rollout.get("rollout_id") for rollout in failed}
-    for step, path in rollout_files(run_dir, "eval" if options.eval else "step").items():
-        for rollout in read_rollouts(path) if options.step in (None, step) else ():
-            if failure_text(rollout) is not None and rollout.get("rollout_id") not in seen:
-                failed.append(rollout)
     return sorted(failed, key=lambda rollout: rollout.get("step") or 0)
 
 

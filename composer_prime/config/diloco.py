@@ -1,8 +1,7 @@
 """[diloco]: several clusters train one model over a thin link (Streaming DiLoCo, arXiv 2501.18512).
 
-All peers of a run must agree on fragments, partition, outer, weighting and guard, because these decide the global
-model; the rendezvous refuses a peer that differs. Each peer chooses its own sync_every, delay, mixing, codec and
-deadlines.
+All peers of a run must agree on fragments, partition, outer and guard, because these decide the global model; the
+rendezvous refuses a peer that differs. Each peer chooses its own sync_every, delay, mixing, codec and deadlines.
 """
 
 from __future__ import annotations
@@ -103,8 +102,6 @@ class DilocoConfig(BaseConfig):
     """Compression of deltas; the compression error is added to the next delta."""
     outer: OuterConfig = OuterConfig()
     """Outer optimizer."""
-    weighting: Literal["tokens", "samples", "peers"] = "tokens"
-    """Weight of a peer's delta: its trained tokens or samples since the last one, or equal for all peers."""
     guard: GuardConfig = GuardConfig()
     """Which deltas to reject; deltas with NaN or infinity always are."""
     connect_timeout_s: float = Field(default=60.0, gt=0)

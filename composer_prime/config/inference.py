@@ -70,8 +70,8 @@ class InferenceConfig(BaseConfig):
     """auto: float32 on CPU, bfloat16 on CUDA."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of a node."""
-    max_concurrent: int = Field(default=128, ge=1)
-    """Concurrent requests per node. Larger values become 16384, the limit of the gateway."""
+    max_concurrent: int = Field(default=128, ge=1, le=16384)
+    """Concurrent requests per node."""
     local: LocalEngineConfig = LocalEngineConfig()
     """Settings of the local engine."""
     vllm: VllmEngineConfig = VllmEngineConfig()
@@ -108,11 +108,6 @@ class InferenceConfig(BaseConfig):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Maximum difference in nats between the canary's logprobs and the manifest's; None: 0.5 with bfloat16, else 0.05.
     """
-
-    @field_validator("max_concurrent")
-    @classmethod
-    def _gateway_limit(cls, count: int) -> int:
-        return min(count, 16384)
 
     @model_validator(mode="after")
     def _loss_after_heartbeats(self) -> InferenceConfig:

@@ -1,13 +1,11 @@
-"""[channels.policy]: the policy loss, and `make_po_config`, which builds its settings for an objective by name."""
+"""[channels.policy]: the policy loss."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
-
-from composer_prime.errors import ConfigError
 
 Objective = Literal["dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo"]
 AdvantageScaling = Literal["none", "std"]
@@ -135,16 +133,3 @@ class PolicyConfig(BaseConfig):
                 "would be kept; set icepop_low < icepop_high"
             )
         return self
-
-
-def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
-    """Return the settings of `objective`: denominator, ratio, clip range and scaling of its paper unless given.
-
-    Raises ConfigError for an unknown objective or setting (with the nearest known one) or a wrong value.
-    """
-    try:
-        return PolicyConfig.model_validate({"objective": objective, **settings})
-    except ValidationError as error:
-        from composer_prime.config.problems import describe_problems  # which imports this module
-
-        raise ConfigError("; ".join(describe_problems(error, [], section=("channels", "policy")))) from None

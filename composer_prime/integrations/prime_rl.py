@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
+from composer_prime.channels import make_po_config
 from composer_prime.channels.policy import policy_loss
-from composer_prime.config.policy import make_po_config
 from composer_prime.errors import ConfigError
 from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals

@@ -23,8 +23,9 @@ from typing import Any
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
+from composer_prime.channels import make_po_config
 from composer_prime.channels.policy import policy_loss, policy_metrics
-from composer_prime.config.policy import PolicyConfig, make_po_config
+from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
 from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals

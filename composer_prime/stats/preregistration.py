@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,6 @@ def register(folder: Path, planned: Preregistration) -> bool:
         return True
     changes = changed_settings(_compared(registered), _compared(planned))
     if changes:
-        changes = changed_settings(_with_new_keys(_compared(registered)), _compared(planned))
-    if changes:
         listed = "\n".join(f"  {name}: registered {old!r}, now {new!r}" for name, old, new in changes)
         raise ConfigError(
             f"this is not the ladder that {path} announced before its first run:\n{listed}\n"
@@ -161,20 +158,3 @@ def _compared(registration: Preregistration) -> dict[str, Any]:
     for arm in values["arms"].values():
         del arm["digest"]  # of the settings, which are compared one by one
     return values
-
-
-def _with_new_keys(compared: dict[str, Any]) -> dict[str, Any]:
-    """Return what was registered with this release's defaults of keys that an earlier one did not know.
-
-    Settings that this release cannot read stay as they are.
-    """
-    from pydantic import ValidationError  # both take a second, which a ladder without changes saves
-
-    from composer_prime.config import Config
-
-    for arm in compared["arms"].values():
-        run = {"name": "ladder", "max_steps": arm["steps"]}
-        with suppress(ValidationError):
-            tables = Config.model_validate({**arm["settings"], "run": run}).model_dump(mode="json")
-            arm["settings"] = {table: values for table, values in tables.items() if table not in ("run", "monitor")}
-    return compared

@@ -31,7 +31,7 @@ MAGIC = zstandard.FRAME_HEADER
 TRACE, TOOLS, MESSAGE = b'{"trace":', b'{"tools":', b'{"message":'
 COMPACT_VERSION = 2
 _TABLE_CHARS = 8_000_000
-"""A table that holds more bytes is begun anew: a session that goes on for weeks must not fill the memory."""
+"""A table that holds more bytes starts over: a session of many weeks must not fill the memory."""
 _MOST_BYTES = 1 << 26
 """Of a first line that is read."""
 _SHOWN_BYTES = 60
@@ -257,7 +257,7 @@ class _Call(msgspec.Struct):
 
 
 class _RequiredMessage(msgspec.Struct):
-    """What every message must have; without it the line is no state."""
+    """What every message must have; without it the line is not a state."""
 
     role: str
     content: str | None = None
@@ -265,10 +265,10 @@ class _RequiredMessage(msgspec.Struct):
 
 
 def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
-    """Yield every state of a file of states. They share the messages of their trace: nobody may change them.
+    """Yield every state of a file of states. They share the messages of their trace: do not change them.
 
-    Raises ConfigError, which names the line, for one that is no state or of another schema. With `on_bad` such a line
-    is given to it and left out. A file that cannot be read is an error all the same.
+    Raises ConfigError, which names the line, for one that is not a state or has another schema. With `on_bad`
+    such a line is given to it and left out. A file that cannot be read is an error in any case.
     """
     decoder, table = _StateDecoder(), StateTable()
     try:

@@ -19,7 +19,7 @@ import ipaddress
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -29,7 +29,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from composer_prime.address import Address, has_share, network, tcp_address
 from composer_prime.errors import ConfigError, DeadlineError, WireError
-from composer_prime.wire.tunnel import PASS_BYTES, Leg, cancel_all, check_pass, connect_tcp, join_streams
+from composer_prime.wire.tunnel import (
+    PASS_BYTES,
+    Leg,
+    RelayLeg,
+    cancel_all,
+    check_pass,
+    connect_tcp,
+    join_streams,
+    spawn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +265,34 @@ class IrohLeg(Leg):
             self._greeting -= Counter({source: 1})
         far = _IrohStream(connection, stream)
         await join_streams((far, far), near)
+
+
+class RelayLegs:
+    """The run's host at all of its relays, and at iroh."""
+
+    def __init__(self, signer: Callable[[], Ed25519PrivateKey]) -> None:
+        """`signer` reads the run's signing key."""
+        self._signer = signer
+        self._legs: dict[str, tuple[Leg, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Also of legs that are ending."""
+        self._open: Counter[str] = Counter()
+
+    def update(self, relays: Iterable[str], node_endpoint: str) -> None:
+        """Stay registered at exactly these, HOST:PORT or as for `IrohLeg`, for the node port at `node_endpoint`."""
+        relays = set(relays)
+        for relay in self._legs.keys() - relays:
+            self._legs.pop(relay)[1].cancel()
+        for relay in relays - self._legs.keys():
+            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint, self._open)
+            self._legs[relay] = leg, spawn(leg.run(), self._tasks)
+
+    def states(self) -> dict[str, str]:
+        return {relay: leg.state for relay, (leg, _) in self._legs.items()}
+
+    async def close(self) -> None:
+        await cancel_all(self._tasks)
+        self._legs = {}
 
 
 def _source(remote: Any) -> str:

@@ -35,8 +35,6 @@ _MAX_UNREAD = 64
 _LEAST_MESSAGE_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 32
 """A token of a node's answer: id, logprob, and at worst a version span of its own."""
-_WATCH_S = 0.25
-"""Pause between two looks at what nodes have sent and nobody has read."""
 _MAX_PEERS = 4096
 """Peers whose use of a MessageBudgets is remembered."""
 _ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
@@ -262,16 +260,7 @@ class NodeSocket:
         self._direct = zmq.Socket.shadow(self._server.socket)
         self.endpoint = self._server.endpoint
         self._unread = UnreadBytes(tcp_address(self.endpoint, "the node port").port)
-        self._watch = asyncio.create_task(self._watch_unread(self._unread))
-
-    async def _watch_unread(self, unread: UnreadBytes) -> None:
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            if unread.is_due():
-                try:
-                    await asyncio.to_thread(unread.end_worst)
-                except OSError as error:  # Out of descriptors: the next look may have some.
-                    logger.warning("what nodes sent and nobody read could not be counted: %s", error)
+        self._watch = asyncio.create_task(self._unread.watch())
 
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""

@@ -368,33 +368,3 @@ class RelayLeg(Leg):
         finally:
             if far is not None:
                 end(far[1])
-
-
-class RelayLegs:
-    """The run's host at all of its relays."""
-
-    def __init__(self, signer: Callable[[], Ed25519PrivateKey]) -> None:
-        """`signer` reads the run's signing key."""
-        self._signer = signer
-        self._legs: dict[str, tuple[Leg, asyncio.Task[None]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Also of legs that are ending."""
-        self._open: Counter[str] = Counter()
-
-    def update(self, relays: Iterable[str], node_endpoint: str) -> None:
-        """Stay registered at exactly these, HOST:PORT or as iroh_link.py says, for the node port at `node_endpoint`."""
-        from composer_prime.wire.iroh_link import IrohLeg, is_iroh
-
-        relays = set(relays)
-        for relay in self._legs.keys() - relays:
-            self._legs.pop(relay)[1].cancel()
-        for relay in relays - self._legs.keys():
-            leg = (IrohLeg if is_iroh(relay) else RelayLeg)(relay, self._signer(), node_endpoint, self._open)
-            self._legs[relay] = leg, spawn(leg.run(), self._tasks)
-
-    def states(self) -> dict[str, str]:
-        return {relay: leg.state for relay, (leg, _) in self._legs.items()}
-
-    async def close(self) -> None:
-        await cancel_all(self._tasks)
-        self._legs = {}

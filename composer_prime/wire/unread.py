@@ -1,12 +1,13 @@
-"""Bytes that peers of a bound ZMQ socket have sent and that nobody has read, and an end to those who pile them up.
+"""Count the bytes that peers of a bound ZMQ socket have sent and nobody has read; close the worst connections.
 
 ZMQ bounds the size of a frame and the number of whole messages that wait, but not the frames of one message that has
 not ended: a peer can send them until this process has no memory. The kernel counts the bytes of each connection. Linux
-only; elsewhere nothing is counted and nobody ended.
+only; elsewhere nothing is counted or closed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -25,6 +26,8 @@ FRAME_OVERHEAD = 64
 """Bytes of a frame besides its content: encryption, length and flags, rounded up."""
 _FREE_BYTES_PER_S = 256.0
 """What a connection may send uncounted: heartbeats of ZMQ itself, which are not seen as messages."""
+_WATCH_S = 0.25
+"""Pause between two checks whether a look is due."""
 _LOOK_BYTES, _LOOK_S = 32 << 20, 5.0
 """A look at all connections (17 us each) is due when this process has grown by so much, or after so long."""
 _FDS, _STATM = "/proc/self/fd", "/proc/self/statm"
@@ -54,6 +57,16 @@ class UnreadBytes:
         """`read` at the last look: what was read since then counts for a connection that is new."""
         self._looked_at = 0.0
         self._looked_resident = 0
+
+    async def watch(self) -> None:
+        """End the worst connections whenever a look is due, until cancelled."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self.is_due():
+                try:
+                    await asyncio.to_thread(self.end_worst)
+                except OSError as error:  # Out of descriptors: the next look may have some.
+                    logger.warning("what peers sent and nobody read could not be counted: %s", error)
 
     def is_due(self) -> bool:
         """Whether `end_worst` should be called now."""
@@ -109,7 +122,7 @@ class UnreadBytes:
                         (received,) = struct.unpack_from("<Q", info, _BYTES_RECEIVED_AT)
                         yield int(name), connection.getpeername(), received
             except (OSError, IndexError, struct.error):
-                continue  # No socket of this port, or closed meanwhile.
+                continue  # Not a socket of this port, or closed meanwhile.
 
 
 @contextmanager

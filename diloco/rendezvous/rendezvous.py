@@ -75,7 +75,7 @@ class Lighthouse:
             from torchft.coordination import LighthouseClient, LighthouseServer
         except ImportError:
             raise ConfigError(
-                "torchft is not installed: `diloco lighthouse` needs it for membership; install the extra with "
+                "torchft is not installed: `diloco rendezvous` needs it for membership; install the extra with "
                 "pip install 'composer-prime[diloco]' (Linux)"
             ) from None
         self._make_client = LighthouseClient

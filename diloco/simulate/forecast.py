@@ -20,7 +20,7 @@ LINKS_MBIT = (1000.0, 100.0)
 """Of each peer and of the rendezvous, where the configuration names none."""
 ASSUMED_STEP_S = 60.0
 DEFAULT_MEMORY_GB = 16.0
-"""Of `diloco lighthouse`."""
+"""Of `diloco rendezvous`."""
 _STEPS = 10
 """The last steps of a run: their median time is a step's."""
 
@@ -69,7 +69,7 @@ def _memory_text(run: JointRun) -> str:
     if with_state <= 1e9 * DEFAULT_MEMORY_GB:
         return text
     return (
-        f"{text}; warning: --memory-gb is {DEFAULT_MEMORY_GB:g} unless given: start `diloco lighthouse` with "
+        f"{text}; warning: --memory-gb is {DEFAULT_MEMORY_GB:g} unless given: start `diloco rendezvous` with "
         f"--memory-gb {math.ceil(with_state / 1e9)}"
     )
 

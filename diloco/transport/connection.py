@@ -133,7 +133,7 @@ class Connection:
                 return _accepted(await asyncio.wait_for(await self._send(request), min(_RESEND_S, left)))
         raise DeadlineError(
             f"the rendezvous at {self.address} has not answered for {timeout_s:g} s ({type(request).__name__}): is "
-            "`diloco lighthouse` running there, with the same key file?"
+            "`diloco rendezvous` running there, with the same key file?"
         )
 
     async def _send(self, request: messages.FromPeer) -> asyncio.Future[messages.ToPeer]:

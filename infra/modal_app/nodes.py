@@ -18,7 +18,9 @@ import subprocess
 
 import modal
 
-PACKAGE = os.environ.get("COMPOSER_PACKAGE", "composer-prime[vllm]==0.1.0")
+PACKAGE = os.environ.get("COMPOSER_PACKAGE", "")  # what uv installs
+if modal.is_local() and not PACKAGE:
+    raise SystemExit("COMPOSER_PACKAGE is not set: what uv installs, such as 'composer-prime[vllm] @ git+https://...'")
 GPU = os.environ.get("COMPOSER_GPU", "H100")
 
 app = modal.App("composer-nodes")

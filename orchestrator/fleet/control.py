@@ -4,7 +4,7 @@ orchestrator drain|evict|ban NODE --HTTP, keys/operator.token--> control_routes 
 gateway's tick --> NodeControl.tick: end drains, drain what is not worth it
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
-        sent away at once: after its inference.drain_timeout_s it streams what it has sampled, and others go on there.
+        sent away at once: after its inference.drain_timeout_s it streams what it has sampled, and others continue.
 evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
         Its process ends without an error, so nothing starts it again.
 ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by
@@ -101,7 +101,7 @@ class NodeControl:
             self.drain(name, reason)
         self._leaving[name] = reason, 0.0
         held = pluralize(len(node.leases), "request")
-        return f"node {name} leaves within seconds; what it does not answer until then of {held} goes on elsewhere"
+        return f"node {name} leaves within seconds; other nodes finish what is left of its {held}"
 
     def evict(self, name: str, reason: str = "evicted by the operator") -> str:
         """Send node `name` away, and refuse it until the orchestrator starts again. Return what happened.

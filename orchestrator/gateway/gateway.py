@@ -20,6 +20,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from composer_prime.errors import ModelNotFoundError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
+from composer_prime.wire.iroh_link import RelayLegs
 from composer_prime.wire.node import Drain, NewVersion
-from composer_prime.wire.tunnel import RelayLegs
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
 from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
@@ -46,7 +47,7 @@ from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink, NodeSocket
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.stragglers import reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
+from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +86,16 @@ class Gateway:
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self._enrollment = Enrollment(config, keys, run_id, model_dir)
         self._nodes = NodeSocket(keys, config.model.max_context, self._enrollment.is_admitted)
-        self._request_timeout_s = max((source.timeout_s for source in orchestrator.source), default=0.0)
+        send = lambda node, message: self._nodes.send(node.identity, message)
         self.router = Router(
-            lambda node, message: self._nodes.send(node.identity, message),
+            send,
             vocab_size=vocab_size,
             suspend_s=inference.lost_after_s,
             no_node_timeout_s=orchestrator.no_node_timeout_s,
-            request_timeout_s=self._request_timeout_s,
-            join_hint=lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token"),
+            request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
+        join_hint = lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token")
+        self.waits = Waits(self.router, join_hint)
         self.audits: Audits | None = None
         """None unless answers are audited."""
         self._config = config
@@ -106,7 +108,6 @@ class Gateway:
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
         self._relay_legs = RelayLegs(keys.signer)
-        send = lambda node, message: self._nodes.send(node.identity, message)
         self._control = build_control(config, self.router, keys, run_dir, send)
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
@@ -183,7 +184,7 @@ class Gateway:
             model_dir=str(self._model_dir),
             renderer=model.renderer,
             max_context=model.max_context,
-            answer_timeout_s=self._request_timeout_s,
+            answer_timeout_s=self.router.request_timeout_s,
         )
 
     async def start(self) -> None:
@@ -309,9 +310,9 @@ class Gateway:
             self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
             router.nodes.lose_silent(inference.lost_after_s)
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
-            reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
+            reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             start_twins(router)
-            if (error := router.waits.enforce()) is not None:
+            if (error := self.waits.enforce()) is not None:
                 self._fail(error)
             self._control.tick()
             if now >= next_observation:
@@ -319,7 +320,7 @@ class Gateway:
                 reports = {
                     node.node_id: status for node in router.serving() if (status := node.credible_status) is not None
                 }
-                queued = router.waits.for_the_fleet()
+                queued = self.waits.for_the_fleet()
                 elsewhere = router.queued - queued
                 self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 
@@ -328,7 +329,7 @@ class Gateway:
     def _health(self) -> tuple[int, dict[str, Any]]:
         if serving := len(self.router.serving()):
             return 200, {"status": "ok", "serving_nodes": serving, "version": self.version}
-        why = {"since_s": self.router.waits.no_node_s(), "why": self.router.waits.why_no_node()}
+        why = {"since_s": self.waits.no_node_s(), "why": self.waits.why_no_node()}
         return 503, {"status": "waiting for a node", **why}
 
     def state(self) -> dict[str, Any]:
@@ -338,9 +339,16 @@ class Gateway:
             "run_id": self._run_id,
             "version": self.version,
             "oldest_version": router.oldest_version,
-            "no_node_since_s": self.router.waits.no_node_s(),
+            "no_node_since_s": self.waits.no_node_s(),
             "nodes": router.nodes.snapshot(router.oldest_version, router.newest_version),
-            "requests": router.snapshot(),
+            "requests": {
+                "queued": router.queued,
+                "in_flight": router.in_flight,
+                "longest_waits": self.waits.longest(),
+                "warm_share": router.placing.warm_share,
+                "sessions_moved": router.placing.moved,
+                **asdict(router.counters),
+            },
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
             "link": {
                 "garbage": self._link.garbage,

@@ -5,8 +5,8 @@
                     |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-placing.py chooses the node, stragglers.py finds requests that make no progress, waits.py ends those that waited too
-long. Everything runs on one event loop. Only `generate` waits, at most until one of its deadlines.
+placing.py chooses the node. waits.py finds requests that make no progress, and ends those that waited too long.
+Everything runs on one event loop. Only `generate` waits, at most until one of its deadlines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
 
 from composer_prime.console import printable
 from composer_prime.errors import EngineError, RequestError, WireError
@@ -36,8 +34,7 @@ from orchestrator.gateway.nodes import (
     too_long,
 )
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.stragglers import SiblingRequests, adopt_twin, count_lost, goes_on_without
-from orchestrator.gateway.waits import Waits
+from orchestrator.gateway.twins import SiblingRequests, adopt_twin, count_lost, goes_on_without
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +42,8 @@ _MAX_FAILURES = 3
 """Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
 _MAX_REFUSALS = 16
 """Nodes that may refuse a request before it ends; it ends sooner when no other node is left."""
+_HELD_SHARE = 0.25
+"""Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
 
 
 class Router:
@@ -58,14 +57,13 @@ class Router:
         suspend_s: float,
         no_node_timeout_s: float,
         request_timeout_s: float,
-        join_hint: Callable[[], str],
         placing: Placing | None = None,
     ) -> None:
         """`send` returns False when the node cannot be reached any more.
 
         `suspend_s`: how long a node that keeps failing gets no request. `no_node_timeout_s`: how long requests wait
-        while no node can serve. `request_timeout_s`: how long one waits at all. `join_hint()` tells how to start
-        a node. `placing` chooses among nodes otherwise.
+        while no node can serve. `request_timeout_s`: how long one waits at all. `placing` chooses among nodes
+        otherwise.
         """
         self.placing = placing or Placing()
         self.siblings = SiblingRequests()
@@ -79,10 +77,8 @@ class Router:
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
-        self._no_node_timeout_s = no_node_timeout_s
-        self.waits = Waits(
-            self, no_node_timeout_s=no_node_timeout_s, request_timeout_s=request_timeout_s, join_hint=join_hint
-        )
+        self.no_node_timeout_s = no_node_timeout_s
+        self.request_timeout_s = request_timeout_s
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
@@ -148,7 +144,7 @@ class Router:
             return await request.done
         except asyncio.CancelledError:
             self.counters.cancelled += 1
-            self.waits.blame_nodes(request)
+            self.blame_nodes(request)
             raise
         finally:
             self._drop(request)
@@ -244,7 +240,7 @@ class Router:
         if request.kept and not able:
             self._lose(request)
             able = able_nodes(request, serving)
-        largest_known = self.nodes.largest_context(self._no_node_timeout_s)
+        largest_known = self.nodes.largest_context(self.no_node_timeout_s)
         if request.num_prompt >= largest_known:
             return too_long(request, int(largest_known))
         return [node for node in able if node.has_room]
@@ -277,8 +273,8 @@ class Router:
                 first.twin = None
             return
         if request.twin is not None:
-            if keep or goes_on_without(self, request):
-                adopt_twin(self, request)
+            if keep or goes_on_without(request, first):
+                adopt_twin(self.counters, request)
                 return
             self.counters.tokens_lost += len(request.twin.streamed)
             self.take_back(request.twin)
@@ -349,7 +345,7 @@ class Router:
         first = self.open.get(request.request_id)
         if first is not None and first is not request:
             self.counters.twins_won += 1
-            count_lost(self, first, request)
+            count_lost(self.counters, first, request)
         request.done.set_result(answer)
         self.place()
 
@@ -409,7 +405,7 @@ class Router:
         for one in (request, self.open.get(request.request_id, request)):
             one.refused_by.add(node.node_id)
         may_go_on = len(request.refused_by) < _MAX_REFUSALS and any(map(request.may_go_to, self.nodes.attached()))
-        if may_go_on or goes_on_without(self, request):
+        if may_go_on or goes_on_without(request, self.open.get(request.request_id)):
             self.reissue(request, f"{node.node_id}: {error}", keep=False)
         else:
             self.end(request, RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
@@ -444,7 +440,7 @@ class Router:
         request.avoid = node.node_id
         first = self.open.get(request.request_id, request)
         first.failures = max(first.failures, request.failures)
-        if request.failures >= _MAX_FAILURES and not goes_on_without(self, request):
+        if request.failures >= _MAX_FAILURES and not goes_on_without(request, self.open.get(request.request_id)):
             message = (
                 f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
                 "see that node's log (another attempt may go better)"
@@ -458,6 +454,13 @@ class Router:
         """Count a failure of an attached node, which may suspend it."""
         node.note_failure(self._suspend_s)
         self.placing.update(node)
+
+    def blame_nodes(self, request: GatewayRequest) -> None:
+        """Count a failure of each node that had `request` for long, when it ended, and delivered nothing meanwhile."""
+        since = time.monotonic() - _HELD_SHARE * self.request_timeout_s
+        for one in (request, request.twin):
+            if one is not None and one.node is not None and one.node.last_delivered <= one.placed <= since:
+                self.blame(one.node)
 
     def end(self, request: GatewayRequest, error: Exception) -> None:
         """End `request` with `error`, unless it has ended."""
@@ -486,14 +489,3 @@ class Router:
     @property
     def in_flight(self) -> int:
         return len(self.open) - len(self.queue)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return counters, queue and the longest waits, for /metrics."""
-        return {
-            "queued": self.queued,
-            "in_flight": self.in_flight,
-            "longest_waits": self.waits.longest(),
-            "warm_share": self.placing.warm_share,
-            "sessions_moved": self.placing.moved,
-            **asdict(self.counters),
-        }

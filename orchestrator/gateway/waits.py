@@ -1,35 +1,48 @@
-"""How long requests may wait, for what, and the error messages after that.
+"""Find requests that wait too long or make no progress. The gateway calls all of this on every tick.
 
-every tick: enforce() -> requests past request_timeout_s             -> 503, the run continues
-                      -> requests without a node for no_node_timeout_s -> 503, the run ends
+    Waits.enforce         past request_timeout_s -> 503, the run continues
+                          without a node for no_node_timeout_s -> 503, the run ends
+    reclaim_lost          the node reports no request at all: the request or its answer was lost on the way
+    reclaim_stalled       the node sends heartbeats, but neither answers nor tokens
+    reclaim_quarantined   an audit found that the node's answers are wrong
+    start_twins           the last rollouts of a group wait for a slow node: a fast one with a free place tries too
+
+Another node continues a reclaimed request after the streamed tokens. Tokens of a quarantined node are discarded.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.errors import DeadlineError
-from orchestrator.gateway.nodes import GatewayRequest, able_nodes, node_needs
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, able_nodes, node_needs
+from orchestrator.gateway.routing import Router
+from orchestrator.gateway.twins import twin_of
 
-if TYPE_CHECKING:
-    from orchestrator.gateway.routing import Router
+logger = logging.getLogger(__name__)
 
-_HELD_SHARE = 0.25
-"""Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
+_TWIN_GAIN = 2.0
+"""How many times faster than the request's node another one must be."""
+_LEAST_GAIN_S = 1.0
+_OVERDUE = 3.0
+"""A request is overdue after this many times its expected time, unless its node streamed tokens lately."""
+_QUIET_S = 5.0
+_MAX_DOUBLINGS = 2
+_MAX_SUSPENSION_S = 3600.0
+"""Bounds of a suspension: nothing but its end lets a node that works again show so."""
+_MAX_LOOKS = 512
+"""Requests for which a tick looks for a second node. Each takes some 10 us, and the event loop waits for all."""
 
 
 class Waits:
     """Deadlines of the requests of one router."""
 
-    def __init__(
-        self, router: Router, *, no_node_timeout_s: float, request_timeout_s: float, join_hint: Callable[[], str]
-    ) -> None:
-        """See Router."""
+    def __init__(self, router: Router, join_hint: Callable[[], str]) -> None:
+        """`join_hint()` tells how to start a node."""
         self._router = router
-        self._no_node_timeout_s = no_node_timeout_s
-        self._request_timeout_s = request_timeout_s
         self._no_node_since: float | None = time.monotonic()
         self._join_hint = join_hint
 
@@ -45,36 +58,31 @@ class Waits:
         elif self._no_node_since is None:
             self._no_node_since = now
         for request in list(self._router.open.values()):
-            if now - request.since >= self._request_timeout_s and not request.done.done():
-                self.blame_nodes(request)
+            if now - request.since >= self._router.request_timeout_s and not request.done.done():
+                self._router.blame_nodes(request)
                 self._router.end(request, self._too_slow(request, now))
         return self._end_without_node(now)
 
-    def blame_nodes(self, request: GatewayRequest) -> None:
-        """Count a failure of each node that had `request` for long, when it ended, and delivered nothing meanwhile."""
-        since = time.monotonic() - _HELD_SHARE * self._request_timeout_s
-        for one in (request, request.twin):
-            if one is not None and one.node is not None and one.node.last_delivered <= one.placed <= since:
-                self._router.blame(one.node)
-
     def _end_without_node(self, now: float) -> DeadlineError | None:
-        since = self._no_node_since
+        since, limit_s = self._no_node_since, self._router.no_node_timeout_s
         if since is None:
             return None
-        overdue = [r for r in self._router.queue.values() if now - max(since, r.since) >= self._no_node_timeout_s]
+        overdue = [r for r in self._router.queue.values() if now - max(since, r.since) >= limit_s]
         if not overdue:
             return None
         clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
         error = DeadlineError(
             f"{self._router.queued} requests waited for an inference node, but there has been none since {clock_time} "
-            f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {self._no_node_timeout_s}): {self.why_no_node()}"
+            f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {limit_s}): {self.why_no_node()}"
         )
         for request in overdue:
             self._router.end(request, error)
         return error
 
     def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
-        waited = f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._request_timeout_s}"
+        waited = (
+            f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._router.request_timeout_s}"
+        )
         if request.node is not None:
             return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
         previous = f" (before that, {request.last_error})" if request.last_error else ""
@@ -125,3 +133,109 @@ class Waits:
             }
             for request in oldest
         ]
+
+
+def reclaim_lost(router: Router, lost_after_s: float) -> None:
+    """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
+    now = time.monotonic()
+    for node in router.nodes.attached():
+        if node.idle_since is None:
+            continue
+        for request in list(node.leases.values()):
+            if now - max(node.idle_since, request.placed) >= lost_after_s:
+                router.take_back(request)
+                router.reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
+    router.place()
+
+
+def reclaim_stalled(router: Router, stall_s: float) -> None:
+    """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
+
+    A node may send heartbeats while its engine hangs. It then misses new weights too, so it may not be serving. It gets
+    no request for `stall_s`, doubled with each further stall, up to 4 times that or an hour. Then it gets one at a time
+    until it has answered.
+    """
+    now = time.monotonic()
+    for node in router.nodes.attached():
+        stalled_s = node.stalled_s(now)
+        if stalled_s < stall_s or all(other is node for other in router.serving()):
+            continue
+        reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
+        suspended_s = min(stall_s * 2 ** min(node.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
+        node.suspended_until = now + suspended_s
+        node.stalls_in_row += 1
+        node.places = 1
+        requests = list(node.leases.values())
+        logger.warning(
+            "%s, but sends heartbeats. Its %d requests go to other nodes, and it gets none for %.0f s. Check its log "
+            "for a hanging engine. A restart does not shorten that time", reason, len(requests), suspended_s,
+        )  # fmt: skip
+        for request in reversed(requests):
+            router.take_back(request)
+            request.avoid = node.node_id
+            router.reissue(request, reason)
+    router.place()
+
+
+def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
+    """Reissue what a node holds whose answers are wrong, without what it has streamed."""
+    for node in router.nodes.attached():
+        if node.node_id == node_id:
+            for request in list(node.leases.values()):
+                router.take_back(request)
+                request.avoid = node_id
+                router.reissue(request, f"node {node_id} is {reason}", keep=False)
+    router.place()
+
+
+def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
+    """Start a request that holds up its group on a second node too, if a free node would finish much sooner.
+
+    Skip requests that have failed anywhere: a second node may fail at each tick. After `max_looks` requests, continue
+    at the next tick.
+    """
+    if router.queue:
+        return
+    now, requests, looks = time.monotonic(), list(router.open.values()), 0
+    first = router.siblings.next_look % max(1, len(requests))
+    for place, request in enumerate([*requests[first:], *requests[:first]], first):
+        if request.node is None or request.twin is not None or request.failures or request.refused_by:
+            continue
+        if not router.siblings.holds_up(request.session):
+            continue
+        if looks == max_looks:
+            router.siblings.next_look = place
+            return
+        looks += 1
+        slow, twin = request.node, twin_of(request, request.node)
+        is_silent = _is_overdue(router, request, slow, now) and slow.stalled_s(now) > _QUIET_S
+        free = router.placing.free(twin, now, router.oldest_version, router.newest_version)
+        free = [node for node in free if node is not slow and not node.cache_is_full]
+        free = [node for node in free if is_silent or _samples_the_same(slow, node)]
+        if not free:
+            continue
+        node = min(free, key=lambda node: router.placing.seconds(twin, node))
+        if is_silent or _is_slow(router, request, slow, router.placing.seconds(twin, node), now):
+            request.twin = twin
+            router.counters.twins += 1
+            router.assign(twin, node)
+
+
+def _samples_the_same(slow: AttachedNode, other: AttachedNode) -> bool:
+    """Whether `other` continues the tokens that `slow` streams, and samples the same ones as `slow` would.
+
+    Otherwise the shorter of two answers would win, and training would see too many short answers.
+    """
+    return slow.streams and slow.continues and slow.rounds_like(other) and slow.version == other.version
+
+
+def _is_slow(router: Router, request: GatewayRequest, node: AttachedNode, elsewhere_s: float, now: float) -> bool:
+    left_s = router.placing.seconds_left(request, node)
+    if left_s > _TWIN_GAIN * elsewhere_s + _LEAST_GAIN_S and router.placing.is_measured(node):
+        return True
+    return _is_overdue(router, request, node, now) and now - request.last_part > _QUIET_S
+
+
+def _is_overdue(router: Router, request: GatewayRequest, node: AttachedNode, now: float) -> bool:
+    expected_s = router.placing.pace(node).seconds(request.cold, router.placing.mean_sampled, request.load)
+    return now - request.placed > max(_OVERDUE * expected_s, _QUIET_S)

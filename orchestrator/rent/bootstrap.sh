@@ -35,8 +35,6 @@ main() {
     [ -n "$INVITE" ] || fail "no invite string: give it as an argument or in COMPOSER_INVITE (\`orchestrator invite\` prints it)"
     check_machine
     if [ "$CPU" != 1 ]; then check_driver; fi
-    # Without a GPU the engine is local: vLLM's wheels for CUDA are of no use there.
-    if [ -z "$PACKAGE" ]; then PACKAGE=composer-prime; [ "$CPU" = 1 ] || PACKAGE="composer-prime[vllm]"; fi
     install_node
     say "joining as ${NAME:-$(hostname)}"
     set -- ${NAME:+--name "$NAME"} ${PRICE:+--price "$PRICE"} "$@"

@@ -37,7 +37,7 @@ PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (Vast(
 _EXAMPLE_LABEL = "composer-RUN-01234567"
 _INVITE = "INVITE_STRING"
 _INVITE_S = 24 * 3600.0
-"""A machine may take this long to join; a node that has joined needs the invite no more."""
+"""A machine may take this long to join; a node that has joined no longer needs the invite."""
 
 
 def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> int:
@@ -50,10 +50,11 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
     if options.status or options.stop is not None:
         if not record.path.exists():
             read_run_id(RunDir(options.run))  # a mistyped folder is an error
-        labels = _known_labels(options.stop or [], record)
+        labels = options.stop or []
+        _check_labels(labels, record)
         rented = {rental.provider for rental in record.rentals() if not labels or rental.label in labels}
-        fleets = [RentedFleet(providers[name], record, _tell) for name in sorted(rented)]
-        return _status(fleets, record) if options.status else _stop(fleets, record, labels, dry_run=options.dry_run)
+        fleets = [RentedFleet(providers[name], record, _tell, only=labels) for name in sorted(rented)]
+        return _status(fleets, record) if options.status else _stop(fleets, record, dry_run=options.dry_run)
     run_id = read_run_id(RunDir(options.run))
     provider = providers[_required(options.provider, "--provider")]
     count, needs = _required(options.count, "--count"), _needs(options)
@@ -78,14 +79,13 @@ def _only_live_run() -> Path:
     return live_run(None).run_dir.root
 
 
-def _known_labels(labels: list[str], record: RentalRecord) -> list[str]:
-    """Return `labels`. Raises ConfigError for one that was not rented."""
+def _check_labels(labels: list[str], record: RentalRecord) -> None:
+    """Raise ConfigError for a label that was not rented."""
     known = {rental.label: rental.open for rental in record.rentals()}
     for label in labels:
         if label not in known:
             names = ", ".join(name for name, is_open in known.items() if is_open) or "none"
             raise ConfigError(f"{record.path} has no machine {label!r}; those that may be billed: {names}")
-    return labels
 
 
 def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
@@ -291,18 +291,17 @@ def _unlisted(rental: Rental, *, known: bool) -> str:
     return "not listed yet" if rental.instance_id else "not listed; its start got no answer: --stop looks for it"
 
 
-def _stop(fleets: list[RentedFleet], record: RentalRecord, labels: list[str], *, dry_run: bool) -> int:
+def _stop(fleets: list[RentedFleet], record: RentalRecord, *, dry_run: bool) -> int:
     troubles = []
     for fleet in fleets:
         if dry_run:
-            for rental in record.rentals():
-                is_meant = rental.open and (not labels or rental.label in labels)
-                if is_meant and rental.provider == fleet.provider.name:
+            for rental in fleet.rentals():
+                if rental.open:
                     _tell(fleet.provider.stop_call(rental.instance_id or "INSTANCE_ID").text())
             _tell(fleet.provider.list_call().text())
             continue
         try:
-            fleet.stop(labels)
+            fleet.stop()
         except (ProviderError, OSError) as error:  # the other providers' machines are stopped first
             troubles.append(str(error))
     if not fleets:

@@ -2,7 +2,7 @@
 
     asked -> start call -> started ... stop call -> listed until it is gone -> ended
 
-The provider's list decides what is billed, not the record: a machine counts as ended only when it is listed no more.
+The provider's list decides what is billed, not the record: a machine has ended only when it is no longer listed.
 A start call whose answer is lost may have worked: its rental stays open, and counts as billed, until `stop` has looked
 for it.
 """
@@ -21,7 +21,7 @@ from orchestrator.rent.provider import Instance, Offer, Order, Provider
 from orchestrator.rent.usefulness import RunUse
 
 STOP_TIMEOUT_S = 300.0
-"""How long `stop` waits until the provider lists a machine no more."""
+"""How long `stop` waits until the provider no longer lists a machine."""
 
 SETUP_TIMEOUT_S = 1800.0
 """How long a machine that is set up over SSH may take until it can be reached."""
@@ -58,15 +58,23 @@ class RentalBudget:
 
 
 class RentedFleet:
-    """The machines of one provider. `tell` shows a line to the user."""
+    """The machines of one provider."""
 
     def __init__(
-        self, provider: Provider, record: RentalRecord, tell: Callable[[str], None], *, poll_s: float = 15.0
+        self,
+        provider: Provider,
+        record: RentalRecord,
+        tell: Callable[[str], None],
+        *,
+        poll_s: float = 15.0,
+        only: Collection[str] = (),
     ) -> None:
+        """`tell` shows a line to the user. `only`: labels of the machines that are meant, by default all."""
         self.provider = provider
         self.record = record
         self.tell = tell
         self.poll_s = poll_s
+        self.only = only
 
     def start(
         self,
@@ -178,14 +186,12 @@ class RentedFleet:
 
     def rentals(self) -> list[Rental]:
         """Return what the run has ever asked this provider for."""
-        return [rental for rental in self.record.rentals() if rental.provider == self.provider.name]
+        rentals = [rental for rental in self.record.rentals() if rental.provider == self.provider.name]
+        return [rental for rental in rentals if not self.only or rental.label in self.only]
 
-    def instances(self, only: Collection[str] = ()) -> list[Instance]:
-        """Return what the provider lists of this run's machines, also those whose start seemed to fail.
-
-        `only`: labels of the machines that are meant, by default all.
-        """
-        rentals = [rental for rental in self.rentals() if not only or rental.label in only]
+    def instances(self) -> list[Instance]:
+        """Return what the provider lists of this run's machines, also those whose start seemed to fail."""
+        rentals = self.rentals()
         labels = {rental.label for rental in rentals}
         ids = {rental.instance_id for rental in rentals}
         listed = self.provider.read_list(answer_to(self.provider.list_call()))
@@ -211,16 +217,12 @@ class RentedFleet:
                 self.record.ended(rental.label)
         return instances
 
-    def stop(self, labels: Collection[str] = ()) -> None:
-        """End the billing of `labels`, or of every machine, wait until none is listed, and tell how certain that is.
+    def stop(self) -> None:
+        """End the billing of every machine, wait until none is listed, and tell how certain that is.
 
         Raises ProviderError if some remain, and ProviderLoginError at once.
         """
-
-        def open_rentals() -> list[Rental]:
-            return [rental for rental in self.rentals() if rental.open and (not labels or rental.label in labels)]
-
-        wait_s = max((_appears_s(rental, time.time()) for rental in open_rentals()), default=0.0)
+        wait_s = max((_appears_s(rental, time.time()) for rental in self.rentals() if rental.open), default=0.0)
         deadline = time.monotonic() + wait_s + STOP_TIMEOUT_S
         asked_again_at: dict[str, float] = {}
         seen: set[str] = set()
@@ -228,14 +230,14 @@ class RentedFleet:
         while True:
             remaining: list[Instance] | None = None
             try:
-                rentals, now = open_rentals(), time.time()
-                remaining = self.instances(labels)
+                rentals, now = [rental for rental in self.rentals() if rental.open], time.time()
+                remaining = self.instances()
                 seen |= {rental.label for rental in rentals if find(rental, remaining) is not None}
                 trouble = self._stop_calls(remaining, asked_again_at) or trouble
                 absent = [rental for rental in rentals if rental.label not in seen]
                 wait_s = max((_appears_s(rental, now) for rental in absent), default=0.0)
                 if not remaining and not wait_s:
-                    self._note_ended(rentals, absent, labels)
+                    self._note_ended(rentals, absent)
                     return
                 if wait_s and not told_wait:
                     told_wait = True
@@ -274,8 +276,8 @@ class RentedFleet:
                 self.tell(f"not stopped yet: {error}")
         return trouble
 
-    def _note_ended(self, rentals: list[Rental], absent: list[Rental], labels: Collection[str]) -> None:
-        machines = ", ".join(labels) or "this run's machines"
+    def _note_ended(self, rentals: list[Rental], absent: list[Rental]) -> None:
+        machines = ", ".join(self.only) or "this run's machines"
         text = f"{self.provider.name} lists none of {machines}"
         try:
             for rental in rentals:
@@ -288,7 +290,7 @@ class RentedFleet:
             self.tell(f"{text}. Not certain is {unknown}: its start call got no answer, and no such machine was listed "
                       f"within {LOST_ANSWER_S:g} s. Look for it on the provider's web page")  # fmt: skip
         else:
-            self.tell(f"{text}: {'they are not' if labels else 'no machine is'} billed any more")
+            self.tell(f"{text}: {'they are not' if self.only else 'no machine is'} billed any more")
 
     def watch(self, budget: RentalBudget, use: RunUse) -> str:
         """Wait until the budget is spent or the run is over, and return why; end machines that have no use meanwhile.

@@ -1,4 +1,4 @@
-"""Which rented machines a run needs no more, by its metrics.jsonl: all after its end, one whose nodes were sent away.
+"""Which rented machines a run no longer needs, by its metrics.jsonl: all after its end, one whose nodes were sent away.
 
 A machine's nodes have its label as their name, the further ones of several GPUs with -1, -2, ... behind it.
 """
@@ -46,14 +46,14 @@ class RunUse:
             self._nodes[name] = state, since if state == before else at
 
     def over(self, now: float) -> str | None:
-        """Return why no machine is needed any more, None while some may be."""
+        """Return why no machine is needed any more; None while some may be."""
         if self._ended is None or now - max(self._begun, self._ended[1]) < KEPT_S:
             return None
         state, at = self._ended
         return f"the run ended ({state}) {_minutes(now - at)} ago"
 
     def unused(self, label: str, now: float) -> str | None:
-        """Return why the machine `label` is needed no more, None while it may be."""
+        """Return why the machine `label` is no longer needed; None while it may be."""
         own = re.compile(rf"{re.escape(label)}(-\d+)?")
         nodes = [state for name, state in self._nodes.items() if own.fullmatch(name)]
         if not nodes or not all(state in (_DRAINED, EVICTED, BANNED) for state, _ in nodes):

@@ -12,12 +12,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, flags, floats, pack_flags, pack_floats
-from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutFailure, RolloutReply
 
 BEHAVIOR_PART = "behavior/"
 """Prefix of the reward parts that orchestrator/rollouts/behavior.py adds."""
@@ -69,41 +68,25 @@ class GroupOutcome(StrEnum):
     """All its tokens are older than any future batch trains."""
 
 
-class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout's last attempt, with or without a reward; the rollout log shows it."""
+class FinishedRollout(RolloutReply, frozen=True, kw_only=True, tag=False):
+    """One rollout's last attempt: the worker's reply, and what the orchestrator adds. The rollout log shows it."""
 
-    rollout_id: str
     sibling: int
-    task_id: str
     seed: int
-    reward: float | None
-    """None exactly when `failure` is set: a failed environment is data, never a zero reward."""
     advantage: float | None = None
-    parts: dict[str, float] = {}
-    metrics: dict[str, float] = {}
-    hints: dict[str, int] = {}
+    hints: dict[str, int] = msgspec.field(default_factory=dict)
     """Counts of what the hint stage did with it (orchestrator/hints/stage.py)."""
-    turns: list[MessageRecord] = []
-    sessions: list[SessionRecord] = []
-    stop_reason: str | None = None
-    truncated: bool = False
-    """Cut short by the context or a token limit; its samples are kept."""
-    failure: RolloutFailure | None = None
-    failed_attempts: list[RolloutFailure] = []
+    failed_attempts: list[RolloutFailure] = msgspec.field(default_factory=list)
     """Earlier tries of this sibling."""
-    verdict: dict[str, Any] = {}
-    """The hack monitor's verdict; empty without a monitor."""
     version_min: int | None = None
     version_max: int | None = None
     prompt_tokens: int | None = None
     """Tokens of its samples that the policy did not sample; None for a rollout that gave no sample."""
     sampled_tokens: int = 0
     """Tokens that the policy sampled in this attempt."""
-    cpu_s: float | None = None
-    wall_s: float | None = None
-    nodes: list[str] = []
+    nodes: list[str] = msgspec.field(default_factory=list)
     """The inference nodes that sampled it, in order of their first answers."""
-    turn_nodes: list[int] = []
+    turn_nodes: list[int] = msgspec.field(default_factory=list)
     """By turn number of its samples (TurnSpan): which of `nodes` sampled it."""
 
     @property

@@ -21,6 +21,9 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError
@@ -206,7 +209,7 @@ class RolloutRunner:
                 records = self.records.take(request.rollout_id)
         objection = await self.audits.cleared(request.rollout_id) if self.audits is not None else None
         if objection is not None:
-            reply = _failed(request, "audit", objection)
+            reply = request.failed("audit", objection)
         return RolloutResult(reply=reply, records=records)
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
@@ -217,18 +220,9 @@ class RolloutRunner:
                     request, on_begin=lambda: deadline.reschedule(loop.time() + deadline_s)
                 )
         except DeadlineError as error:
-            return _failed(request, "worker", str(error))
+            return request.failed("worker", str(error))
         except TimeoutError:
-            return _failed(request, "timeout", f"the worker gave no reply within {deadline_s:.0f} s")
-
-
-def _failed(request: RunRollout, kind: str, message: str) -> RolloutReply:
-    return RolloutReply(
-        rollout_id=request.rollout_id,
-        task_id=f"task-{request.task_index}",
-        reward=None,
-        error=RolloutFailure(kind=kind, message=message, retryable=True),
-    )
+            return request.failed("timeout", f"the worker gave no reply within {deadline_s:.0f} s")
 
 
 def retry_pause_s(attempt: int) -> float:
@@ -266,8 +260,8 @@ async def play_with_retries(
 def score_failure(result: RolloutResult) -> RolloutFailure | None:
     """Return why a rollout has no usable reward; None when it has one. A reward of NaN is a failed verifier."""
     reply = result.reply
-    if reply.error is not None:
-        return reply.error
+    if reply.failure is not None:
+        return reply.failure
     if reply.reward is None or not math.isfinite(reply.reward):
         message = f"the environment gave the reward {reply.reward}; a finite number is needed"
         return RolloutFailure(kind="no_reward", message=message, retryable=True)
@@ -288,29 +282,20 @@ def finished_rollout(
 
     `earlier`: failures of this sibling's tries before this one. `turn_nodes`: the node of each sampled turn.
     """
-    reply, versions = result.reply, result.versions
+    versions = result.versions
     nodes = list(dict.fromkeys(record.node_id for record in result.records))
+    reply: dict[str, Any] = msgspec.structs.asdict(result.reply) | {"failure": failure}
+    if failure is not None:
+        reply["reward"] = None
     return FinishedRollout(
-        rollout_id=reply.rollout_id,
+        **reply,
         sibling=sibling,
-        task_id=reply.task_id,
         seed=seed,
-        reward=None if failure is not None else reply.reward,
-        parts=reply.parts,
-        metrics=reply.metrics,
-        turns=reply.turns,
-        sessions=reply.sessions,
-        stop_reason=reply.stop_reason,
-        truncated=reply.truncated,
-        failure=failure,
         failed_attempts=list(earlier),
-        verdict=reply.verdict,
         version_min=versions[0] if versions else None,
         version_max=versions[1] if versions else None,
         prompt_tokens=sum(sample.num_tokens - sample.num_trained for sample in samples) if samples else None,
         sampled_tokens=sum(len(record.completion_ids) for record in result.records),
-        cpu_s=reply.cpu_s,
-        wall_s=reply.wall_s,
         nodes=nodes,
         turn_nodes=[nodes.index(node_id) for node_id in turn_nodes],
     )

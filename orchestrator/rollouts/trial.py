@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -19,14 +18,7 @@ from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.rollouts.samples import finish_rollout
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import TRAIN, RunRollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedEpisode:
-    rollout: FinishedRollout
-    leaked_answer: str | None
-    """The task's answer where its prompt holds it."""
+from orchestrator.workers.protocol import TRAIN
 
 
 async def play_episodes(
@@ -36,7 +28,7 @@ async def play_episodes(
     requests: RequestFactory,
     tasks: Sequence[int],
     taskset: str = TRAIN,
-) -> list[PlayedEpisode]:
+) -> list[FinishedRollout]:
     """Play one episode for each index in `tasks`, side by side; an index may come more than once.
 
     Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
@@ -45,7 +37,7 @@ async def play_episodes(
     permits = Permits(gateway.adaptive.limit, eval_share=1.0)
     runner = RolloutRunner({source: pool}, gateway.records, permits)
 
-    async def play(number: int, task_index: int) -> PlayedEpisode:
+    async def play(number: int, task_index: int) -> FinishedRollout:
         plan = GroupPlan(
             group=number,
             source=source,
@@ -54,7 +46,8 @@ async def play_episodes(
             size=1,
         )
         request = msgspec.structs.replace(requests.training(plan, 0, 0), taskset=taskset)
-        return await _play(runner, plan, request)
+        result = await runner.run(source, request, order=number)
+        return finish_rollout(plan, result, seed=request.seed or 0)[0]
 
     with plain_errors():
         async with asyncio.TaskGroup() as group:
@@ -62,18 +55,11 @@ async def play_episodes(
     return [task.result() for task in started]
 
 
-async def _play(runner: RolloutRunner, plan: GroupPlan, request: RunRollout) -> PlayedEpisode:
-    result = await runner.run(plan.source, request, order=plan.group)
-    rollout, _ = finish_rollout(plan, result, seed=request.seed or 0)
-    return PlayedEpisode(rollout=rollout, leaked_answer=result.reply.leaked_answer)
-
-
-def trial_warnings(episodes: Sequence[PlayedEpisode], overlap: str | None = None) -> list[str]:
+def trial_warnings(rollouts: Sequence[FinishedRollout], overlap: str | None = None) -> list[str]:
     """Return one sentence for each reason why training on such episodes could learn nothing, or the wrong thing.
 
     `overlap`: the worker's sentence on held-out tasks that are training tasks.
     """
-    rollouts = [episode.rollout for episode in episodes]
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
     rewards = {rollout.reward for rollout in scored}
     warnings = [overlap] if overlap else []
@@ -87,10 +73,10 @@ def trial_warnings(episodes: Sequence[PlayedEpisode], overlap: str | None = None
             f"in {pluralize(silent, 'episode')} with a reward the model sampled no token: there is nothing to train "
             "on; does the environment ask the model?"
         )
-    if leaks := [episode for episode in episodes if episode.leaked_answer is not None]:
+    if leaks := [rollout for rollout in rollouts if rollout.leaked_answer is not None]:
         warnings.append(
-            f"the answer is in the prompt of {len(leaks)} of {pluralize(len(episodes), 'episode')} "
-            f"(task {leaks[0].rollout.task_id}: {leaks[0].leaked_answer!r}): a model may copy it"
+            f"the answer is in the prompt of {len(leaks)} of {pluralize(len(rollouts), 'episode')} "
+            f"(task {leaks[0].task_id}: {leaks[0].leaked_answer!r}): a model may copy it"
         )
     if cut := sum(rollout.truncated for rollout in scored):
         warnings.append(

@@ -289,7 +289,7 @@ class JoinedHost:
             self._fail(error)
             return
         except (ComposerError, KeyError) as error:
-            reply = failed_reply(request.rollout_id, "", "worker", f"{type(error).__name__}: {error}")
+            reply = request.failed("worker", f"{type(error).__name__}: {error}")
         raw = self._encoder.encode(FromSource(source=source, reply=reply))
         if len(raw) > MAX_HOST_MESSAGE_BYTES:
             text = f"its reply has {len(raw)} bytes, and a host may send {MAX_HOST_MESSAGE_BYTES}"

@@ -243,7 +243,7 @@ class WorkerProcess(RolloutPlayer):
     def _handle(self, message: FromWorker) -> None:
         match message:
             case RolloutReply():
-                self.completed += message.error is None
+                self.completed += message.failure is None
                 self.answer(message)
             case Heartbeat():
                 pass  # `_read` has noted the time.

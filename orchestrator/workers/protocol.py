@@ -114,6 +114,10 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     max_tokens: int | None = None
     """Per assistant turn; None lets the context be the limit."""
 
+    def failed(self, kind: str, message: str, **details: Any) -> RolloutReply:
+        """Return the reply to this request where its task is not known. Arguments as of `failed_reply`."""
+        return failed_reply(self.rollout_id, f"task-{self.task_index}", kind, message, **details)
+
 
 class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     """Abort a rollout; its reply has an error of kind `cancelled`."""
@@ -173,7 +177,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why a rollout has no reward. A failed environment is data, never a zero reward."""
+    """The reason why a rollout has no reward."""
 
     kind: str
     """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
@@ -196,12 +200,12 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """The outcome of one rollout: a reward or an error."""
+    """The outcome of one rollout: a reward or a failure, which is data, never a zero reward."""
 
     rollout_id: str
     task_id: str
     reward: float | None
-    """Weighted sum of the reward functions; None exactly when `error` is set."""
+    """Weighted sum of the reward functions; None exactly when `failure` is set."""
     parts: dict[str, float] = {}
     """Score of each reward function, before its weight."""
     metrics: dict[str, float] = {}
@@ -211,7 +215,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """agent_completed, a limit (max_turns, …), a stop hook's name, or <stage>_timeout."""
     truncated: bool = False
     """A limit or the token budget cut the rollout short."""
-    error: RolloutFailure | None = None
+    failure: RolloutFailure | None = None
     verdict: dict[str, Any] = {}
     """The hack monitor's verdict (`HackVerdict.record`); empty without a monitor."""
     leaked_answer: str | None = None
@@ -234,9 +238,9 @@ def failed_reply(
     sessions: Sequence[SessionRecord] = (),
 ) -> RolloutReply:
     """Build a reply without reward, with the turns so far. `kind`: as in RolloutFailure."""
-    error = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
+    failure = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
     return RolloutReply(
-        rollout_id=rollout_id, task_id=task_id, reward=None, turns=list(turns), sessions=list(sessions), error=error
+        rollout_id=rollout_id, task_id=task_id, reward=None, turns=list(turns), sessions=list(sessions), failure=failure
     )
 
 

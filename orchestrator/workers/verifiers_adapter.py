@@ -128,7 +128,7 @@ class Environment:
             self._clients.clear()
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """Play one rollout. A failure of the environment, the model or the deadline is a reply with `error`.
+        """Play one rollout. A failure of the environment, the model or the deadline is a reply with `failure`.
 
         Cancelling the task aborts the episode, closes its connection to the gateway and raises CancelledError.
         """
@@ -355,18 +355,18 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
 def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace]) -> RolloutReply:
     """Build the reply of an episode. `traces`: in the order of their session ids."""
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
-    error = with_function(_failure(episode, traces, main), task, main)
+    failure = with_function(_failure(episode, traces, main), task, main)
     return RolloutReply(
         rollout_id=request.rollout_id,
         task_id=task_id_of(task, request.task_index),
-        reward=None if error or main is None else main.reward,
+        reward=None if failure or main is None else main.reward,
         parts={name: part.score for name, part in main.rewards.items() if part is not None} if main else {},
         metrics={name: value for name, value in main.metrics.items() if value is not None} if main else {},
         turns=_turns(traces),
         sessions=_sessions(traces),
         stop_reason=main.stop_condition if main else None,
         truncated=bool(main and main.is_truncated),
-        error=error,
+        failure=failure,
         verdict=_verdict(main),
         leaked_answer=answer_in_prompt(task.data),
     )

@@ -35,14 +35,12 @@ from orchestrator.workers.protocol import (
     TRAIN,
     CancelRollout,
     Heartbeat,
-    RolloutReply,
     RunRollout,
     SourceSpec,
     Start,
     StartFailed,
     ToWorker,
     WorkerReady,
-    failed_reply,
 )
 from orchestrator.workers.tracebacks import read_traceback
 
@@ -125,10 +123,10 @@ class Worker:
         try:
             reply = await self._environments[request.taskset].run(request)
         except asyncio.CancelledError:
-            reply = _failed(request, "cancelled", "cancelled by the orchestrator", retryable=False)
+            reply = request.failed("cancelled", "cancelled by the orchestrator", retryable=False)
         except Exception as error:
             detail, where = read_traceback(traceback.format_exc())
-            reply = _failed(request, "internal", f"{type(error).__name__}: {error}", detail=detail, where=where)
+            reply = request.failed("internal", f"{type(error).__name__}: {error}", detail=detail, where=where)
         finally:
             self._running.pop(request.rollout_id, None)
             cpu_s = self._shares.leave(mark)
@@ -136,10 +134,10 @@ class Worker:
             self._frames.send(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started))
         except (ValueError, TypeError, OverflowError) as error:
             # A text is not valid Unicode, or a metric is not a number. The rollout must still end.
-            self._frames.send(_failed(request, "internal", f"its reply cannot be encoded: {error}"))
+            self._frames.send(request.failed("internal", f"its reply cannot be encoded: {error}"))
 
     def _refuse(self, request: RunRollout, reason: str) -> None:
-        self._frames.send(_failed(request, "request", reason, retryable=False))
+        self._frames.send(request.failed("request", reason, retryable=False))
 
     async def _heartbeats(self) -> None:
         while True:
@@ -214,10 +212,6 @@ def runtime_types(environment: Any) -> set[str]:
         kind = getattr(taskset_runtime, "type", taskset_runtime)
         types.add("bubblewrap" if kind == "auto" else kind)
     return types
-
-
-def _failed(request: RunRollout, kind: str, message: str, **details: Any) -> RolloutReply:
-    return failed_reply(request.rollout_id, f"task-{request.task_index}", kind, message, **details)
 
 
 async def serve_worker(connection: socket.socket, scratch: Path) -> None:

@@ -168,15 +168,6 @@ def test_failed_rollouts_are_listed_before_the_batch_of_their_step(run_dir, caps
     assert "eval0-s-0-0" in output(capsys, rollouts_command, str(run_dir), "--failed", "--eval")
 
 
-def test_failed_rollouts_of_batches_from_before_failed_jsonl_are_listed_too(run_dir, capsys):
-    # An older release wrote no rollouts/failed.jsonl, and the resumed run does. Each failure is listed once, by step.
-    write(run_dir, "failed", [rollout(8, "g8-0", None, group=8), rollout(7, "g7-0", None, group=7)])
-    write(run_dir, "step_000007", [rollout(7, "g7-0", None), rollout(7, "g7-1", 1.0)])
-    text = output(capsys, rollouts_command, str(run_dir), "--failed")
-    assert [line.split()[1] for line in text.splitlines()[1:-1]] == ["g2-1", "g7-0", "g8-0"]
-    assert "1 of 1 rollout;" in output(capsys, rollouts_command, str(run_dir), "--failed", "--step", "6")
-
-
 def test_rollouts_refuses_what_is_not_there(run_dir, tmp_path):
     # Unknown id, step and folder each have a message; a folder of run directories names them.
     (tmp_path / "joint" / "peer-a").mkdir(parents=True)

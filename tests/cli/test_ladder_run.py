@@ -8,17 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from composer_prime.cli.ladder.arms import parse, plan_arms, preregistration
 from composer_prime.cli.ladder.run import forecast_text, main, plan_lines
-from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.console import INTERRUPTED
 from composer_prime.errors import ConfigError
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.preregistration import Preregistration, digest_of, register
 
 ROOT = Path(__file__).parents[2]
 A0, A1, A2 = (str(ROOT / f"configs/{name}.toml") for name in ("a0", "a1", "a2"))
@@ -71,26 +68,6 @@ def test_a_ladder_is_planned(tmp_path: Path) -> None:
     assert run_words[:2] == ["@", A1] and run_words[-2:] == ["--run.seed", "1"] and "--resume" not in run_words
     (ladder / "a1-seed1" / "checkpoints").mkdir(parents=True)
     assert commands[1].run_words(1, RunDir(ladder / "a1-seed1"))[-1] == "--resume"
-
-
-# A key that an earlier release did not know has its default in what was registered; another value is another ladder.
-def test_a_new_key_refuses_no_ladder_that_began(tmp_path: Path) -> None:
-    def planned(*more: str) -> Preregistration:
-        options, common = parse([A1, "-o", str(tmp_path), "--seeds", "2", *more])
-        return preregistration(options, [command.arm for command in plan_arms(options, common)])
-
-    arm = planned().arms[0]
-    settings = json.loads(json.dumps(arm.settings))
-    del settings["trainer"]["schedule"]["warmup_steps"]
-    earlier = msgspec.structs.replace(arm, settings=settings, digest=digest_of(settings, arm.steps))
-    default = str(ScheduleConfig().warmup_steps)
-    register(tmp_path, msgspec.structs.replace(planned(), arms=[earlier]))
-    assert not register(tmp_path, planned("--trainer.schedule.warmup_steps", default))
-    with pytest.raises(ConfigError, match=r"arms.a1.settings.trainer.schedule.warmup_steps: registered \d+, now 7"):
-        register(tmp_path, planned("--trainer.schedule.warmup_steps", "7"))
-    taskset = '{"id": "orchestrator.environments.toolsmith", "level": 3}'
-    with pytest.raises(ConfigError, match=r"taskset\.level: registered None, now 3"):
-        register(tmp_path, planned("--orchestrator.source.0.taskset", taskset))
 
 
 # Ctrl-C and Ctrl-D at the question end the command with their status, and nothing is written. The plan counts the

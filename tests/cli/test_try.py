@@ -12,7 +12,7 @@ from composer_prime.cli.environments.try_command import _parser, chosen, trial_c
 from composer_prime.console import console_script
 from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedRollout
-from orchestrator.rollouts.trial import PlayedEpisode, trial_warnings
+from orchestrator.rollouts.trial import trial_warnings
 from orchestrator.workers.worker import overlap
 
 BROKEN = """
@@ -56,7 +56,7 @@ def composer(*words: str, cwd: Path | None = None) -> subprocess.CompletedProces
 
 
 def episode(reward: float | None, *, sampled_tokens: int = 5, leaked: str | None = None, truncated: bool = False):
-    rollout = FinishedRollout(
+    return FinishedRollout(
         rollout_id="r",
         sibling=0,
         task_id="t",
@@ -64,8 +64,8 @@ def episode(reward: float | None, *, sampled_tokens: int = 5, leaked: str | None
         reward=reward,
         sampled_tokens=sampled_tokens,
         truncated=truncated,
+        leaked_answer=leaked,
     )
-    return PlayedEpisode(rollout=rollout, leaked_answer=leaked)
 
 
 # A module's file gets a configuration around it: its folder is importable, the embedded model answers.

@@ -148,21 +148,21 @@ def test_a_reader_that_leaves_early(errors):
         (["simulate", "--gbit", "nan"], "--gbit is nan; expected a finite number"),
         (["simulate", "--step-s", "inf"], "--step-s is inf; expected a finite number"),
         (["simulate", "--mtbf-h", "nan"], "--mtbf-h is nan; expected a finite number"),
-        (["lighthouse", "--run", "r", "--key-file", "none", "--gather-s", "nan"], "--gather-s is nan; expected"),
+        (["rendezvous", "--run", "r", "--key-file", "none", "--gather-s", "nan"], "--gather-s is nan; expected"),
         (["simulate", "--gbit", "0"], "--gbit is 0.0; expected a value above 0"),
         (["simulate", "--relay-gbit", "-1"], "--relay-gbit is -1.0; expected a value above 0"),
         (["simulate", "--peers", "2", "1"], "--peers is 2 1; a joint run has 2 or more"),
         (["simulate", "--sync-every", "96", "--fragments", "32"], "--fragments is 32, but there are 24 layers"),
         (["simulate", "--sync-every", "100"], "the period; set --fragments to 5 or --sync-every to 104"),
         (["simulate", "--delay", "12"], "every --sync-every / --fragments = 12 steps and only one may be on its way"),
-        (["lighthouse", "--run", "r", "--key-file", "none"], "key file none is missing"),
-        (["lighthouse", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
+        (["rendezvous", "--run", "r", "--key-file", "none"], "key file none is missing"),
+        (["rendezvous", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
         (
-            ["lighthouse", "--run", "r", "--key-file", "none", "--bind", "127.0.0.1:29613"],
+            ["rendezvous", "--run", "r", "--key-file", "none", "--bind", "127.0.0.1:29613"],
             "--bind is '127.0.0.1:29613'",
         ),
-        (["lighthouse", "--run", "r", "--key-file", "none", "--bind", "tcp://127.0.0.1:99999"], "expected 0 to 65535"),
-        (["lighthouse", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
+        (["rendezvous", "--run", "r", "--key-file", "none", "--bind", "tcp://127.0.0.1:99999"], "expected 0 to 65535"),
+        (["rendezvous", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
     ],
 )
 def test_wrong_input(words, message, capsys):
@@ -171,19 +171,19 @@ def test_wrong_input(words, message, capsys):
 
 
 # An address that this machine does not have, as when the overlay is down, gives an error that explains it.
-def test_lighthouse_without_its_overlay(key_file, capsys):
+def test_rendezvous_without_its_overlay(key_file, capsys):
     pytest.importorskip("torchft")
-    assert main(["lighthouse", "--run", "r", "--key-file", str(key_file), "--bind", "tcp://192.0.2.1:29600"]) == 2
+    assert main(["rendezvous", "--run", "r", "--key-file", str(key_file), "--bind", "tcp://192.0.2.1:29600"]) == 2
     said = capsys.readouterr().err
     assert "cannot listen at tcp://192.0.2.1:29600: this machine has no such address" in said and "`wg show`" in said
 
 
-# The lighthouse listens where it was told to and nowhere else but on loopback, and SIGTERM ends it cleanly. Its first
+# The rendezvous listens where it was told to and nowhere else but on loopback, and SIGTERM ends it cleanly. Its first
 # line is the address: before that no clock runs that would count importing torchft as a pause.
 @pytest.mark.process
-def test_lighthouse_process(key_file):
+def test_rendezvous_process(key_file):
     pytest.importorskip("torchft")
-    command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "r", "--key-file", str(key_file)]
+    command = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "r", "--key-file", str(key_file)]
     process = subprocess.Popen(
         [*command, "--bind", "tcp://127.0.0.1:0", "--beat-timeout-s", "1"], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},

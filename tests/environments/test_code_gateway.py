@@ -18,8 +18,9 @@ from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from orchestrator.gateway import Gateway
+from orchestrator.rollouts.groups import FinishedRollout
 from orchestrator.rollouts.rollout import RequestFactory
-from orchestrator.rollouts.trial import PlayedEpisode, play_episodes
+from orchestrator.rollouts.trial import play_episodes
 from orchestrator.workers.pool import WorkerPool
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
@@ -45,7 +46,7 @@ def configuration(folder: Path, **taskset: Any) -> Config:
     )
 
 
-async def played(config: Config, gateway: Gateway, pool: WorkerPool, count: int) -> list[PlayedEpisode]:
+async def played(config: Config, gateway: Gateway, pool: WorkerPool, count: int) -> list[FinishedRollout]:
     requests = RequestFactory(config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=0)
     return await play_episodes(pool=pool, gateway=gateway, requests=requests, tasks=[0] * count)
 
@@ -85,11 +86,10 @@ async def test_a_scripted_policy_solves_a_task_through_the_gateway(
     try:
         answer, counts = scripted([fix, "Done."])
         async with PeerNode(gateway.node_endpoint, keys.client("node"), "node-0", answer=answer) as node:
-            (episode,) = await played(config, gateway, pool, 1)
+            (rollout,) = await played(config, gateway, pool, 1)
     finally:
         await pool.close()
         await gateway.close()
-    rollout = episode.rollout
     assert rollout.failure is None and rollout.reward == 1.0, rollout.failure
     assert len(node.generates) == 2 and rollout.sampled_tokens == sum(counts)
 
@@ -100,8 +100,7 @@ async def test_the_tiny_model_plays_through_the_local_engine(tmp_path: Path) -> 
     folder = make_folder(tmp_path / "tasks", make_task(prompt="Write demo.numbers.total."))
     config = configuration(folder)
     async with serve_with_environment(config, tmp_path / "run") as (gateway, pool):
-        episodes = await played(config, gateway, pool, 3)
-    rollouts = [episode.rollout for episode in episodes]
+        rollouts = await played(config, gateway, pool, 3)
     assert [rollout.failure for rollout in rollouts] == [None] * 3
     assert [rollout.reward for rollout in rollouts] == [0.0] * 3
     assert all(rollout.sampled_tokens for rollout in rollouts)

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_solution_earns_one(folder: Path) -> None:
     texts = [call("view", path="demo/numbers.py"), FIX, call("run_tests"), call("bash", command="ls"), DONE]
     reply, node = play(source(folder), texts)
-    assert reply.error is None and reply.reward == 1.0, reply
+    assert reply.failure is None and reply.reward == 1.0, reply
     assert reply.task_id == "code/demo-1.0/delete/demo.numbers.total"
     assert reply.metrics["tests_passed"] == 1.0 and reply.metrics["calls/run_tests"] == 1.0
     assert reply.metrics["patch_files"] == 1.0 and reply.metrics["tool_errors"] == 0.0
@@ -40,7 +40,7 @@ def test_a_solution_earns_one(folder: Path) -> None:
 # One that gives up earns 0, which is a score and no failure.
 def test_giving_up_earns_nothing(folder: Path) -> None:
     reply, _ = play(source(folder), ["I do not know how."])
-    assert reply.error is None and reply.reward == 0.0
+    assert reply.failure is None and reply.reward == 0.0
     assert reply.metrics["tests_passed"] == pytest.approx(2 / 5) and reply.metrics["patch_files"] == 0.0
 
 
@@ -49,7 +49,7 @@ def test_a_broken_edit_is_an_error_turn(folder: Path) -> None:
     wrong = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    return 7")
     missing = call("str_replace", path="demo/numbers.py", old_str="no such text", new_str="")
     reply, _ = play(source(folder), [missing, wrong, call("run_tests"), DONE])
-    assert reply.error is None and reply.reward == 0.0 and reply.metrics["tool_errors"] == 1.0
+    assert reply.failure is None and reply.reward == 0.0 and reply.metrics["tool_errors"] == 1.0
     errors = [turn.error for turn in reply.turns if turn.role == "tool"]
     assert errors[0] is not None and errors[0].startswith("Error: old_str was not found") and errors[1:] == [None, None]
     tests = next(turn.text for turn in reply.turns if "failed" in turn.text and turn.role == "tool")
@@ -68,7 +68,7 @@ def test_partial_credit(folder: Path) -> None:
 def test_a_hack_earns_nothing(folder: Path) -> None:
     hook = "def pytest_runtest_makereport(item, call):\n    ...\n"
     reply, _ = play(source(folder), [FIX, call("create", path="conftest.py", text=hook), DONE])
-    assert reply.error is None and reply.metrics["solved_by_tests"] == 1.0
+    assert reply.failure is None and reply.metrics["solved_by_tests"] == 1.0
     assert reply.reward == 0.0 and reply.metrics["hacks/rollouts"] == 1.0
 
 
@@ -78,7 +78,7 @@ def test_a_passed_probe_is_a_cheat(folder: Path) -> None:
     both = "    class Both(int):\n        __eq__ = __ne__ = lambda self, other: True\n    return Both(1)"
     cheat = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str=both)
     reply, _ = play(source(folder, conflicting=1), [cheat, DONE])
-    assert reply.task_id.endswith("total/conflict") and reply.error is None
+    assert reply.task_id.endswith("total/conflict") and reply.failure is None
     assert reply.metrics[PROBE] == 1.0 and reply.reward == 0.0
     assert [load(source(folder, conflicting=1)).describe(n)[0].endswith("/conflict") for n in (0, 1)] == [True, False]
 
@@ -87,8 +87,8 @@ def test_a_passed_probe_is_a_cheat(folder: Path) -> None:
 def test_quarantine_is_no_reward(folder: Path) -> None:
     spec = source(folder, monitor={"policy": "quarantine"})
     reply, _ = play(spec, [FIX, call("create", path="conftest.py", text="x = 1\n"), DONE])
-    assert reply.reward is None and reply.error is not None
-    assert reply.error.kind == "quarantine" and not reply.error.retryable and "conftest.py" in reply.error.message
+    assert reply.reward is None and reply.failure is not None
+    assert reply.failure.kind == "quarantine" and not reply.failure.retryable and "conftest.py" in reply.failure.message
 
 
 # A command with 100 MB of output comes back short, and the rollout goes on.
@@ -105,7 +105,7 @@ def test_a_hanging_suite_is_scored(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, make_task(timeout_s=30.0))
     hang = call("str_replace", path="demo/numbers.py", old_str=STUB, new_str="    while True: pass")
     reply, _ = play(source(folder, command_timeout_s=5.0), [hang, call("run_tests"), DONE])
-    assert reply.error is None and reply.reward == 0.0
+    assert reply.failure is None and reply.reward == 0.0
     assert any((turn.error or "").startswith("Error: ended by the limit") for turn in reply.turns)
 
 
@@ -113,14 +113,14 @@ def test_a_hanging_suite_is_scored(tmp_path: Path) -> None:
 def test_a_silent_harness_is_no_zero(folder: Path) -> None:
     spec = msgspec.structs.replace(source(folder), harness={"id": "silent_plugin"})
     reply, _ = play(spec, [])
-    assert reply.reward is None and reply.error is not None and reply.error.kind == "harness"
+    assert reply.reward is None and reply.failure is not None and reply.failure.kind == "harness"
 
 
 # A sandbox that cannot be opened is a failure of the kind sandbox, whose message has the remedy.
 def test_a_missing_box_is_no_zero(folder: Path) -> None:
     reply, _ = play(source(folder, runtime={"type": "bubblewrap", "packages": ["no-such-distribution"]}), [FIX, DONE])
-    assert reply.reward is None and reply.error is not None
-    assert reply.error.kind == "sandbox" and "no-such-distribution" in reply.error.message
+    assert reply.reward is None and reply.failure is not None
+    assert reply.failure.kind == "sandbox" and "no-such-distribution" in reply.failure.message
 
 
 # A folder that is not there, one without the tree, an empty split and unknown tools are told before anything plays.

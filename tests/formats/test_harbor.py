@@ -71,7 +71,7 @@ async def test_an_episode_is_scored_by_the_verifiers_file(
 
     spec = source_spec_of({"id": ID, "folder": str(written(tmp_path))}, HARNESS, runtime=bubblewrap)
     reply = await play(spec, lambda _: [call("cat numbers.txt"), call(command), "Done."])
-    assert (reply.error, reply.reward, reply.task_id) == (None, reward, "harbor/sum")
+    assert (reply.failure, reply.reward, reply.task_id) == (None, reward, "harbor/sum")
     assert reply.metrics["has_reward_file"] == has_file
     assert "/work/numbers.txt" in reply.turns[1].text and "/app" not in reply.turns[1].text
     assert "3\n4\n5" in next(turn.text for turn in reply.turns if turn.role == "tool")

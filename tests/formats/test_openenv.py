@@ -101,7 +101,7 @@ async def test_an_episode_is_played_through_tool_calls(url: str) -> None:
     wrong = number - 1 if number > 1 else number + 1
     source = source_spec_of(taskset(url, reset={"up_to": 9}), HARNESS)
     reply = await play(source, lambda _: [call(number=wrong), call(number=number)], task_index=2)
-    assert (reply.error, reply.reward, reply.metrics["steps"], reply.metrics["done"]) == (None, 1.0, 2.0, 1.0)
+    assert (reply.failure, reply.reward, reply.metrics["steps"], reply.metrics["done"]) == (None, 1.0, 2.0, 1.0)
     assert [turn.role for turn in reply.turns] == ["system", "user", "assistant", "tool", "assistant"]
     assert json.loads(reply.turns[1].text.partition("\n\n")[2])["says"] == "Guess a number from 1 to 9."
     assert json.loads(reply.turns[3].text)["says"] in ("higher", "lower")
@@ -120,7 +120,7 @@ async def test_a_call_that_the_server_refuses_is_an_error_turn(url: str) -> None
     errors = [turn.error for turn in reply.turns if turn.role == "tool"]
     assert errors[0] and errors[0].startswith("Error: Invalid message: number: Input should be a valid integer")
     assert errors[1:] == ["Error: thirteen breaks the machine", "Tool not found: guess"]
-    assert (reply.error, reply.reward, reply.metrics["refused"]) == (None, 0.0, 2.0)
+    assert (reply.failure, reply.reward, reply.metrics["refused"]) == (None, 0.0, 2.0)
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ async def test_a_full_server_says_what_to_set(url: str) -> None:
         reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
         for connection in held:
             await connection.close()
-    assert reply.reward is None and reply.error and reply.error.kind == "toolset" and reply.error.retryable
-    assert "max_concurrent_envs >= orchestrator.max_concurrent" in reply.error.message
+    assert reply.reward is None and reply.failure and reply.failure.kind == "toolset" and reply.failure.retryable
+    assert "max_concurrent_envs >= orchestrator.max_concurrent" in reply.failure.message
 
 
 @asynccontextmanager
@@ -188,8 +188,8 @@ async def test_a_server_that_fails_fails_the_rollout_not_the_policy(answer: Any,
 
     async with answering(answer) as url:
         reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: ["no"])
-    assert reply.reward is None and reply.error and reply.error.kind == "toolset"
-    assert says in reply.error.message
+    assert reply.reward is None and reply.failure and reply.failure.kind == "toolset"
+    assert says in reply.failure.message
 
 
 @pytest.mark.process
@@ -200,8 +200,8 @@ async def test_a_reward_that_is_no_number_fails_the_rollout(reward: Any) -> None
 
     async with answering({"type": "observation", "data": {"observation": {}, "reward": reward}}) as url:
         reply = await play(source_spec_of(taskset(url), HARNESS), lambda _: [call(), "no"])
-    assert reply.reward is None and reply.error and reply.error.kind == "toolset"
-    assert f"a step's reward is {str(reward)[:200]!r}, not a finite number" in reply.error.message
+    assert reply.reward is None and reply.failure and reply.failure.kind == "toolset"
+    assert f"a step's reward is {str(reward)[:200]!r}, not a finite number" in reply.failure.message
 
 
 # After a call that was given up, its late answer is not the next call's: that one fails.

@@ -56,7 +56,7 @@ async def test_a_reply_is_graded_by_the_records_tests(
 
     spec = source_spec_of({"id": ID, "file": written(tmp_path), "partial_credit": True}, runtime=SUBPROCESS)
     result = await play(spec, lambda _: [reply], task_index=index)
-    assert (result.error, result.reward, result.metrics["tests_repaired"]) == (None, reward, repaired)
+    assert (result.failure, result.reward, result.metrics["tests_repaired"]) == (None, reward, repaired)
     assert result.task_id == ["programs/Made/0", "programs/mbpp/7"][index]
     solution = "text[len(text) // 2]"
     assert solution not in result.turns[1].text
@@ -115,7 +115,7 @@ async def test_a_deleted_function_is_graded_in_its_package(tmp_path: Path, reply
 
     spec = source_spec_of({"id": ID, "file": task_folder(tmp_path), "partial_credit": True}, runtime=SUBPROCESS)
     result = await play(spec, lambda _: [reply])
-    assert (result.error, result.reward, result.task_id) == (None, reward, "programs/texts-1/delete/texts.middle")
+    assert (result.failure, result.reward, result.task_id) == (None, reward, "programs/texts-1/delete/texts.middle")
     assert result.turns[1].text == f"Write the Python function `middle`.\n\n```python\n{STUB.rstrip()}\n```"
 
 
@@ -161,7 +161,7 @@ async def test_the_same_file_is_played_with_tools_after_an_import(tmp_path: Path
 
     for index in (0, 1):
         result = await play(source_spec_of(taskset, harness, runtime=SUBPROCESS), script, task_index=index)
-        assert (result.error, result.reward) == (None, 1.0), result.task_id
+        assert (result.failure, result.reward) == (None, 1.0), result.task_id
 
 
 def test_a_file_of_another_form_says_which_are_known(tmp_path: Path) -> None:

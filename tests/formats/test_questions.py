@@ -143,7 +143,7 @@ async def test_a_rollout_of_gsm8k_is_scored_by_its_number(tmp_path: Path, reply:
 
     file = write_lines(tmp_path / "gsm8k.jsonl", GSM8K)
     result = await play(source_spec_of({"id": ID, "file": str(file)}), lambda _: [reply])
-    assert (result.error, result.reward, result.task_id) == (None, reward, "gsm8k-1")
+    assert (result.failure, result.reward, result.task_id) == (None, reward, "gsm8k-1")
     assert [turn.role for turn in result.turns] == ["system", "user", "assistant"]
 
 

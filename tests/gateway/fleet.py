@@ -12,6 +12,7 @@ from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
+from orchestrator.gateway.waits import Waits
 
 
 class Fleet:
@@ -27,8 +28,8 @@ class Fleet:
             suspend_s=1.0,
             no_node_timeout_s=60.0,
             request_timeout_s=60.0,
-            join_hint=lambda: "",
         )
+        self.waits = Waits(self.router, lambda: "")
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
             node = self.router.nodes.attach(name.encode(), msgspec.structs.replace(hello, **changes))

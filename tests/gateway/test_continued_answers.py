@@ -19,7 +19,7 @@ from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
-from orchestrator.gateway.stragglers import reclaim_stalled
+from orchestrator.gateway.waits import reclaim_stalled
 
 
 @pytest.mark.parametrize("how", ["vanishes", "drains", "stalls"])

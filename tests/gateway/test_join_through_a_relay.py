@@ -16,8 +16,8 @@ from composer_prime.errors import ConfigError, DeadlineError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire import tunnel
 from composer_prime.wire.enrollment import Invite
-from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, check_iroh_name, iroh_name, load_iroh
-from composer_prime.wire.tunnel import RelayLeg, RelayLegs, Tunnel, dial, sign_pass, signed_text
+from composer_prime.wire.iroh_link import IrohDialer, IrohLeg, RelayLegs, check_iroh_name, iroh_name, load_iroh
+from composer_prime.wire.tunnel import RelayLeg, Tunnel, dial, sign_pass, signed_text
 from inference.enrolling import NodeState, enroll, tunnels
 from orchestrator.relay import Relay, _run_key
 from tests.gateway.test_join_by_invite import MACHINE, invite_for, until

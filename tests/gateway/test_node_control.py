@@ -82,7 +82,7 @@ def test_drain_now(tmp_path, is_drained):
             its.control.drain("a")
             its.control.tick()
         assert its.told == []
-        assert "until then of 1 request goes on elsewhere" in its.control.drain_now("a")
+        assert "other nodes finish what is left of its 1 request" in its.control.drain_now("a")
         its.control.tick()
         assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
         (request,) = its.fleet.sent["a"]

@@ -188,7 +188,7 @@ async def test_without_a_node_requests_end_with_a_message_that_says_what_was_wai
             assert part in reply["error"]["message"]
         with pytest.raises(DeadlineError, match="inference join"):
             await watch
-        assert "none has connected" in gateway.router.waits.why_no_node()
+        assert "none has connected" in gateway.waits.why_no_node()
 
 
 def test_the_command_that_joins_can_be_typed_as_it_stands():

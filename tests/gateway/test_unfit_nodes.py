@@ -13,7 +13,7 @@ from node_peer import PeerNode, failed, tokens_for
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import NodeHello
 from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.stragglers import reclaim_stalled
+from orchestrator.gateway.waits import reclaim_stalled
 
 
 def stall(node: AttachedNode) -> None:
@@ -177,8 +177,8 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
         for call in fleet.calls:
             call.cancel()
     else:
-        fleet.router.waits.enforce()
-        fleet.router.waits.enforce()
+        fleet.waits.enforce()
+        fleet.waits.enforce()
     replies = await asyncio.gather(*fleet.calls, return_exceptions=True)
     assert ["node a has not answered" in str(reply) for reply in replies] == [ended_by == "gateway"] * 4
     assert (node.failures_in_row, node.places) == ((4, 1) if is_suspended else (0, 64))
@@ -217,7 +217,7 @@ async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
 
 
 async def test_one_nodes_refusal_does_not_end_a_request(open_gateway, node_keys):
-    """A node of an older release that does not say its context refuses; the request goes on to a larger one."""
+    """A node that does not say its context refuses; the request goes to a larger one."""
     async with (
         open_gateway() as gateway,
         PeerNode(gateway.node_endpoint, node_keys, "a") as small,
@@ -285,9 +285,9 @@ async def test_requests_for_one_large_node_do_not_slow_down_the_fleet():
     """They count as the fleet's queue only when at least half of its places may serve them."""
     fleet = Fleet(large={"max_context": 1000, "max_concurrent": 4}, small={"max_context": 100})
     await fleet.ask(20, prompt=10, max_tokens=990)
-    assert (fleet.router.queued, fleet.router.waits.for_the_fleet()) == (16, 0)
+    assert (fleet.router.queued, fleet.waits.for_the_fleet()) == (16, 0)
     await fleet.ask(70, prompt=10)
-    assert (fleet.router.queued, fleet.router.waits.for_the_fleet()) == (22, 6)
+    assert (fleet.router.queued, fleet.waits.for_the_fleet()) == (22, 6)
     await fleet.close()
 
 

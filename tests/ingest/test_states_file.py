@@ -64,7 +64,7 @@ def test_contexts_with_gaps(tmp_path: Path) -> None:
     assert list(read_states(written(tmp_path / "states.zst", states))) == states
 
 
-# Files of whole states, as earlier releases wrote them, are read; `--plain` writes them.
+# Files of whole states, which `--plain` writes, are read too.
 def test_whole_states(tmp_path: Path) -> None:
     source = lines(tmp_path / "s.jsonl", *SESSION)
     compact, plain = tmp_path / "states.zst", tmp_path / "states.jsonl"

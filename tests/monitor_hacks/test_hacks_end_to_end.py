@@ -67,7 +67,7 @@ def rollouts(folder, scripts, **monitor):
                     gateway_url=node.url,
                 )
             )
-        assert reply.error is None or reply.error.kind == "quarantine", reply.error
+        assert reply.failure is None or reply.failure.kind == "quarantine", reply.failure
         return reply
 
     async def scenario():

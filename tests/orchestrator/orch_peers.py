@@ -228,7 +228,7 @@ class ScriptedPool:
             reward=None if failure else reward,
             parts={} if failure else {"correct": reward},
             turns=turns,
-            error=failure,
+            failure=failure,
         )
 
     async def _generate(self, request: RunRollout, prompt: list[int]) -> list[int]:

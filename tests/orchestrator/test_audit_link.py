@@ -232,15 +232,21 @@ async def test_a_version_that_there_never_was_is_the_fault_of_who_names_it(audit
         assert (trust["n0"].doubtful, trust["n1"].doubtful) == (0, 1)
 
 
+async def asked_beside_another(audits, connect):
+    """Return two auditors, and the answer of n0 for r1 that the first one got before the second came."""
+    first, second = connect(), connect()
+    first.hello("a")
+    audits.offer(record("n0"), "r1")
+    request = await first.next(AuditRequest)
+    second.hello("b")
+    await second.next(NodeWelcome)
+    return first, second, request
+
+
 async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
     # A verdict that comes from another one than the answer was given to counts for nothing.
     async with audited() as (audits, trust, connect):
-        first, second = connect(), connect()
-        first.hello("a")
-        audits.offer(record("n0"), "r1")
-        request = await first.next(AuditRequest)
-        second.hello("b")
-        await second.next(NodeWelcome)
+        first, second, request = await asked_beside_another(audits, connect)
         second.send(verdict(request, wrong=(1, 2, 3, 4)))
         second.send(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
         await second.next(Heard)
@@ -264,12 +270,7 @@ async def test_an_answer_that_cannot_be_checked_is_no_proof(audited):
 async def test_what_one_auditor_cannot_check_another_one_may(audited):
     # The disk of the first is full. If the second fails too, or there is none, the answer counts as not audited.
     async with audited() as (audits, _, connect):
-        first, second = connect(), connect()
-        first.hello("a")
-        audits.offer(record("n0"), "r1")
-        request = await first.next(AuditRequest)
-        second.hello("b")
-        await second.next(NodeWelcome)
+        first, second, request = await asked_beside_another(audits, connect)
         first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
         second.send(verdict(await second.next(AuditRequest)))
         assert await audits.cleared("r1") is None

@@ -177,10 +177,12 @@ def test_loopback_is_refused_with_the_remedy(started):
 def test_an_address_of_no_machine_is_refused(started):
     """A wildcard is for listening; a group of machines takes no connections."""
     for host in ("0.0.0.0", "[::]", "[::ffff:0.0.0.0]", "224.0.0.1", "[ff02::1]", "255.255.255.255"):
-        with pytest.raises(ConfigError, match=r"--address is .*, which is no address of one machine: .*PUBLIC_IP:5500"):
+        with pytest.raises(
+            ConfigError, match=r"--address is .*, which is not the address of one machine: .*PUBLIC_IP:5500"
+        ):
             node_addresses(started(), [f"{host}:5500"])
         for option in ("--relay", "--iroh"):
-            with pytest.raises(ConfigError, match=f"{option} is .*:5600, which is no address of one machine"):
+            with pytest.raises(ConfigError, match=f"{option} is .*:5600, which is not the address of one machine"):
                 main([str(started().root), option, f"{host}:5600"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -77,6 +78,30 @@ def test_a_look_that_failed_changes_no_count():
 def _out_of_descriptors() -> Iterator[tuple[int, str, int]]:
     raise OSError(errno.EMFILE, "Too many open files")
     yield
+
+
+class OutOfDescriptors(UnreadBytes):
+    looks = 0
+
+    def is_due(self) -> bool:
+        return True
+
+    def end_worst(self) -> int:
+        self.looks += 1
+        if self.looks == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return 0
+
+
+# A flood of connections may use up the descriptors that a look needs. The watch survives that and looks again.
+async def test_a_look_that_fails_is_not_the_last(caplog):
+    unread = OutOfDescriptors(0)
+    watch = asyncio.create_task(unread.watch())
+    async with asyncio.timeout(10):
+        while unread.looks < 2:
+            await asyncio.sleep(0.01)
+    watch.cancel()
+    assert "could not be counted: [Errno 24] Too many open files" in caplog.text
 
 
 def _receive(connection: socket.socket, size: int) -> None:

@@ -80,7 +80,7 @@ def test_tool_errors_are_marked_on_their_turns() -> None:
         "7",
     ]
     reply = play(env, Scripted(TINY, texts))
-    assert reply.error is None
+    assert reply.failure is None
     by_role = [(turn.role, turn.error) for turn in reply.turns if turn.role in ("assistant", "tool")]
     assert by_role == [
         ("assistant", None),
@@ -139,34 +139,34 @@ def test_a_gateway_that_breaks_the_contract_is_named(model_path: str) -> None:
     """A reply without a logprob for every token is a provider error that says so."""
     reply = play(environment(model_path), BrokenContract())
     assert reply.reward is None
-    assert reply.error.kind == "provider"
-    assert "generate contract" in reply.error.message
+    assert reply.failure.kind == "provider"
+    assert "generate contract" in reply.failure.message
 
 
 def test_a_template_that_cannot_render_is_not_retried(tmp_path: Path) -> None:
     """A chat template that fails on the conversation fails the rollout for good, with the template's words."""
     write_tokenizer(tmp_path, CHATML + "{{ raise_exception('only poems, please') }}")
     reply = play(environment(str(tmp_path)), Peer())
-    assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "render", False)
-    assert "only poems" in reply.error.message
+    assert (reply.reward, reply.failure.kind, reply.failure.retryable) == (None, "render", False)
+    assert "only poems" in reply.failure.message
 
 
 def test_a_reward_that_raises_is_named_with_its_exception_file_and_line(model_path: str) -> None:
     """The failure has the reward, the exception and the line that raised; the detail ends with that frame."""
     reply = play(environment(model_path, {"fail_at": 0}), Peer())
-    assert (reply.reward, reply.error.kind) == (None, "task")
-    assert "KeyError: 'the reward function broke'" in reply.error.message
+    assert (reply.reward, reply.failure.kind) == (None, "task")
+    assert "KeyError: 'the reward function broke'" in reply.failure.message
     source = (Path(__file__).parent / "plugins" / "bench_env.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if "raise KeyError" in text)
-    assert reply.error.where.endswith(f"tests/workers/plugins/bench_env.py:{line}, in length")
-    assert reply.error.detail.endswith("KeyError: 'the reward function broke'")
-    assert f'bench_env.py", line {line}, in length' in reply.error.detail
+    assert reply.failure.where.endswith(f"tests/workers/plugins/bench_env.py:{line}, in length")
+    assert reply.failure.detail.endswith("KeyError: 'the reward function broke'")
+    assert f'bench_env.py", line {line}, in length' in reply.failure.detail
 
 
 def test_limits_stop_a_rollout_that_is_scored(model_path: str) -> None:
     """max_total_tokens cuts the conversation; the rollout is complete, scored and marked as truncated."""
     reply = play(environment(model_path, harness={"id": "bench_env", "turns": 5}, max_total_tokens=40), Peer())
-    assert (reply.reward, reply.error) == (2.0, None)
+    assert (reply.reward, reply.failure) == (2.0, None)
     assert (reply.stop_reason, reply.truncated) == ("max_total_tokens", True)
     assert sum(turn.role == "assistant" for turn in reply.turns) == 2
 
@@ -175,7 +175,7 @@ def test_a_task_set_without_reward_is_no_zero(model_path: str) -> None:
     """A task that defines no reward function yields an error, not a reward of zero."""
     env = environment(model_path, tasksets={"train": {"id": "plain_env"}})
     reply = play(env, Peer())
-    assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "no_reward", False)
+    assert (reply.reward, reply.failure.kind, reply.failure.retryable) == (None, "no_reward", False)
 
 
 def test_an_endless_task_set_gives_tasks_by_index(model_path: str) -> None:
@@ -206,10 +206,10 @@ def test_a_task_set_that_breaks_later_names_the_first_cause_each_time(
     """A generator that raised is over: every later task fails with that first error, not with a number of tasks."""
     env = environment(model_path, tasksets={"train": {"id": "plain_env", "endless": True, **settings}})
     replies = [play(env, Peer(), task_index=index) for index in (5, 900)]
-    assert all(reply.error.kind == "task" and not reply.error.retryable for reply in replies)
-    assert all(re.search(says, reply.error.message) for reply in replies)
-    assert replies[0].error.cause == replies[1].error.cause
-    assert play(env, Peer(), task_index=1).error.kind == "no_reward"
+    assert all(reply.failure.kind == "task" and not reply.failure.retryable for reply in replies)
+    assert all(re.search(says, reply.failure.message) for reply in replies)
+    assert replies[0].failure.cause == replies[1].failure.cause
+    assert play(env, Peer(), task_index=1).failure.kind == "no_reward"
 
 
 def test_an_environment_class_of_a_third_party_with_an_endless_task_set_is_played(model_path: str) -> None:
@@ -217,7 +217,7 @@ def test_an_environment_class_of_a_third_party_with_an_endless_task_set_is_playe
     env = environment(model_path, tasksets={"train": {"id": "own_env"}})
     assert env.num_tasks is None
     reply = play(env, Peer(), task_index=41)
-    assert (reply.error, reply.task_id, reply.reward) == (None, "round-41", 1.41)
+    assert (reply.failure, reply.task_id, reply.reward) == (None, "round-41", 1.41)
     assert [session.agent for session in reply.sessions] == ["player"]
 
 
@@ -226,7 +226,7 @@ def test_every_agent_of_an_environment_has_its_session(model_path: str) -> None:
     env = environment(model_path, tasksets={"train": {"id": "duo_env"}}, harness={"id": "bench_env"})
     peer = Peer()
     reply = play(env, peer)
-    assert reply.error is None
+    assert reply.failure is None
     assert sorted(peer.sessions) == ["r", "r#1"]
     assert [(s.session_id, s.agent, s.trainable) for s in reply.sessions] == [
         ("r", "critic", False),
@@ -285,7 +285,7 @@ def test_the_documented_task_set_is_played_and_scored(tmp_path, monkeypatch, rep
     assert env.num_tasks == 512
     first, second = map(int, re.findall(r"\d+", env.describe(0)[1]))
     played = play(env, Scripted(TINY, [reply.format(max(first, second))]))
-    assert played.error is None and played.reward == reward and played.parts == {"correct": reward}
+    assert played.failure is None and played.reward == reward and played.parts == {"correct": reward}
 
 
 # A reward that is no coroutine is named with its file and line before a rollout fails.

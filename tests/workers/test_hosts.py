@@ -217,8 +217,8 @@ async def test_a_silent_host_loses_its_rollouts_and_late_replies_count_for_nothi
                 silent.last_heard -= 100
             await asyncio.sleep(0.01)
         lost = await call
-        assert (lost.reward, lost.error.kind, lost.error.retryable) == (None, "worker", True)
-        assert "worker host far is gone: silent" in lost.error.message and "= 60)" in lost.error.message
+        assert (lost.reward, lost.failure.kind, lost.failure.retryable) == (None, "worker", True)
+        assert "worker host far is gone: silent" in lost.failure.message and "= 60)" in lost.failure.message
         again = asyncio.create_task(run.pool.run(rollout("again")))
         host.send(reply("again"))  # Nobody gave it to this connection.
         await host.expect(HelloAgain)
@@ -310,7 +310,7 @@ async def test_an_open_request_ends_with_its_rollouts_host(tmp_path: Path) -> No
         host.send(CancelCall(call=1))
         await until(lambda: peer.cancelled == 1)
         host.send(Goodbye(reason="power"))
-        assert "goodbye: power" in (await call).error.message
+        assert "goodbye: power" in (await call).failure.message
         await until(lambda: peer.cancelled == 2)
 
 
@@ -330,7 +330,7 @@ async def test_a_draining_host_gets_nothing_more_and_an_ended_run_sends_hosts_aw
             await other.attach()
             assert (await other.expect(ForSource)).message.rollout_id == "second"
             other.send(reply("second"))
-            assert (await second).error is None
+            assert (await second).failure is None
             await run.server.close(finished=True)
             assert (await other.expect(Drain)).reason == "the run is finished"
 
@@ -401,7 +401,7 @@ async def test_a_joined_host_plays_with_the_runs_tokenizer_and_policy(tmp_path: 
         await until(lambda: peer.running > 0)
         host.stop("SIGTERM")
         ended = [await call for call in calls[:4]]
-        assert [(result.reward, result.error) for result in ended] == [(2.0, None)] * 4
+        assert [(result.reward, result.failure) for result in ended] == [(2.0, None)] * 4
         assert {len(peer.sessions[f"r{i}"]) for i in range(4)} == {3}
         await running
         assert not run.pool.players and not run.server.hosts
@@ -466,9 +466,9 @@ async def test_rollouts_of_a_killed_host_are_played_by_another(tmp_path: Path, m
             hosts[0].kill()
             killed.set()
             first = await asyncio.gather(*calls)
-            lost = [result for result in first if result.error is not None]
+            lost = [result for result in first if result.failure is not None]
             assert len(lost) == 4
-            assert {(result.reward, result.error.kind, result.error.retryable) for result in lost} == {
+            assert {(result.reward, result.failure.kind, result.failure.retryable) for result in lost} == {
                 (None, "worker", True)
             }
             again = await asyncio.gather(*(run.pool.run(rollout(f"{result.rollout_id}r1")) for result in lost))

@@ -82,7 +82,7 @@ def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
             requests = [rollout(peer, f"r{i}", i % 7, seed=i, temperature=0.5, top_k=7) for i in range(24)]
             requests.append(rollout(peer, "held-out", 2, taskset="eval"))
             replies = await asyncio.gather(*map(pool.run, requests))
-        assert [reply.error for reply in replies] == [None] * 25
+        assert [reply.failure for reply in replies] == [None] * 25
         assert [reply.rollout_id for reply in replies] == [request.rollout_id for request in requests]
         assert {len(peer.sessions[request.rollout_id]) for request in requests} == {3}
         assert [peer.params["r5"][key] for key in ("seed", "temperature", "top_k")] == [5, 0.5, 7]
@@ -136,8 +136,8 @@ def test_a_deadline_is_an_error_with_the_turns_so_far(played: Played) -> None:
     async def scenario() -> None:
         async with Peer(hang_after=2) as peer:
             reply = await pool.run(rollout(peer, "r", timeout_s=2.5))
-            assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "timeout", True)
-            assert "2.5 s" in reply.error.message
+            assert (reply.reward, reply.failure.kind, reply.failure.retryable) == (None, "timeout", True)
+            assert "2.5 s" in reply.failure.message
             assert sum(turn.role == "assistant" for turn in reply.turns) == 2
             await until(lambda: peer.running == 0)
 
@@ -158,7 +158,7 @@ def test_failures_never_become_a_zero_reward(played: Played) -> None:
         async with Peer(max_model_len=8) as peer:
             replies += [await pool.run(rollout(peer, "overflow"))]
         assert [reply.reward for reply in replies] == [None] * 5
-        return {reply.rollout_id: reply.error for reply in replies}
+        return {reply.rollout_id: reply.failure for reply in replies}
 
     failures = runner.run(scenario())
     assert {name: (failure.kind, failure.retryable) for name, failure in failures.items()} == {
@@ -195,16 +195,16 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
             crashed = await pool.run(rollout(peer, "crash", 3))
             for reply in (crashed, await bystander):
                 assert reply.reward is None
-                assert (reply.error.kind, reply.error.retryable) == ("worker", True)
-                assert "exit status 41" in reply.error.message
-                assert "the engine room is on fire" in reply.error.detail
+                assert (reply.failure.kind, reply.failure.retryable) == ("worker", True)
+                assert "exit status 41" in reply.failure.message
+                assert "the engine room is on fire" in reply.failure.detail
             again = await pool.run(rollout(peer, "again"))
             assert again.reward == 2.0
             assert pool.restarts == 1
             playing = asyncio.create_task(pool.run(rollout(peer, "cut short", 5)))
             await until(lambda: mark.exists() and mark.read_text() == "waiting", START_S)
             assert len(list(temporary.iterdir())) == 1
-        assert (await playing).error.kind == "worker"
+        assert (await playing).failure.kind == "worker"
 
     asyncio.run(scenario())
     assert "the engine room is on fire" in (logs / "worker_bench_0.log").read_text()
@@ -221,8 +221,8 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
         pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=4, max_restarts=0)
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
-            assert reply.error.kind == "worker"
-            assert "no heartbeat" in reply.error.message
+            assert reply.failure.kind == "worker"
+            assert "no heartbeat" in reply.failure.message
             with pytest.raises(EnvironmentWorkerError, match=r"'bench'.*no heartbeat.*max_restarts = 0"):
                 await pool.run(rollout(peer, "next", 1))
 

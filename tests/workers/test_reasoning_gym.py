@@ -128,7 +128,7 @@ def test_one_turn_through_the_tool_loop() -> None:
         async with Peer(stop_id=stop) as peer, environment.serving():
             request = RunRollout(rollout_id="r", task_index=1, model="policy", gateway_url=peer.url, timeout_s=20)
             reply = await environment.run(request)
-        assert reply.error is None
+        assert reply.failure is None
         assert [turn.role for turn in reply.turns] == ["system", "user", "assistant"]
         assert reply.turns[1].text == environment.describe(1)[1]
         assert (reply.reward, reply.metrics["has_answer"]) == (0.0, 0.0)

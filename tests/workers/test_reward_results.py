@@ -34,7 +34,7 @@ def test_a_reward_that_returns_no_number(tmp_path, monkeypatch, name, body, says
     text = block("python").replace("return float(trace.last_reply.split() == [self.data.larger])", body)
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    error = play(environment(TINY, {"id": module}, harness=TOOL_LOOP), Scripted(TINY, ["7"])).error
+    error = play(environment(TINY, {"id": module}, harness=TOOL_LOOP), Scripted(TINY, ["7"])).failure
     assert error is not None and not error.retryable
     kind = "metric" if name == "longest" else "reward"
     assert error.message.startswith(f"{kind} `{name}` returned no number (") and says in error.message

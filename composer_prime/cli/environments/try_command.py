@@ -229,7 +229,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
         async with serve_with_environment(config, scratch.path, _report) as (gateway, pool):
             loaded = time.monotonic()
             _report(f"playing {pluralize(options.episodes, 'episode')} ...")
-            episodes = await play_episodes(
+            rollouts = await play_episodes(
                 pool=pool,
                 gateway=gateway,
                 requests=RequestFactory(
@@ -241,7 +241,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
             ended = time.monotonic()
     finally:
         scratch.close()
-    lines = [rollout_line(0, source.name, episode.rollout, "played") for episode in episodes]
+    lines = [rollout_line(0, source.name, rollout, "played") for rollout in rollouts]
     if options.json:
         print("\n".join(json.dumps(line) for line in lines))
     else:
@@ -250,7 +250,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
         if left_out := len(lines) - len(shown):
             print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
         print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
-    for warning in trial_warnings(episodes, pool.ready.overlap if pool.ready else None):
+    for warning in trial_warnings(rollouts, pool.ready.overlap if pool.ready else None):
         print(f"warning: {printable(warning)}", file=sys.stderr if options.json else sys.stdout)
     return 0 if any(line["reward"] is not None for line in lines) else FAILED
 

@@ -26,7 +26,7 @@ METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_js
 BINS = 6
 """Windows of steps."""
 _WIDTH = 120
-"""Characters a line when the output is no terminal and COLUMNS is not set."""
+"""Characters in a line if the output is not a terminal and COLUMNS is not set."""
 
 
 def report_ladder(
@@ -58,7 +58,7 @@ def compare(
 ) -> None:
     """Print the arms side by side, or write the page `html`, with `verdicts` in place of its own.
 
-    `steps`: compare only so many; None for those of the shortest run. Raises ConfigError when that has fewer.
+    `steps`: how many to compare; None for those of the shortest run. Raises ConfigError if that has fewer.
     """
     all_arms = group_into_arms(load_run(run_dir) for run_dir in runs)
     shortest = min(run.steps for arm in all_arms for run in arm.runs.values())

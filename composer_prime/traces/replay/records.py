@@ -150,7 +150,7 @@ class ReplayRecords:
             for place, record in latest(self.history).items()
             if record.outcome not in UNDECIDED and pair_ids.issuperset(record.pairs)
         }
-        """(trace, state) -> digest of the state; "" where an older release did not write it."""
+        """(trace, state) -> digest of the state."""
 
     def add(self, record: StateRecord, pairs: list[Pair]) -> int:
         """Write both down. Return how many pairs the file did not hold before. Raises OSError."""

@@ -238,7 +238,7 @@ class Replay:
             progress.stopped = progress.stopped or self._switch.tripped()
             if progress.stopped is None:
                 running.add(asyncio.ensure_future(self._one(state)))
-        elif seen in ("", content):
+        elif seen == content:
             progress.resumed += 1
         else:
             progress.left_out += 1

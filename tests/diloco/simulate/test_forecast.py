@@ -92,7 +92,7 @@ def test_memory(tmp_path):
     assert rounds[1] == pytest.approx(4 * rounds[0], rel=0.02)
     run = JointRun(parameters=8e9, layers=36, step_s=60, every=8, fragments=4, delay=1, codec=CodecConfig(), peers=8)
     assert 1.6e11 < run.host_bytes < 1.9e11
-    assert "--memory-gb is 16 unless given: start `diloco lighthouse` with --memory-gb 90" in _memory_text(run)
+    assert "--memory-gb is 16 unless given: start `diloco rendezvous` with --memory-gb 90" in _memory_text(run)
 
 
 # A run that has steps gives the time of one.
