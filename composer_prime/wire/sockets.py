@@ -255,6 +255,8 @@ class NodeSocket:
         """
         self.endpoint = ""
         """As bound."""
+        self.is_behind = False
+        """Whether a message of many frames is being read. Those of other nodes wait."""
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
         self._is_admitted = is_admitted
@@ -316,7 +318,9 @@ class NodeSocket:
             num_bytes += len(frame)
             more = frame.more
             if num_frames % _FRAMES_AT_A_TIME == 0:
+                self.is_behind = True
                 await asyncio.sleep(0)
+        self.is_behind = False
         if num_frames:
             unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
         return FromConnection(

@@ -101,11 +101,30 @@ async def test_a_message_of_many_frames_does_not_hold_the_event_loop(keys: RunKe
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    assert (await socket.receive()).num_frames == 20_000
-    assert turns > 20
+    receiving = asyncio.create_task(socket.receive())
+    while turns < 20:
+        await asyncio.sleep(0)
+    assert socket.is_behind and not receiving.done()
+    assert (await receiving).num_frames == 20_000
+    assert not socket.is_behind
     counting.cancel()
     context.destroy(linger=0)
     await socket.close()
+
+
+async def test_nobody_is_lost_while_messages_wait_behind_a_long_one(open_gateway, node_keys):
+    """A node's heartbeats may be among them. Later its silence counts."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
+        [attached] = gateway.router.nodes.attached()
+        await node.vanish()
+        for _ in range(100):
+            gateway._nodes.is_behind = True  # Its last heartbeat may still come.
+            await asyncio.sleep(0.01)
+        assert attached.attached
+        gateway._nodes.is_behind = False
+        async with asyncio.timeout(60):
+            while attached.attached:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_sender_of_empty_frames_is_evicted(open_gateway, node_keys):
