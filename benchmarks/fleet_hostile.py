@@ -1,19 +1,29 @@
-"""Measure what one hostile node costs: 7 honest nodes alone, then with an eighth that misbehaves, over loopback.
+"""Measure what one hostile node of eight costs a run: 7 honest nodes alone, then with it, over loopback.
 
-    clients (this process) --> gateway (this process) --CURVE ZMQ--> 7 honest nodes (one process)
-                                                     <-- floods ---- 1 hostile node (own process)
+    rollouts --HTTP--> gateway (this process) --CURVE ZMQ--> 7 honest nodes   (one process, shares one tiny model)
+        |                 |      |             <-- attacks -- 1 hostile node  (a process of its own)
+    a batch takes    audits <--------- verdicts ------------- `inference audit`, the model in float32
 
     python benchmarks/fleet_hostile.py
-    python benchmarks/fleet_hostile.py --seconds 20 --clients 64
+    python benchmarks/fleet_hostile.py --rounds 1 --seconds 20
 
-An honest node has 8 places that take a fixed time for an answer. The hostile one claims 16,384 places, an endless
-context and 10^12 tokens a second, takes every request it gets and answers none, tries to attach under an honest node's
-name over a second connection, and sends junk, reports, parts of answers that it does not hold and false answers as fast
-as its share of the CPU allows. Every client asks again as soon as it has its answer. Goodput is tokens of accepted
-answers a second. Both runs, with a gateway each, alternate `--rounds` times; their medians are compared.
+All eight enroll by an invite, each with a key of its own. The honest nodes are `inference join`'s InferenceNode and
+sample by the published rule; an answer takes four seconds at each of their 8 places, so that cores are not what is
+measured. Rollouts go through the orchestrator's RolloutRunner, which waits for the audits of new nodes' answers, and a
+batch leaves out what the gateway calls tainted. Goodput is the tokens a second that batches take.
 
-Exit status 1 when the goodput with the hostile node is below 85 % of that of the honest ones alone, when it was not
-really hostile (it got no request, or the gateway heard no junk), or when the gateway grew by more than 64 MiB.
+The hostile node does all of this at once (fleet_hostile_sides/hostile.py), from as many connections as it likes:
+
+    lies      right format, plausible logprobs, a stop at the end, but tokens that no model drew; some at once, some as
+              the first half of an answer that another node then continues (benchmarks/trust.py has eleven other cheats)
+    silence   never answers two fifths of its requests, while it reports 10^12 tokens a second
+    claims    16,384 places and an endless context; the names of honest nodes
+    floods    junk, empty messages, reports, hellos, answers and parts of answers to requests that it does not hold
+    memory    messages of 600 MiB and of 100,000 frames, weights that it asks for and does not read
+
+Each round starts a gateway and waits until its honest nodes are known. The verdicts are over `--rounds` rounds. Exit
+status 1 when one is missed: the goodput's median share, a sample with a token of the hostile node in a batch, memory
+that grows. It must also really have been hostile.
 """
 
 from __future__ import annotations
@@ -21,260 +31,288 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import aiohttp
 import psutil
 import zmq
+from zmq.utils import z85
 
 from composer_prime.config import Config
-from composer_prime.errors import ComposerError
-from composer_prime.run.keys import ClientKeys, RunKeys
-from composer_prime.run.weights import WeightStore
-from composer_prime.wire.node import (
-    MAX_PLACES,
-    CancelGenerate,
-    Generate,
-    Generated,
-    HelloAgain,
-    NodeHello,
-    Progress,
-    Sampling,
-    Status,
-    ToNode,
-)
-from composer_prime.wire.sockets import dealer
-from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from composer_prime.console import console_script
+from composer_prime.model_source import resolve_model
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import CHUNK_BYTES, WeightStore
+from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
+from composer_prime.wire.turns import POLICY
 from orchestrator.gateway import Gateway
+from orchestrator.rollouts.rollout import Permits, RolloutRunner
+from orchestrator.workers.protocol import RolloutReply, RunRollout, failed_reply
 
+logger = logging.getLogger("fleet_hostile")
+ROOT = Path(__file__).parents[1]
+RUN_ID = HOSTILE = "hostile"
 HONEST = 7
-PLACES = 8
-ANSWER_S = 0.2
-NUM_TOKENS = 64
+ANSWER_TOKENS, PROMPT_TOKENS = 24, 32
+CONTEXT = 512
+BATCH = 8
+"""Rollouts."""
 LEAST_SHARE = 0.85
-MOST_GROWTH = 64 << 20
-HEARTBEAT_S, LOST_AFTER_S = 0.5, 2.0
-_ENCODE = msgspec.msgpack.Encoder().encode
-_DECODER = msgspec.msgpack.Decoder(ToNode)
-_SPANS = [VersionSpan(0, NUM_TOKENS, 0)]
+MOST_GROWTH, MOST_PEAK = 64 << 20, 384 << 20
+"""Bytes, of the gateway's process. 256 MiB may wait unread before the connection that sent the most is closed."""
+TIMEOUT_S = 20.0
+"""Of a rollout."""
+QUARANTINE_S = 20.0
+"""The default of 600 s would let it lie once only."""
+PATIENCE_S = 180.0
 
 
-def hello(name: str, instance: str, **claims: int) -> bytes:
-    usual = NodeHello(node_id=name, engine="fixed", run_id=None, version=0, max_concurrent=PLACES, instance=instance)
-    return _ENCODE(msgspec.structs.replace(usual, **claims))
+@dataclass(slots=True)
+class Player:
+    """A source whose rollouts are one turn with a prompt of its own. Stands in for a worker pool."""
+
+    http: aiohttp.ClientSession
+    restarts: int = 0
+
+    async def run(self, request: RunRollout, on_begin: Callable[[], None]) -> RolloutReply:
+        on_begin()
+        draw = random.Random(request.task_index)
+        prompt = [draw.randrange(3, 500) for _ in range(PROMPT_TOKENS)]
+        body = {"model": POLICY, "token_ids": prompt, "sampling_params": {"max_tokens": ANSWER_TOKENS}}
+        headers, name = {"X-Session-ID": request.rollout_id}, f"task-{request.task_index}"
+        async with self.http.post(request.gateway_url + "/inference/v1/generate", json=body, headers=headers) as reply:
+            if reply.status != 200:
+                return failed_reply(request.rollout_id, name, "gateway", (await reply.text())[:200])
+            await reply.read()
+        return RolloutReply(rollout_id=request.rollout_id, task_id=name, reward=1.0)
 
 
-def status(**claims: float) -> bytes:
-    usual = Status(version=0, running=1, waiting=0, kv_used=0.1, tokens_per_s=1.0, canary_error=None)
-    return _ENCODE(msgspec.structs.replace(usual, **claims))
+@dataclass(slots=True)
+class Ledger:
+    """What batches took."""
 
+    gateway: Gateway
+    counts: Counter[str] = field(default_factory=Counter)
+    """Rollouts, and `tokens` of those that were taken."""
+    ready: list[tuple[str, bool, int]] = field(default_factory=list)
+    """Rollout, whether the hostile node sampled any of it, and its tokens."""
 
-def answer(request: Generate) -> bytes:
-    return _ENCODE(
-        Generated(
-            request_id=request.request_id,
-            lease=request.lease,
-            token_ids=pack_ints(range(NUM_TOKENS)),
-            logprobs=pack_floats([-0.5] * NUM_TOKENS),
-            version_spans=_SPANS,
-            finish_reason="stop",
-        )
-    )
+    async def play(self, runner: RolloutRunner, number: int) -> None:
+        name, url = f"r{number}", self.gateway.http_url
+        request = RunRollout(rollout_id=name, task_index=number, model=POLICY, gateway_url=url, timeout_s=TIMEOUT_S)
+        result = await runner.run("s", request, order=number)
+        parts = [part for record in result.records for part in record.sampled_by]
+        is_bad = any(node_id == HOSTILE for node_id, _ in parts)
+        self.counts["bad offered"] += is_bad
+        self.counts["bad in part"] += is_bad and len(parts) > 1
+        if result.reply.error is not None:
+            self.counts[f"refused: {result.reply.error.kind}"] += 1
+            logger.info("%s: %s", result.reply.error.kind, result.reply.error.message)
+            return
+        self.ready.append((name, is_bad, sum(tokens for _, tokens in parts)))
+        if len(self.ready) >= BATCH:
+            self.take_batch()
 
-
-def run_honest(endpoint: str, token: str) -> None:
-    """Answer on HONEST connections, each PLACES at a time, until killed."""
-    context, poller = zmq.Context(), zmq.Poller()
-    sockets = [dealer(context, endpoint, ClientKeys.from_token(token)) for _ in range(HONEST)]
-    due: list[deque[tuple[float, Generate]]] = [deque() for _ in sockets]
-    cancelled: set[int] = set()
-    for index, socket in enumerate(sockets):
-        poller.register(socket, zmq.POLLIN)
-        socket.send(hello(f"honest-{index}", f"i{index}"))
-    beat = time.monotonic() + HEARTBEAT_S
-    while True:
-        now = time.monotonic()
-        for socket, queue in zip(sockets, due, strict=True):
-            while queue and queue[0][0] <= now:
-                _, request = queue.popleft()
-                if request.lease not in cancelled:
-                    socket.send(answer(request))
-                cancelled.discard(request.lease)
-            if now >= beat:
-                socket.send(status(running=len(queue)))
-        beat = beat + HEARTBEAT_S if now >= beat else beat
-        nearest = min([beat, *(queue[0][0] for queue in due if queue)])
-        for socket, _ in poller.poll(max(0, int(1000 * (nearest - time.monotonic())))):
-            index = sockets.index(socket)
-            message = _DECODER.decode(socket.recv())
-            if isinstance(message, Generate):
-                due[index].append((time.monotonic() + ANSWER_S, message))
-            elif isinstance(message, CancelGenerate):
-                cancelled.add(message.lease)
-            elif isinstance(message, HelloAgain):
-                socket.send(hello(f"honest-{index}", f"i{index}"))
-
-
-def run_hostile(endpoint: str, token: str) -> None:
-    """Misbehave in all ways at once until killed."""
-    context = zmq.Context()
-    own, thief = (dealer(context, endpoint, ClientKeys.from_token(token)) for _ in range(2))
-    claims = hello("hostile", "h", max_concurrent=MAX_PLACES, max_context=1 << 40)
-    own.send(claims)
-    part = Progress(request_id="g0", lease=1, start=0, token_ids=pack_ints([1]), logprobs=pack_floats([-1.0]),
-                    version_spans=[VersionSpan(0, 1, 0)])  # fmt: skip
-    held: deque[Generate] = deque(maxlen=64)
-    number = 0
-    while True:
-        number += 1
-        with contextlib.suppress(zmq.Again):
-            own.send(b"\xc1junk", zmq.NOBLOCK)
-            own.send(status(tokens_per_s=1e12), zmq.NOBLOCK)
-            own.send(_ENCODE(part), zmq.NOBLOCK)
-            if number % 50 == 0:
-                thief.send(hello("honest-0", f"thief-{number}"), zmq.NOBLOCK)
-                if held:
-                    false = msgspec.structs.replace(
-                        msgspec.msgpack.decode(answer(held[-1]), type=Generated), request_id="stolen"
-                    )
-                    own.send(_ENCODE(false), zmq.NOBLOCK)
-        for socket in (own, thief):
-            while socket.poll(0):
-                message = _DECODER.decode(socket.recv())
-                if isinstance(message, Generate):
-                    held.append(message)
-                elif isinstance(message, HelloAgain) and socket is own:
-                    own.send(claims, zmq.NOBLOCK)
-        time.sleep(0.0002)
-
-
-# -- the measurement -----------------------------------------------------------------------------------------------
+    def take_batch(self) -> None:
+        for name, is_bad, tokens in self.ready:
+            if self.gateway.is_tainted([name]):
+                self.counts["tainted"] += 1
+                continue
+            self.counts["taken"] += 1
+            self.counts["bad taken"] += is_bad
+            self.counts["tokens"] += tokens
+        self.ready.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One run."""
+    """One round."""
 
-    tokens_per_s: float
-    grown_bytes: int
-    """Of this process, from the end of the warm-up."""
-    hostile_requests: int
-    """Requests that the hostile node was given."""
+    alone: float
+    """Tokens a second that batches take."""
+    together: float
+    grown: float
+    """Bytes of the gateway's process, in the last quarter of the time with the hostile node against without it."""
+    peak: float
+    """The same, the highest."""
+    counts: Counter[str]
+    quarantines: int
     junk: int
-    reissued: int
+    cut_off: int
+    held: int
+    """Requests that the hostile node held at a time, at most."""
+    dropped_pulls: int
+
+
+def settings() -> Config:
+    source = {"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}, "timeout_s": TIMEOUT_S}
+    audit = {"enabled": True, "tolerance": 1e-4, "timeout_s": 30.0, "quarantine_s": QUARANTINE_S}
+    return Config.model_validate({
+        "run": {"name": RUN_ID},
+        "model": {"path": "tiny", "max_context": CONTEXT},
+        "inference": {"heartbeat_s": 0.5, "lost_after_s": 4.0},
+        "orchestrator": {
+            "source": [source], "no_node_timeout_s": PATIENCE_S, "audit": audit,
+            "sampling": {"max_tokens": ANSWER_TOKENS},
+        },
+    })  # fmt: skip
+
+
+def invite(gateway: Gateway, keys: RunKeys, uses: int) -> str:
+    public, secret = zmq.curve_keypair()
+    expires = int(time.time() + 3600)
+    keys.registry.invite(public, uses=uses, expires=expires)
+    return Invite(
+        addresses=[gateway.node_endpoint.removeprefix("tcp://")],
+        server=z85.decode(keys.curve("server").public),
+        secret=z85.decode(secret),
+        verify_key=keys.verifier().public_bytes_raw(),
+        run_id=RUN_ID,
+        release=release(),
+        protocol=PROTOCOL,
+        expires=expires,
+    ).text()
 
 
 @contextlib.contextmanager
-def peer(role: str, endpoint: str, keys: RunKeys) -> Iterator[None]:
-    environment = os.environ | {"COMPOSER_NODE_TOKEN": keys.client("node").token()}
-    process = subprocess.Popen([sys.executable, __file__, "--peer", role, "--endpoint", endpoint], env=environment)
+def process(folder: Path, name: str, words: list[str], invitation: str = "") -> Iterator[None]:
+    """Run a side until the block ends. What it says goes to `folder`/NAME.log."""
+    with (folder / f"{name}.log").open("wb") as log:
+        running = subprocess.Popen(words, cwd=ROOT, env=os.environ | {INVITE_VARIABLE: invitation}, stderr=log)
     try:
         yield
+        if running.poll() is not None:
+            raise SystemExit(f"{name} ended by itself:\n{(folder / f'{name}.log').read_text()[-3000:]}")
     finally:
-        process.kill()
-        process.wait()
+        running.kill()
+        running.wait()
 
 
-async def measure(folder: Path, seconds: float, clients: int, *, hostile: bool) -> Figures:
-    """Run one gateway with its nodes; the first fifth of `seconds` is the warm-up."""
-    (folder / "config.json").write_text('{"vocab_size": 32000}')
-    source = {"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}, "timeout_s": 4 * LOST_AFTER_S}
-    config = Config.model_validate({
-        "run": {"name": "hostile"},
-        "model": {"path": str(folder), "max_context": 4096},
-        "inference": {"heartbeat_s": HEARTBEAT_S, "lost_after_s": LOST_AFTER_S},
-        "orchestrator": {"source": [source], "no_node_timeout_s": 60.0},
-    })  # fmt: skip
-    keys = RunKeys.create(folder / "keys")
-    gateway = Gateway(config, keys, "hostile", WeightStore(folder / "weights"), model_dir=folder)
+def auditor(folder: Path, keys: RunKeys, address: str) -> list[str]:
+    """What `orchestrator audit` starts, for an auditor elsewhere."""
+    token = folder / "trainer.token"
+    token.write_text(keys.client("trainer").token())
+    words = ["--model", "tiny", "--device", "cpu", "--token-file", str(token), "--max-context", str(CONTEXT)]
+    return [*console_script("inference"), "audit", address, *words]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"waited {PATIENCE_S:g} s for {what}")
+        await asyncio.sleep(0.05)
+
+
+async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
+    """Measure `seconds` without the hostile node and as long with it. `rollouts` are under way at a time."""
+    keys, store = RunKeys.create(folder / "keys"), WeightStore(folder / "weights")
+    [chunk] = store.put_chunks(os.urandom(CHUNK_BYTES))
+    gateway = Gateway(settings(), keys, RUN_ID, store, model_dir=resolve_model("tiny"))
     await gateway.start()
-    with contextlib.ExitStack() as peers:
-        try:
-            peers.enter_context(peer("honest", gateway.node_endpoint, keys))
-            await _attached(gateway, HONEST)
-            if hostile:
-                peers.enter_context(peer("hostile", gateway.node_endpoint, keys))
-                await _attached(gateway, HONEST + 1)
-            return await _load(gateway, seconds, clients)
-        finally:
-            await gateway.close()
+    assert gateway.audits is not None
+    trust, ledger, numbers = gateway.router.nodes.trust, Ledger(gateway), iter(range(1 << 60))
+    side = lambda name, word: [sys.executable, "-m", f"benchmarks.fleet_hostile_sides.{name}", str(folder / name), word]
+    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
+        # More rollouts than permits: those that wait for an audit hold none.
+        pools: Any = {"s": Player(http)}
+        runner = RolloutRunner(pools, gateway.records, Permits(lambda: rollouts, eval_share=0.0), gateway.audits)
 
+        async def client() -> None:
+            while True:
+                await ledger.play(runner, next(numbers))
 
-async def _attached(gateway: Gateway, count: int) -> None:
-    async with asyncio.timeout(60):
-        while len(gateway.versions()) < count:
-            await asyncio.sleep(0.05)
+        memory, held = [0.0], 0
 
+        async def measure() -> tuple[float, list[float]]:
+            nonlocal held
+            memory, before, start = [], ledger.counts["tokens"], time.monotonic()
+            while (passed := time.monotonic() - start) < seconds:
+                await asyncio.sleep(0.1)
+                memory.append(float(psutil.Process().memory_info().rss))
+                held = max([held, *(len(node.leases) for node in gateway.router.nodes if node.node_id == HOSTILE)])
+            return (ledger.counts["tokens"] - before) / passed, memory
 
-async def _load(gateway: Gateway, seconds: float, clients: int) -> Figures:
-    router, process = gateway.router, psutil.Process()
-    prompt, sampling = pack_ints(range(200)), Sampling(max_tokens=256)
-    hostile_requests = 0
-
-    async def client(index: int) -> None:
-        nonlocal hostile_requests
-        number = 0
-        while True:
-            number += 1
-            with contextlib.suppress(ComposerError):
-                await router.generate(f"c{index}-{number}", f"c{index}", prompt, sampling)
-
-    tasks = [asyncio.ensure_future(client(index)) for index in range(clients)]
-    await asyncio.sleep(0.2 * seconds)
-    tokens, started, memory = router.counters.tokens, time.monotonic(), process.memory_info().rss
-    while time.monotonic() < started + 0.8 * seconds:
-        await asyncio.sleep(0.1)
-        held = [len(node.leases) for node in router.nodes if node.node_id == "hostile"]
-        hostile_requests = max([hostile_requests, *held])
-    rate = (router.counters.tokens - tokens) / (time.monotonic() - started)
-    grown = process.memory_info().rss - memory
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        with (
+            process(folder, "auditor", auditor(folder, keys, gateway.audits.endpoint)),
+            process(folder, "honest", side("honest", str(HONEST)), invite(gateway, keys, HONEST)),
+        ):
+            await until(lambda: len(gateway.versions()) == HONEST, "the honest nodes")
+            clients = [tasks.create_task(client()) for _ in range(2 * rollouts)]
+            await until(lambda: not any(trust[node].is_new for node in gateway.versions()), "their audits")
+            await asyncio.sleep(2.0)
+            alone, calm = await measure()
+            with process(folder, HOSTILE, side(HOSTILE, chunk.sha256), invite(gateway, keys, 1)):
+                await until(lambda: HOSTILE in gateway.versions(), "the hostile node")
+                together, memory = await measure()
+            for one in clients:
+                one.cancel()
+    logger.info("MiB every .1 s with the hostile node: %s", [round(one / 2**20) for one in memory])
+    state, usual = gateway.state(), statistics.median(calm)
+    await gateway.close()
     return Figures(
-        tokens_per_s=rate,
-        grown_bytes=grown,
-        hostile_requests=hostile_requests,
-        junk=gateway.state()["link"]["garbage"],
-        reissued=router.counters.reissued,
+        alone=alone,
+        together=together,
+        grown=statistics.median(memory[-len(memory) // 4 :]) - usual,
+        peak=max(memory) - usual,
+        counts=ledger.counts,
+        quarantines=trust[HOSTILE].quarantines,
+        junk=state["link"]["garbage"],
+        cut_off=state["link"]["evicted"],
+        held=held,
+        dropped_pulls=state["link"]["chunk_requests_dropped"],
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
-    parser.add_argument("--clients", type=int, default=64, help="requests under way")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each half of a round")
+    parser.add_argument("--rollouts", type=int, default=64, help="under way at a time")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", choices=("honest", "hostile"), help=argparse.SUPPRESS)
-    parser.add_argument("--endpoint", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.peer:
-        run = run_honest if arguments.peer == "honest" else run_hostile
-        run(arguments.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
-        return 0
-    figures: dict[bool, list[Figures]] = {False: [], True: []}
-    for _ in range(arguments.rounds):
-        for hostile in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                one = asyncio.run(measure(Path(folder), arguments.seconds, arguments.clients, hostile=hostile))
-            figures[hostile].append(one)
-            print(f"{'with the hostile node' if hostile else '7 honest nodes':22s} {one.tokens_per_s:7.0f} tokens/s, "
-                  f"grown {one.grown_bytes / 2**20:5.1f} MiB, it held {one.hostile_requests} requests, "
-                  f"{one.junk} messages of junk, {one.reissued} reissued", flush=True)  # fmt: skip
-    alone, together = (statistics.median(one.tokens_per_s for one in figures[key]) for key in (False, True))
-    print(f"goodput with the hostile node: {together / alone:.1%} of the honest ones alone, at least {LEAST_SHARE:.0%}")
-    misbehaved = all(one.hostile_requests and one.junk for one in figures[True])
-    grown = max(one.grown_bytes for one in figures[True])
-    return int(together < LEAST_SHARE * alone or not misbehaved or grown > MOST_GROWTH)
+    parser.add_argument("--verbose", action="store_true", help="print what the gateway logs")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.CRITICAL)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    rounds: list[Figures] = []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="fleet-hostile-") as folder:
+            one = asyncio.run(play_round(Path(folder), options.seconds, options.rollouts))
+        rounds.append(one)
+        grown, peak = one.grown / 2**20, one.peak / 2**20
+        print(f"{one.alone:.0f} tokens/s alone, {one.together:.0f} with it ({one.together / one.alone:.1%}); gateway "
+              f"grew by {grown:.0f} MiB, at its peak by {peak:.0f}\n  {dict(one.counts)}\n  {one.quarantines} "
+              f"quarantines, {one.junk} messages of junk, {one.cut_off} connections cut off, at most {one.held} "
+              f"requests held, {one.dropped_pulls} pulls dropped", flush=True)  # fmt: skip
+    share = statistics.median(one.together / one.alone for one in rounds)
+    offered, taken = (sum(one.counts[f"bad {what}"] for one in rounds) for what in ("offered", "taken"))
+    split = sum(one.counts["bad in part"] for one in rounds)
+    grown, peak = max(one.grown for one in rounds), max(one.peak for one in rounds)
+    did_all = all(
+        one.quarantines and one.junk and one.cut_off and one.held and one.dropped_pulls and one.peak > MOST_GROWTH
+        for one in rounds
+    )
+    answers = [
+        (f"{share:.1%} of the goodput of {HONEST} honest nodes, at least {LEAST_SHARE:.0%}", share >= LEAST_SHARE),
+        (f"{taken} bad samples in batches, {offered} were offered ({split} bad in part)", not taken and offered > 0),
+        (f"the gateway grew by {grown / 2**20:.0f} MiB, at most {MOST_GROWTH >> 20}", grown <= MOST_GROWTH),
+        (f"at its peak by {peak / 2**20:.0f} MiB, at most {MOST_PEAK >> 20}", peak <= MOST_PEAK),
+        ("in each round it lied, was silent, flooded, hoarded, and pulled without reading", did_all),
+    ]
+    for text, is_good in answers:
+        print(f"{'met   ' if is_good else 'MISSED'} {text}")
+    return int(not all(is_good for _, is_good in answers))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ inference nodes, which are not trusted: it bounds what they can make this proces
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +34,13 @@ MAX_MESSAGE_BYTES = 1 << 30
 """Largest message of a peer that is trusted to send one."""
 _MAX_UNREAD = 64
 """Messages of one node that wait in the gateway's process."""
+_FRAMES_AT_A_TIME = 512
+"""Frames of one message that are read before the event loop gets to run something else: a valid one has a single."""
 _LEAST_MESSAGE_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 32
 """A token of a node's answer: id, logprob, and at worst a version span of its own."""
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 256 << 10
+"""An option of mallopt, and the size from which buffers are mapped."""
 _MAX_PEERS = 4096
 """Peers whose use of a MessageBudgets is remembered."""
 _ZAP_DOMAIN, _ZAP_VERSION = b"composer-prime", b"1.0"
@@ -141,6 +147,16 @@ def sender_key(frame: zmq.Frame) -> bytes:
     return str(frame.get("User-Id")).encode()
 
 
+def give_back_buffers() -> None:
+    """Have the C library map large buffers of this process one by one, so that freed ones leave its memory (glibc).
+
+    By default it raises the size from which it does so to that of any buffer that was freed. Then a burst of weight
+    pieces or long messages leaves holes between what is in use, and they stay.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
 class MessageBudgets:
     """How many unrequested messages each peer may send: some at once, and a rate."""
 
@@ -237,6 +253,8 @@ class NodeSocket:
         """
         self.endpoint = ""
         """As bound."""
+        self.is_behind = False
+        """Whether a message of many frames is being read. Those of other nodes wait."""
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
         self._is_admitted = is_admitted
@@ -258,6 +276,7 @@ class NodeSocket:
             handover=False,  # Nodes name none.
         )
         self._direct = zmq.Socket.shadow(self._server.socket)
+        give_back_buffers()
         self.endpoint = self._server.endpoint
         self._unread = UnreadBytes(tcp_address(self.endpoint, "the node port").port)
         self._watch = asyncio.create_task(self._unread.watch())
@@ -276,15 +295,21 @@ class NodeSocket:
         server, direct, unread = self._server, self._direct, self._unread
         assert server is not None and direct is not None and unread is not None, "bind() comes first"
         identity = await server.socket.recv()
-        # All frames of a message arrive at once, so nothing below waits.
+        # All frames of a message arrive at once, so no receive below waits.
         key, peer, first, num_frames, num_bytes, fd = b"", "", b"", 0, 0, -1
-        while direct.getsockopt(zmq.RCVMORE):
+        more = bool(direct.getsockopt(zmq.RCVMORE))
+        while more:
             frame = direct.recv(zmq.NOBLOCK, copy=False)
             if not num_frames:
                 key, peer, first = sender_key(frame), str(frame.get("Peer-Address")), frame.bytes
                 fd = int(frame.get("__fd"))
             num_frames += 1
             num_bytes += len(frame)
+            more = frame.more
+            if num_frames % _FRAMES_AT_A_TIME == 0:
+                self.is_behind = True
+                await asyncio.sleep(0)
+        self.is_behind = False
         if num_frames:
             unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
         return FromConnection(

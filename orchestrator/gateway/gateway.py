@@ -308,7 +308,8 @@ class Gateway:
                 self.processes.end_silent()
             self._link.end_revoked()
             self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
-            router.nodes.lose_silent(inference.lost_after_s)
+            if not self._nodes.is_behind:
+                router.nodes.lose_silent(inference.lost_after_s)
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             start_twins(router)

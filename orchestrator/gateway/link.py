@@ -46,6 +46,7 @@ from composer_prime.wire.node import (
     WeightChunk,
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
+from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
@@ -158,7 +159,7 @@ class NodeLink:
             if not isinstance(message, Enroll) and not self._enrollment.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            self._drop_garbage(identity, node, received.num_bytes, error)
+            self._drop_garbage(received, node, error)
             return True
         if not self._is_in_budget(received, node, message):
             return True
@@ -167,7 +168,7 @@ class NodeLink:
         except Exception as error:
             # Nothing that one node sends may end the run for all.
             logger.exception("a %s could not be handled", type(message).__name__)
-            self._drop_garbage(identity, node, received.num_bytes, error)
+            self._drop_garbage(received, node, error)
         return True
 
     def _note_address(self, received: FromConnection, relay_port: int) -> None:
@@ -257,7 +258,9 @@ class NodeLink:
         self._hello_requested[identity] = now
         self._socket.send(identity, HelloAgain())
 
-    def _drop_garbage(self, identity: bytes, node: AttachedNode | None, size: int, error: Exception) -> None:
+    def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
+        """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""
+        identity, size = received.identity, received.num_bytes + received.num_frames * FRAME_OVERHEAD
         self.garbage += 1
         if node is not None:
             node.garbage += 1

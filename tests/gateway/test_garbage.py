@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import platform
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +32,12 @@ from composer_prime.wire.node import (
     Status,
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
+
+
+class MallocInfo(ctypes.Structure):
+    """struct mallinfo2; the fifth number is the bytes that are mapped."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
 async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_keys):
@@ -75,6 +83,74 @@ async def test_of_a_message_with_many_frames_only_the_first_is_kept(keys: RunKey
     assert (following.first, following.num_frames, following.identity) == (b"next", 1, received.identity)
     context.destroy(linger=0)
     await socket.close()
+
+
+async def test_a_message_of_many_frames_does_not_hold_the_event_loop(keys: RunKeys):
+    """It is read bit by bit once it is there, and others get their turns in between."""
+    socket, turns = NodeSocket(keys, 1024), 0
+    socket.bind("tcp://127.0.0.1:0")
+    assert socket._server is not None
+    context = zmq.asyncio.Context()
+    await dealer(context, socket.endpoint, keys.client("node")).send_multipart([b""] * 20_000)
+    assert await socket._server.socket.poll(60_000)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    receiving = asyncio.create_task(socket.receive())
+    while turns < 20:
+        await asyncio.sleep(0)
+    assert socket.is_behind and not receiving.done()
+    assert (await receiving).num_frames == 20_000
+    assert not socket.is_behind
+    counting.cancel()
+    context.destroy(linger=0)
+    await socket.close()
+
+
+async def test_nobody_is_lost_while_messages_wait_behind_a_long_one(open_gateway, node_keys):
+    """A node's heartbeats may be among them. Later its silence counts."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
+        [attached] = gateway.router.nodes.attached()
+        await node.vanish()
+        for _ in range(100):
+            gateway._nodes.is_behind = True  # Its last heartbeat may still come.
+            await asyncio.sleep(0.01)
+        assert attached.attached
+        gateway._nodes.is_behind = False
+        async with asyncio.timeout(60):
+            while attached.attached:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_sender_of_empty_frames_is_evicted(open_gateway, node_keys):
+    """A message without a byte costs time too: 17,000 empty frames are more than the budget."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as bad:
+        bad.send_raw([b""] * 17_000)
+        await bad.until(lambda: isinstance(bad.welcome, Rejected))
+        assert gateway.state()["link"]["evicted"] == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other rules")
+async def test_large_buffers_leave_the_process_when_they_are_freed(keys: RunKeys):
+    """glibc maps a buffer by itself, also after one as large was freed."""
+    socket = NodeSocket(keys, 1024)
+    socket.bind("tcp://127.0.0.1:0")
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    library.mallinfo2.restype = MallocInfo
+    mapped = lambda: library.mallinfo2().numbers[4]
+    grown = []
+    for _ in range(2):
+        before, buffer = mapped(), library.malloc(8 << 20)
+        grown.append(mapped() - before)
+        library.free(buffer)
+    await socket.close()
+    assert min(grown) >= 8 << 20
 
 
 async def test_an_identity_stays_with_the_connection_that_has_it(keys: RunKeys):
