@@ -6,7 +6,7 @@
                   kill    kill -9 of all its processes; `inference join` with its state folder RETURN_S later
                   leave   SIGTERM: it drains and leaves for good. RETURN_S later a machine that was never there joins
                   freeze  SIGSTOP for FREEZE_S, then SIGCONT
-                  hang    its engine hangs while its heartbeats go on; killed after FREEZE_S, and restarted there
+                  hang    its engine hangs while its heartbeats go on; killed after HANG_S, and restarted there
     --network     each node in a network namespace, behind a wire of --mbit that drops --loss of all packets (root)
 
 Both sides evaluate the same tasks at their end. A failure counts when it was seen: the signal that ended the node, its
@@ -50,13 +50,15 @@ from composer_prime.run.process import terminate
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
-RETURN_S, FREEZE_S, MOST_DELAY_S = 5.0, 20.0, 20.0
+RETURN_S, FREEZE_S, HANG_S, MOST_DELAY_S = 5.0, 20.0, 60.0, 20.0
+ROLLOUT_S = 160.0
+"""orchestrator.source.timeout_s. The gateway takes the requests from a node that hangs for a quarter of this."""
 LEAST_MINUTES, MOST_LOST = 10.0, 0.05
 ACTIONS = {
     "kill": [(0.0, "kill"), (RETURN_S, "return")],
     "leave": [(0.0, "leave"), (0.0, "left")],
     "freeze": [(0.0, "freeze"), (FREEZE_S, "thaw")],
-    "hang": [(0.0, "hang"), (FREEZE_S, "end hang")],
+    "hang": [(0.0, "hang"), (HANG_S, "end hang")],
 }
 """What happens to a node, and when: seconds after the first."""
 KINDS = tuple(ACTIONS)
@@ -188,7 +190,7 @@ class Side:
             "orchestrator.node_address": f"tcp://{host}:0", "orchestrator.filter_zero_advantage": "false",
             "orchestrator.eval.every_steps": self.options.steps, "orchestrator.eval.tasks": self.options.tasks,
             "orchestrator.groups_per_step": self.options.groups, "trainer.checkpoint.every_steps": 0,
-            "orchestrator.worker_start_timeout_s": START_S,
+            "orchestrator.worker_start_timeout_s": START_S, "orchestrator.source.0.timeout_s": ROLLOUT_S,
         }  # fmt: skip
         return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
@@ -392,6 +394,10 @@ class Side:
         used = sum(len(self.nodes) - (registry.uses_left(key) or 0) for key in registry.invites())
         return len(registry.list()), used, sum((node.folder / "counts").exists() for node in self.nodes)
 
+    def found_hangs(self) -> int:
+        """Return how often the gateway took the requests of a node whose heartbeats went on."""
+        return self.run_dir.log("orchestrator").read_text().count(", but sends heartbeats. Its ")
+
     def restarts(self) -> int:
         """Return how often `inference join` started an engine again."""
         logs = [self.folder / f"{node.name}.log" for node in self.nodes]
@@ -424,7 +430,8 @@ def verdict(chaos: Side, calm: Side) -> Iterator[tuple[str, bool]]:
         if kind not in ("leave", "join"):
             text, good = f"{text}; drew tokens afterwards {back} times, at least once", good and back > 0
         yield text, good
-    hangs = chaos.struck["hang"]
+    found, hangs = chaos.found_hangs(), chaos.struck["hang"]
+    yield f"{found} times the gateway found that a node with heartbeats hung, at least once", found > 0
     yield f"{chaos.restarts()} engines were started again, at most the {hangs} that hung", chaos.restarts() <= hangs
     yield f"calm: {calm.restarts()} engines were started again, none", not calm.restarts()
     change = difference_interval(calm.scores(), chaos.scores())
