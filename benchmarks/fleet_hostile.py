@@ -59,7 +59,7 @@ from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, re
 from composer_prime.wire.turns import POLICY
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
-from orchestrator.workers.protocol import RolloutReply, RunRollout, failed_reply
+from orchestrator.workers.protocol import RolloutReply, RunRollout
 
 logger = logging.getLogger("fleet_hostile")
 ROOT = Path(__file__).parents[1]
@@ -94,7 +94,7 @@ class Player:
         headers, name = {"X-Session-ID": request.rollout_id}, f"task-{request.task_index}"
         async with self.http.post(request.gateway_url + "/inference/v1/generate", json=body, headers=headers) as reply:
             if reply.status != 200:
-                return failed_reply(request.rollout_id, name, "gateway", (await reply.text())[:200])
+                return request.failed("gateway", (await reply.text())[:200])
             await reply.read()
         return RolloutReply(rollout_id=request.rollout_id, task_id=name, reward=1.0)
 
@@ -117,9 +117,9 @@ class Ledger:
         is_bad = any(node_id == HOSTILE for node_id, _ in parts)
         self.counts["bad offered"] += is_bad
         self.counts["bad in part"] += is_bad and len(parts) > 1
-        if result.reply.error is not None:
-            self.counts[f"refused: {result.reply.error.kind}"] += 1
-            logger.info("%s: %s", result.reply.error.kind, result.reply.error.message)
+        if result.reply.failure is not None:
+            self.counts[f"refused: {result.reply.failure.kind}"] += 1
+            logger.info("%s: %s", result.reply.failure.kind, result.reply.failure.message)
             return
         self.ready.append((name, is_bad, sum(tokens for _, tokens in parts)))
         if len(self.ready) >= BATCH:
