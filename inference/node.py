@@ -36,6 +36,7 @@ from composer_prime.errors import (
     EngineError,
     LostRunError,
     LostWeightsError,
+    PullRefusedError,
     RunMismatchError,
     WireError,
 )
@@ -44,6 +45,7 @@ from composer_prime.wire.audit import FromAuditor
 from composer_prime.wire.node import (
     CancelGenerate,
     ChunkMissing,
+    ChunkRefused,
     ChunkRequest,
     ComputeDevice,
     Drain,
@@ -252,7 +254,7 @@ class InferenceNode:
             case CancelGenerate(request_id=request_id, lease=lease):
                 if task := self._requests.get((request_id, lease)):
                     task.cancel()
-            case Heard() | WeightChunk() | ChunkMissing():
+            case Heard() | WeightChunk() | ChunkMissing() | ChunkRefused():
                 pass  # The link has noted them.
             case NewVersion():
                 self._learn(message)
@@ -469,13 +471,13 @@ class GatewayLink(ChunkSource):
                                    sum(map(len, frames)), error, self.garbage)  # fmt: skip
                 continue
             self.last_heard = time.monotonic()
-            if isinstance(message, WeightChunk | ChunkMissing):
+            if isinstance(message, WeightChunk | ChunkMissing | ChunkRefused):
                 self._take_chunk(message)
             return message
         return None
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Raises DeadlineError when the gateway does not answer in time."""
+        """Raises DeadlineError when the gateway does not answer in time, PullRefusedError when it gives no more."""
         future = self._chunks[sha256, offset] = asyncio.get_running_loop().create_future()
         self.send(ChunkRequest(sha256=sha256, offset=offset))
         try:
@@ -488,11 +490,17 @@ class GatewayLink(ChunkSource):
         finally:
             self._chunks.pop((sha256, offset), None)
 
-    def _take_chunk(self, message: WeightChunk | ChunkMissing) -> None:
-        missing = isinstance(message, ChunkMissing)
+    def _take_chunk(self, message: WeightChunk | ChunkMissing | ChunkRefused) -> None:
         for (sha256, offset), future in self._chunks.items():
-            if sha256 == message.sha256 and (missing or offset == message.offset) and not future.done():
-                future.set_result(None if missing else message.data)
+            if sha256 != message.sha256 or future.done():
+                continue
+            match message:
+                case ChunkRefused(reason=reason):
+                    future.set_exception(PullRefusedError(reason))
+                case ChunkMissing():
+                    future.set_result(None)
+                case WeightChunk() if offset == message.offset:
+                    future.set_result(message.data)
 
     def close(self) -> None:
         """Close the socket; queued messages get half a second."""

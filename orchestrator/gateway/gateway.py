@@ -107,7 +107,7 @@ class Gateway:
         self._link = self._build_link()
         self._relay_legs = RelayLegs(keys.signer)
         send = lambda node, message: self._nodes.send(node.identity, message)
-        self._control = build_control(config, self.router, keys, run_dir, send)
+        self._control = build_control(config, self.router, keys, run_dir, send, self._link.weights_sent)
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
@@ -264,6 +264,7 @@ class Gateway:
         self.version = self.router.newest_version = manifest.version
         self.router.oldest_version = min(self.router.oldest_version, manifest.version)
         self._link.newest_manifest = signed
+        self._link.grant(manifest)
         if self.audits is not None:
             self.audits.publish(signed, manifest.version)
         for node in self.router.nodes.attached():

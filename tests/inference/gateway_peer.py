@@ -10,6 +10,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
     ChunkMissing,
+    ChunkRefused,
     ChunkRequest,
     FromNode,
     Generate,
@@ -46,6 +47,8 @@ class GatewayPeer:
         self.parts: list[Progress] = []
         self.chunk_requests: list[ChunkRequest] = []
         self.silent = False
+        self.refusal: str | None = None
+        """Why chunks are refused."""
         self.inbox: asyncio.Queue[FromNode] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
@@ -81,7 +84,9 @@ class GatewayPeer:
         else:
             self.inbox.put_nowait(message)
 
-    def _chunk(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
+    def _chunk(self, request: ChunkRequest) -> WeightChunk | ChunkMissing | ChunkRefused:
+        if self.refusal is not None:
+            return ChunkRefused(sha256=request.sha256, reason=self.refusal)
         piece = self._store.chunk(request.sha256, request.offset, 100_000)
         if piece is None:
             return ChunkMissing(sha256=request.sha256)

@@ -183,6 +183,26 @@ def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
     assert status.weight_error is None
 
 
+def test_a_node_that_may_pull_no_more_serves_on(loop, serving, publisher):
+    # It says why, keeps its version, and takes the next one once it may pull again.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.refusal = "this node pulled 9 MB: keep its state folder"
+            gateway.send(NewVersion(manifest=publisher.publish(1)))
+            await gateway.until(lambda: "state folder" in (gateway.statuses[-1].weight_error or ""), "the refusal")
+            gateway.generate("meanwhile", PROMPT)
+            meanwhile = await gateway.next()
+            gateway.refusal = None
+            gateway.send(NewVersion(manifest=publisher.publish(2)))
+            await gateway.until(lambda: gateway.statuses[-1].version == 2, "the next version")
+            return meanwhile, gateway.statuses[-1]
+
+    meanwhile, status = loop.run(scenario())
+    assert isinstance(meanwhile, Generated) and meanwhile.version_spans[0].version == 0
+    assert status.weight_error is None
+
+
 def test_a_node_without_weights_ends(loop, serving, publisher):
     """A node whose refused weights cannot be replaced by the old ones says why, ends, and answers nothing."""
 
