@@ -267,6 +267,8 @@ class Gateway:
         self._link.grant(manifest)
         if self.audits is not None:
             self.audits.publish(signed, manifest.version)
+        for node in self.router.nodes:
+            node.reports.forget(manifest.version)
         for node in self.router.nodes.attached():
             self._nodes.send(node.identity, NewVersion(manifest=signed, **self._link.weight_places(node.identity)))
         return manifest.version

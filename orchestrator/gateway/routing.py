@@ -321,7 +321,6 @@ class Router:
             node.failures += 1
             self._retry(request, node, "the node cancelled it")
             return
-        elapsed_s = time.monotonic() - request.placed
         try:
             answer = check_answer(
                 message,
@@ -329,6 +328,7 @@ class Router:
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
+                swaps=node.reports.swaps_since(request.placed),
                 streamed=request.streamed,
             )
         except WireError as error:
@@ -336,7 +336,7 @@ class Router:
             return
         node.note_answer(len(answer.token_ids))
         node.speed.note_tokens(len(answer.token_ids) - len(request.streamed))
-        self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
+        self.placing.note_answer(request, node, time.monotonic() - request.placed, len(answer.token_ids))
         self.placing.update(node)
         # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
         for refuser in self.nodes.attached() if request.refused_by else ():
@@ -366,6 +366,7 @@ class Router:
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
+                swaps=node.reports.swaps_since(request.placed),
             )
         except WireError as error:
             self.take_back(request)

@@ -14,6 +14,7 @@ from composer_prime.wire.node import (
     ChunkRequest,
     FromNode,
     Generate,
+    Generated,
     Heard,
     HelloAgain,
     NodeHello,
@@ -49,6 +50,8 @@ class GatewayPeer:
         self.silent = False
         self.refusal: str | None = None
         """Why chunks are refused."""
+        self.versions_at: dict[str, list[int]] = {}
+        """Versions that were reported when an answer came, by request."""
         self.inbox: asyncio.Queue[FromNode] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
@@ -74,6 +77,9 @@ class GatewayPeer:
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))
+        elif isinstance(message, Generated) and identity in self.known:
+            self.versions_at[message.request_id] = [status.version for status in self.statuses]
+            self.inbox.put_nowait(message)
         elif identity not in self.known:
             self._server.socket.send_multipart([identity, msgspec.msgpack.encode(HelloAgain())])
         elif isinstance(message, Status):
