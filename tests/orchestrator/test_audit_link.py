@@ -62,7 +62,9 @@ def audited(tmp_path):
     """`async with audited(settings, chances) as (audits, trust, connect)`."""
 
     @asynccontextmanager
-    async def serve(chances: list[float] | None = None, max_queued_bytes: int = 1 << 20, **settings):
+    async def serve(
+        chances: list[float] | None = None, max_queued_bytes: int = 1 << 20, lost_after_s: float = 100.0, **settings
+    ):
         keys = RunKeys.create(tmp_path / "keys")
         store = WeightStore(tmp_path / "weights")
         trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
@@ -76,7 +78,7 @@ def audited(tmp_path):
             trust=trust,
             max_context=512,
             heartbeat_s=0.05,
-            lost_after_s=100.0,
+            lost_after_s=lost_after_s,
             chance=lambda: left.pop(0),
             max_queued_bytes=max_queued_bytes,
         )
@@ -372,6 +374,60 @@ async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
         for request in received[4:]:
             auditor.send(verdict(request))
         assert await receive() == 8
+
+
+async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
+    # It sends heartbeats and no verdict. Half of timeout_s later the other one clears the rollout. The first one gets
+    # no other answer until it has ended one.
+    async with audited(timeout_s=2.0) as (audits, trust, connect):
+        hanging, working = connect(), connect()
+        hanging.hello("h", max_concurrent=4)
+        await hanging.next(NodeWelcome)
+        audits.offer(record("n0"), "r1")
+        clearing = asyncio.ensure_future(audits.cleared("r1"))
+        request = await hanging.next(AuditRequest)
+        working.hello("w")
+        again = await working.next(AuditRequest)
+        assert again.audit == request.audit and not clearing.done()
+        working.send(verdict(again))
+        assert await clearing is None and trust["n0"].clean == 1
+        for name in ("r2", "r3"):
+            audits.offer(record("n0", prompt=int(name[1])), name)
+            working.send(verdict(await working.next(AuditRequest)))
+            assert await audits.cleared(name) is None
+        hanging.send(verdict(request))  # Late: it counts no second time, and shows that the engine works again.
+        await asyncio.sleep(0.2)
+        audits.offer(record("n0", prompt=7), "r4")
+        audits.offer(record("n0", prompt=8), "r5")
+        await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
+        assert audits.metrics()["audit/audited"] == 3
+
+
+async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
+    # Without another one the rollout of a new node fails after timeout_s, as with too few auditors. That of a known
+    # node is used, as an answer that was not chosen is. Nothing is held for ever.
+    async with audited(chances=[0.0], timeout_s=0.4, lost_after_s=0.2) as (audits, trust, connect):
+        trust["known"].clean = 10**6
+        hanging = connect()
+        hanging.hello("h")
+        await hanging.next(NodeWelcome)
+        audits.offer(record("known"), "r1")
+        await hanging.next(AuditRequest)
+        audits.offer(record("n0"), "r2")
+        assert await audits.cleared("r1") is None
+
+        async def beat() -> None:
+            while True:
+                hanging.send(Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+                await asyncio.sleep(0.05)
+
+        beating = asyncio.ensure_future(beat())
+        assert "orchestrator.audit.timeout_s" in (await audits.cleared("r2") or "")
+        async with asyncio.timeout(DEADLINE_S):
+            while not audits.metrics()["audit/failed"]:
+                await asyncio.sleep(0.05)
+        assert audits.metrics()["audit/auditors"] == 1 and not any(one.held for one in audits._auditors.values())
+        beating.cancel()
 
 
 async def test_a_rollout_is_audited_whole_before_the_next(audited):
