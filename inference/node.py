@@ -197,11 +197,8 @@ class InferenceNode:
                 log_at = time.monotonic() + _LOG_SILENCE_S
                 logger.info(
                     "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): is the run still "
-                    "alive, and can this machine reach its port?",
-                    where,
-                    alone_s,
-                    self._config.connect_timeout_s,
-                )
+                    "alive, and can this machine reach its port?", where, alone_s, self._config.connect_timeout_s,
+                )  # fmt: skip
             attempt += 1
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 
@@ -262,9 +259,9 @@ class InferenceNode:
                 self._attach(message)
             case HelloAgain():
                 self._repeat_hello()
-            case Rejected() if self._stop_reason.done():
-                pass  # The gateway sent Drain to evict this node, and rejects a Hello that was already on its way.
             case Rejected(reason=reason, may_return=may_return):
+                if self._stop_reason.done():  # By Drain, to evict it. A Hello was on its way.
+                    return
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
                 raise RunMismatchError(refusal) if not may_return else WireError(refusal)
             case Drain(reason=reason):
@@ -491,16 +488,13 @@ class GatewayLink(ChunkSource):
             self._chunks.pop((sha256, offset), None)
 
     def _take_chunk(self, message: WeightChunk | ChunkMissing | ChunkRefused) -> None:
-        for (sha256, offset), future in self._chunks.items():
-            if sha256 != message.sha256 or future.done():
-                continue
-            match message:
-                case ChunkRefused(reason=reason):
-                    future.set_exception(PullRefusedError(reason))
-                case ChunkMissing():
-                    future.set_result(None)
-                case WeightChunk() if offset == message.offset:
-                    future.set_result(message.data)
+        asked = [future for (sha256, offset), future in self._chunks.items() if sha256 == message.sha256
+                 and (not isinstance(message, WeightChunk) or offset == message.offset) and not future.done()]  # fmt: skip
+        for future in asked:
+            if isinstance(message, ChunkRefused):
+                future.set_exception(PullRefusedError(message.reason))
+            else:
+                future.set_result(message.data if isinstance(message, WeightChunk) else None)
 
     def close(self) -> None:
         """Close the socket; queued messages get half a second."""

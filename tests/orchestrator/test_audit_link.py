@@ -377,57 +377,39 @@ async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
 
 
 async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
-    # It sends heartbeats and no verdict. Half of timeout_s later the other one clears the rollout. The first one gets
-    # no other answer until it has ended one.
+    # It sends no verdict. Half of timeout_s later the other one clears the rollout. The first one gets no other answer
+    # until it has ended one; its late verdict counts no second time.
     async with audited(timeout_s=2.0) as (audits, trust, connect):
         hanging, working = connect(), connect()
         hanging.hello("h", max_concurrent=4)
         await hanging.next(NodeWelcome)
         audits.offer(record("n0"), "r1")
-        clearing = asyncio.ensure_future(audits.cleared("r1"))
         request = await hanging.next(AuditRequest)
         working.hello("w")
-        again = await working.next(AuditRequest)
-        assert again.audit == request.audit and not clearing.done()
-        working.send(verdict(again))
-        assert await clearing is None and trust["n0"].clean == 1
-        for name in ("r2", "r3"):
-            audits.offer(record("n0", prompt=int(name[1])), name)
-            working.send(verdict(await working.next(AuditRequest)))
-            assert await audits.cleared(name) is None
-        hanging.send(verdict(request))  # Late: it counts no second time, and shows that the engine works again.
+        working.send(verdict(await working.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].clean == 1
+        audits.offer(record("n0", prompt=2), "r2")
+        working.send(verdict(await working.next(AuditRequest)))
+        hanging.send(verdict(request))
         await asyncio.sleep(0.2)
-        audits.offer(record("n0", prompt=7), "r4")
-        audits.offer(record("n0", prompt=8), "r5")
+        for number in (3, 4):
+            audits.offer(record("n0", prompt=number), f"r{number}")
         await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
-        assert audits.metrics()["audit/audited"] == 3
+        assert audits.metrics()["audit/audited"] == 2
 
 
 async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
-    # Without another one the rollout of a new node fails after timeout_s, as with too few auditors. That of a known
-    # node is used, as an answer that was not chosen is. Nothing is held for ever.
-    async with audited(chances=[0.0], timeout_s=0.4, lost_after_s=0.2) as (audits, trust, connect):
-        trust["known"].clean = 10**6
+    # It is held for a while, not for ever. A known node's rollout is used, as if its answer had not been chosen.
+    async with audited(chances=[0.0], timeout_s=0.2, lost_after_s=0.4) as (audits, trust, connect):
+        trust["n0"].clean = 10**6
         hanging = connect()
         hanging.hello("h")
-        await hanging.next(NodeWelcome)
-        audits.offer(record("known"), "r1")
+        audits.offer(record("n0"), "r1")
         await hanging.next(AuditRequest)
-        audits.offer(record("n0"), "r2")
-        assert await audits.cleared("r1") is None
-
-        async def beat() -> None:
-            while True:
-                hanging.send(Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
-                await asyncio.sleep(0.05)
-
-        beating = asyncio.ensure_future(beat())
-        assert "orchestrator.audit.timeout_s" in (await audits.cleared("r2") or "")
-        async with asyncio.timeout(DEADLINE_S):
-            while not audits.metrics()["audit/failed"]:
-                await asyncio.sleep(0.05)
-        assert audits.metrics()["audit/auditors"] == 1 and not any(one.held for one in audits._auditors.values())
-        beating.cancel()
+        while not audits.metrics()["audit/failed"]:
+            hanging.send(Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+            await asyncio.sleep(0.05)
+        assert audits.metrics()["audit/auditors"] == 1 and await audits.cleared("r1") is None
 
 
 async def test_a_rollout_is_audited_whole_before_the_next(audited):
