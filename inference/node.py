@@ -480,21 +480,20 @@ class GatewayLink(ChunkSource):
         try:
             return await asyncio.wait_for(future, self._chunk_timeout_s)
         except TimeoutError:
-            raise DeadlineError(
-                f"waited {self._chunk_timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte "
-                f"{offset} from the gateway at {self.endpoint}"
-            ) from None
+            limit = f"{self._chunk_timeout_s:g} s (inference.chunk_timeout_s)"
+            what = f"weight chunk {sha256} at byte {offset} from the gateway at {self.endpoint}"
+            raise DeadlineError(f"waited {limit} for {what}") from None
         finally:
             self._chunks.pop((sha256, offset), None)
 
     def _take_chunk(self, message: WeightChunk | ChunkMissing | ChunkRefused) -> None:
-        asked = [future for (sha256, offset), future in self._chunks.items() if sha256 == message.sha256
-                 and (not isinstance(message, WeightChunk) or offset == message.offset) and not future.done()]  # fmt: skip
-        for future in asked:
-            if isinstance(message, ChunkRefused):
-                future.set_exception(PullRefusedError(message.reason))
-            else:
-                future.set_result(message.data if isinstance(message, WeightChunk) else None)
+        is_part = isinstance(message, WeightChunk)
+        for (sha256, offset), future in self._chunks.items():
+            if sha256 == message.sha256 and not future.done() and (not is_part or offset == message.offset):
+                if isinstance(message, ChunkRefused):
+                    future.set_exception(PullRefusedError(message.reason))
+                else:
+                    future.set_result(message.data if is_part else None)
 
     def close(self) -> None:
         """Close the socket; queued messages get half a second."""
