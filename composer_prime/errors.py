@@ -38,6 +38,7 @@
     ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
     │   └── NonFiniteStepError                 of a step that was not taken; has its samples
     ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
+    ├── PullRefusedError (PermissionError)     a node has pulled all the weights that its link allows for now
     └── DeadlineError (TimeoutError)           a wait went past its deadline
         └── LostRunError                       a node reached no gateway of its run for too long
 
@@ -214,6 +215,10 @@ class NonFiniteStepError(NonFiniteError):
 
 class RoleFailedError(ComposerError, RuntimeError):
     """A process of the run ended with an error."""
+
+
+class PullRefusedError(ComposerError, PermissionError):
+    """The gateway gives this node no more weights for now. The message has the allowance and the remedy."""
 
 
 class DeadlineError(ComposerError, TimeoutError):

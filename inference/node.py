@@ -36,6 +36,7 @@ from composer_prime.errors import (
     EngineError,
     LostRunError,
     LostWeightsError,
+    PullRefusedError,
     RunMismatchError,
     WireError,
 )
@@ -44,6 +45,7 @@ from composer_prime.wire.audit import FromAuditor
 from composer_prime.wire.node import (
     CancelGenerate,
     ChunkMissing,
+    ChunkRefused,
     ChunkRequest,
     ComputeDevice,
     Drain,
@@ -195,11 +197,8 @@ class InferenceNode:
                 log_at = time.monotonic() + _LOG_SILENCE_S
                 logger.info(
                     "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): is the run still "
-                    "alive, and can this machine reach its port?",
-                    where,
-                    alone_s,
-                    self._config.connect_timeout_s,
-                )
+                    "alive, and can this machine reach its port?", where, alone_s, self._config.connect_timeout_s,
+                )  # fmt: skip
             attempt += 1
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 
@@ -252,7 +251,7 @@ class InferenceNode:
             case CancelGenerate(request_id=request_id, lease=lease):
                 if task := self._requests.get((request_id, lease)):
                     task.cancel()
-            case Heard() | WeightChunk() | ChunkMissing():
+            case Heard() | WeightChunk() | ChunkMissing() | ChunkRefused():
                 pass  # The link has noted them.
             case NewVersion():
                 self._learn(message)
@@ -260,9 +259,9 @@ class InferenceNode:
                 self._attach(message)
             case HelloAgain():
                 self._repeat_hello()
-            case Rejected() if self._stop_reason.done():
-                pass  # The gateway sent Drain to evict this node, and rejects a Hello that was already on its way.
             case Rejected(reason=reason, may_return=may_return):
+                if self._stop_reason.done():  # By Drain, to evict it. A Hello was on its way.
+                    return
                 refusal = f"the gateway at {self._link.endpoint} turned this node away: {reason}"
                 raise RunMismatchError(refusal) if not may_return else WireError(refusal)
             case Drain(reason=reason):
@@ -469,30 +468,32 @@ class GatewayLink(ChunkSource):
                                    sum(map(len, frames)), error, self.garbage)  # fmt: skip
                 continue
             self.last_heard = time.monotonic()
-            if isinstance(message, WeightChunk | ChunkMissing):
+            if isinstance(message, WeightChunk | ChunkMissing | ChunkRefused):
                 self._take_chunk(message)
             return message
         return None
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Raises DeadlineError when the gateway does not answer in time."""
+        """Raises DeadlineError when the gateway does not answer in time, PullRefusedError when it gives no more."""
         future = self._chunks[sha256, offset] = asyncio.get_running_loop().create_future()
         self.send(ChunkRequest(sha256=sha256, offset=offset))
         try:
             return await asyncio.wait_for(future, self._chunk_timeout_s)
         except TimeoutError:
-            raise DeadlineError(
-                f"waited {self._chunk_timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte "
-                f"{offset} from the gateway at {self.endpoint}"
-            ) from None
+            limit = f"{self._chunk_timeout_s:g} s (inference.chunk_timeout_s)"
+            what = f"weight chunk {sha256} at byte {offset} from the gateway at {self.endpoint}"
+            raise DeadlineError(f"waited {limit} for {what}") from None
         finally:
             self._chunks.pop((sha256, offset), None)
 
-    def _take_chunk(self, message: WeightChunk | ChunkMissing) -> None:
-        missing = isinstance(message, ChunkMissing)
+    def _take_chunk(self, message: WeightChunk | ChunkMissing | ChunkRefused) -> None:
+        is_part = isinstance(message, WeightChunk)
         for (sha256, offset), future in self._chunks.items():
-            if sha256 == message.sha256 and (missing or offset == message.offset) and not future.done():
-                future.set_result(None if missing else message.data)
+            if sha256 == message.sha256 and not future.done() and (not is_part or offset == message.offset):
+                if isinstance(message, ChunkRefused):
+                    future.set_exception(PullRefusedError(message.reason))
+                else:
+                    future.set_result(message.data if is_part else None)
 
     def close(self) -> None:
         """Close the socket; queued messages get half a second."""

@@ -5,7 +5,7 @@
     gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
     node --Progress--> gateway                  the tokens of a long answer so far, so that another node can continue it
     node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other is alive
-    node --ChunkRequest--> gateway --WeightChunk|ChunkMissing--> node      weights, pulled through the same link
+    node --ChunkRequest--> gateway --WeightChunk|ChunkMissing|ChunkRefused--> node      weights, through the same link
 
 Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
 Hello the gateway holds no lease of that node: earlier requests are reissued.
@@ -220,6 +220,14 @@ class ChunkMissing(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_missing
     sha256: str
 
 
+class ChunkRefused(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_refused"):
+    """The node has pulled all that it may through this link for now."""
+
+    sha256: str
+    reason: str
+    """What it pulled, what it may, and the remedy."""
+
+
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: Text
 
@@ -242,4 +250,5 @@ ToNode = (
     | HelloAgain
     | WeightChunk
     | ChunkMissing
+    | ChunkRefused
 )

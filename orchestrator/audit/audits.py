@@ -10,7 +10,9 @@ waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
 
 Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
 get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
-ended in the last half of `timeout_s`, each within that time. It drops an answer when `timeout_s` is over.
+ended in the last half of `timeout_s`, each within that time. It drops an answer when `timeout_s` is over. One that
+sends heartbeats but no verdict for half of `timeout_s` may hang: its answer goes to another auditor with room, if there
+is one, and it gets no other until it has ended one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from bisect import insort
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_floats, pack_ints
+from orchestrator.audit.auditors import ConnectedAuditor, OfferedAnswer
 from orchestrator.audit.trust import NodeTrust, is_clean
 from orchestrator.event_loop import watched
 
@@ -65,72 +67,6 @@ _MAX_LOST = 2
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OfferedAnswer:
-    """One answer of a node, from its arrival until its rollout ends, or its audit does."""
-
-    parts: tuple[tuple[str, int], ...]
-    """Its nodes in order, each with the number of tokens that it sampled; mostly one."""
-    rollout_id: str
-    quarantines: dict[str, int]
-    """Of each of its nodes when the answer came."""
-    is_awaited: bool
-    """Whether its rollout waits for the audit."""
-    prompt: int
-    """A hash of its prompt and version."""
-    rank: float
-    """Random, and the same for all answers of a rollout. The highest is audited first."""
-    request: AuditRequest | None = None
-    """None when it is not audited, or was."""
-    verdict: AuditVerdict | None = None
-    error: str | None = None
-    """Why it could not be audited."""
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    placed: float = 0.0
-    """When it went to its auditor, monotonic seconds."""
-    lost: int = 0
-    """Auditors that were gone before their verdict on it, or could not check it where another one may."""
-    is_unwanted: bool = False
-    """Whether its rollout is given up. Then it is not queued."""
-
-    @property
-    def nodes(self) -> str:
-        """Its nodes, for messages."""
-        return ", ".join(dict.fromkeys(node_id for node_id, _ in self.parts))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its request."""
-        one = self.request
-        return 0 if one is None else len(one.prompt_ids) + len(one.token_ids) + len(one.logprobs)
-
-    def end(self, verdict: AuditVerdict | None, error: str | None = None) -> None:
-        self.verdict, self.error, self.request = verdict, error, None
-        self.done.set()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ConnectedAuditor:
-    name: str
-    places: int
-    last_heard: float
-    held: dict[int, OfferedAnswer] = field(default_factory=dict)
-    """By audit number."""
-    ended: deque[float] = field(init=False)
-    """When it last ended audits in good time, monotonic seconds; at most as many as it has places."""
-
-    paused_until: float = 0.0
-    """After it could not check what another one may, monotonic seconds."""
-
-    def __post_init__(self) -> None:
-        self.ended = deque(maxlen=self.places)
-
-    def has_room(self, since: float) -> bool:
-        """Whether it may check more, and holds no more than it ended after `since`."""
-        allowed = min(self.places, 1 + sum(ended > since for ended in self.ended))
-        return time.monotonic() >= self.paused_until and len(self.held) < allowed
 
 
 class Audits:
@@ -390,6 +326,28 @@ class Audits:
             elif not answer.is_unwanted:
                 self._enqueue(answer)
 
+    def _take_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
+        """Take from an auditor what it should have ended, for another one that has room; in the end, for none."""
+        limit_s = self._config.timeout_s
+        for number, answer in list(auditor.held.items()):
+            held_s = now - answer.placed
+            if held_s < limit_s / 2:
+                continue
+            others = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
+                      if one is not auditor and one.has_room(now - limit_s / 2)]  # fmt: skip
+            is_wanted = held_s < limit_s and not answer.is_unwanted and answer.lost + 1 < _MAX_LOST
+            if held_s < limit_s + self._lost_after_s and not (others and is_wanted):
+                continue
+            del auditor.held[number]
+            auditor.is_overdue = True
+            error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
+            logger.warning("%s: see its log for a hanging engine", error)
+            if others and is_wanted:
+                answer.lost += 1
+                self._hand(answer, min(others)[1])
+            else:
+                self._fail(answer, error)
+
     async def _receive(self) -> None:
         while True:
             received = await self._socket.receive()
@@ -414,6 +372,7 @@ class Audits:
             case _ if auditor is None:
                 self._send(identity, HelloAgain())
             case AuditVerdict() | AuditFailed():
+                auditor.is_overdue = False
                 if (answer := auditor.held.pop(message.audit, None)) is not None:
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
@@ -469,7 +428,7 @@ class Audits:
         return self._socket.send(identity, any_message)
 
     async def _tick(self) -> None:
-        """Look for silent auditors."""
+        """Look for auditors that are silent, or take too long."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             now = time.monotonic()
@@ -477,6 +436,8 @@ class Audits:
                 silent_s = now - auditor.last_heard
                 if silent_s > self._lost_after_s:
                     self._lose(identity, f"silent for {silent_s:.1f} s")
+                else:
+                    self._take_overdue(auditor, now)
             self._place()
 
     # -- state ---------------------------------------------------------------------------------------------------

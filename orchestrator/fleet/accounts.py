@@ -3,7 +3,8 @@
     gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
     scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
 
-Sums continue after a restart: they are read from costs.jsonl. Device, price and bytes of weights are the node's claims.
+Sums continue after a restart: they are read from costs.jsonl. Device and price are the node's claims. Of the
+bytes of weights that it says it pulled and those that the gateway sent it, the larger count is shown.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _RATE_S = 60.0
 """Sampled tokens a second are of this long."""
 _LEAST_BATCHES = 3
 """A node is judged over at least this many batches. A single one has only the groups that ended first."""
+_MAX_WHY = 400
+"""Characters of a node's own words in the table."""
 _LEAST_PRESENCE = 0.8
 """Share of the time judged that a node was attached."""
 
@@ -63,22 +66,31 @@ class NodeAccount:
     """What costs.jsonl has."""
     written_at: float = -math.inf
     history: deque[Moment] = field(default_factory=deque)
-    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
+    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0, "weights_sent": 0})
     """The gateway's counters, and from its first report on the node's own, as of the last tick."""
+    weights_claimed: int = 0
+    """Bytes that it says it pulled since this orchestrator started."""
+    weights_sent: int = 0
+    """Bytes that the gateway sent it since then."""
     seen: float | None = None
     """When it was last counted as attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
     """Its last line in metrics.jsonl."""
     line_at: float = 0.0
 
-    def add(self, node: AttachedNode, now: float) -> None:
-        """Take in what `node` did since the last call."""
+    def add(self, node: AttachedNode, now: float, weights_sent: int) -> None:
+        """Take in what `node` did since the last call. `weights_sent`: bytes that the gateway sent it so far."""
         if not node.is_known:
             self.counted.setdefault("weight_bytes", 0)
-        counters = {"tokens": node.tokens_out, "failures": node.failures + node.bad_answers}
+        failures = node.failures + node.bad_answers
+        counters = {"tokens": node.tokens_out, "failures": failures, "weights_sent": weights_sent}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
         added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
+        known = max(self.weights_claimed, self.weights_sent)
+        self.weights_claimed += added.pop("weight_bytes", 0)
+        self.weights_sent += added.pop("weights_sent")
+        added["weight_bytes"] = max(self.weights_claimed, self.weights_sent) - known
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.usd_per_hour is None else node.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
@@ -162,14 +174,19 @@ class NodeAccounts:
         run_dir: RunDir | None,
         *,
         worth_window_s: float,
+        weights_sent: Callable[[AttachedNode], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run_dir`: where lines go; None writes none. `worth_window_s`: inference.worth_window_s."""
+        """`run_dir`: where lines go; None writes none. `worth_window_s`: inference.worth_window_s.
+
+        `weights_sent` returns the bytes of weights that the gateway sent a node.
+        """
         self.step = 0
         """The last step that was trained; lines carry it."""
         self._router = router
         self._clock = clock
         self._worth_window_s = worth_window_s
+        self._weights_sent = weights_sent
         self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
@@ -198,7 +215,7 @@ class NodeAccounts:
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
-            account.add(node, now)
+            account.add(node, now, self._weights_sent(node))
             account.remember(now, start)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
             has_left = was_attached and not node.attached
@@ -268,7 +285,7 @@ class NodeAccounts:
         return NodeRow(
             name=node.node_id,
             state=self._state(node, now),
-            why=node.cannot_serve(now, router.oldest_version, router.newest_version) or "",
+            why=_why(node, node.cannot_serve(now, router.oldest_version, router.newest_version)),
             device=device_text(node.device),
             engine=node.engine,
             version=node.version,
@@ -345,6 +362,12 @@ def device_text(device: ComputeDevice | None) -> str:
         return ""
     memory = "" if device.memory_gib is None else f", {device.memory_gib:.0f} GiB"
     return f"{device.count} x {device.name}{memory}" if device.count > 1 else f"{device.name}{memory}"
+
+
+def _why(node: AttachedNode, obstacle: str | None) -> str:
+    """Return why a node gets no request, and why it does not have the newest weights, in its own words."""
+    error = node.status.weight_error if node.status is not None and node.attached else None
+    return "; ".join([*([obstacle] if obstacle else []), *([error[:_MAX_WHY]] if error else [])])
 
 
 def _earlier(run_dir: RunDir | None) -> dict[str, NodeTotals]:

@@ -250,12 +250,16 @@ def build_control(
     keys: RunKeys,
     run_dir: RunDir | None,
     send: Callable[[AttachedNode, ToNode], bool],
+    weights_sent: Callable[[AttachedNode], int],
 ) -> NodeControl:
-    """Return the control of a run's nodes. `run_dir`: where their figures are recorded; None records none."""
+    """Return the control of a run's nodes. `run_dir`: where their figures are recorded; None records none.
+
+    `weights_sent` returns the bytes of weights that the gateway sent a node.
+    """
     inference = config.inference
     return NodeControl(
         router,
-        NodeAccounts(router, run_dir, worth_window_s=inference.worth_window_s),
+        NodeAccounts(router, run_dir, worth_window_s=inference.worth_window_s, weights_sent=weights_sent),
         keys,
         send,
         drain_s=max((source.timeout_s for source in config.orchestrator.source), default=0.0),

@@ -1,4 +1,4 @@
-"""Find how many rollouts may run at a time: the sum of what each node can take, within bounds.
+"""Find how many rollouts may run at a time: the sum of what each node seems to take, within bounds.
 
     the node queues nothing, its cache has room, the limit is used     ->  double (start), later + a little
     twice in a row the node queues or its KV cache fills up            ->  x 0.75
@@ -6,9 +6,10 @@
 This is additive increase, multiplicative decrease, as in congestion control. Too few rollouts leave nodes idle. Too
 many only wait inside the engines and grow stale there.
 
-Each node has a limit of its own. A single full one changes the sum by its share only, and the router gives it no
-further conversations. A node that joins adds to the sum. One that leaves takes its share with it, after some time: a
-node that swaps weights is back soon.
+Each node has a part of its own in the sum. A single full one changes the sum by its part only, and the router gives it
+no further conversations. The parts bound the sum, not what a node gets: placing.py goes by expected seconds. A node
+that joins adds to the sum. One that leaves takes its part with it, after some time: a node that swaps weights is back
+soon.
 """
 
 from __future__ import annotations
@@ -56,10 +57,6 @@ class AdaptiveLimit:
 
     def limit(self) -> int:
         return int(min(self._ceiling, max(self._floor, self._sum())))
-
-    def of(self, node_id: str) -> int | None:
-        """Return a node's part of the limit; None while it has not reported."""
-        return int(self._nodes[node_id].rollouts) if node_id in self._nodes else None
 
     def _sum(self) -> float:
         return sum(node.rollouts for node in self._nodes.values()) if self._nodes else self._start

@@ -2,10 +2,16 @@
 
 A node streams the tokens of a long answer while it samples. They wait here as a PartialAnswer. When the node is gone,
 another one continues after them, and `complete` makes one answer of both parts. A part is checked as an answer is.
+
+A node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
+and not among tokens that it had streamed before. Otherwise a node with old weights could claim one in each answer: its
+tokens behind the swap would not be compared with suspect weights (inference/audit.py).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +22,8 @@ from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 _NO_EVIDENCE = -9999.0
 """vLLM's value for a missing logprob."""
+_MAX_REPORTS = 64
+"""Versions of a node that are remembered."""
 _ROUNDING = 1e-3
 """A logprob may exceed 0 by this much through bfloat16 arithmetic."""
 
@@ -82,6 +90,30 @@ class PartialAnswer:
         )
 
 
+class VersionReports:
+    """When a node's process first reported each of its last versions, monotonic seconds."""
+
+    def __init__(self, version: int) -> None:
+        self._newest = version
+        self._first = {version: time.monotonic()}
+
+    def note(self, version: int) -> None:
+        """Take in a report. Only the first one of a version is a swap, however often the node goes back and forth."""
+        is_swap, first = version != self._newest, self._first
+        self._newest = version
+        if is_swap and version not in first and (len(first) < _MAX_REPORTS or version > min(first)):
+            first[version] = time.monotonic()
+            if len(first) > _MAX_REPORTS:
+                del first[min(first)]
+
+    def swaps_since(self, start: float) -> set[int]:
+        return {version for version, time_s in self._first.items() if time_s >= start}
+
+    def forget(self, version: int) -> None:
+        """Version `version` is published: a trainer that resumed may publish it, and later ones, once more."""
+        self._first = {old: time_s for old, time_s in self._first.items() if old < version}
+
+
 def complete(kept: PartialAnswer, answer: NodeAnswer) -> NodeAnswer:
     """Return the answer that begins with `kept` and continues with `answer`."""
     if not kept:
@@ -113,10 +145,11 @@ def check_answer(
     versions: range,
     node_id: str,
     streamed: PartialAnswer | None = None,
+    swaps: Container[int] = (),
 ) -> NodeAnswer:
     """Return the completion in `message`, which begins with what its node `streamed`.
 
-    `versions`: policy versions that may have sampled it.
+    `versions`: policy versions that may have sampled it. `swaps`: those that its node swapped in meanwhile.
 
     Raises WireError naming what is wrong with it.
     """
@@ -130,9 +163,11 @@ def check_answer(
     if message.finish_reason == "length" and len(token_ids) < max_tokens:
         raise WireError(f"finish_reason is 'length' after {len(token_ids)} tokens, but max_tokens was {max_tokens}")
     _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), versions)
+    _check_spans(message.version_spans, len(token_ids), versions, swaps)
     if streamed and not message.token_ids.startswith(bytes(streamed.token_ids)):
         raise WireError(f"the answer does not begin with the {len(streamed)} tokens that its node had streamed")
+    if streamed and _first_spans(message.version_spans, len(streamed)) != streamed.version_spans:
+        raise WireError(f"other versions sampled its first {len(streamed)} tokens than its node said with them")
     return NodeAnswer(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -145,7 +180,14 @@ def check_answer(
 
 
 def check_progress(
-    message: Progress, streamed: PartialAnswer, *, max_tokens: int, vocab_size: int, versions: range, node_id: str
+    message: Progress,
+    streamed: PartialAnswer,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    versions: range,
+    node_id: str,
+    swaps: Container[int] = (),
 ) -> PartialAnswer:
     """Return the tokens in `message`, which come after `streamed`. Raises WireError naming what is wrong with them."""
     token_ids, logprobs = _numbers(message)
@@ -154,9 +196,12 @@ def check_progress(
     if not 0 < len(token_ids) < max_tokens - len(streamed):
         raise WireError(f"{len(token_ids)} tokens came after {len(streamed)} as a part, but max_tokens is {max_tokens}")
     _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), versions)
-    if message.version_spans[0].version < streamed.newest_version:
-        raise WireError(f"version {message.version_spans[0].version} came after version {streamed.newest_version}")
+    _check_spans(message.version_spans, len(token_ids), versions, swaps)
+    first = message.version_spans[0].version
+    if first < streamed.newest_version:
+        raise WireError(f"version {first} came after version {streamed.newest_version}")
+    if streamed and first != streamed.newest_version:
+        _check_swap(first, swaps)
     return PartialAnswer(
         bytearray(message.token_ids),
         bytearray(message.logprobs),
@@ -185,13 +230,25 @@ def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) 
         raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({_NO_EVIDENCE}, 0]")
 
 
-def _check_spans(spans: list[VersionSpan], num_tokens: int, versions: range) -> None:
+def _check_spans(spans: list[VersionSpan], num_tokens: int, versions: range, swaps: Container[int]) -> None:
     end, oldest = 0, versions.start
     for span in spans:
         if span.start != end or span.end <= span.start:
             raise WireError(f"version span [{span.start}, {span.end}) does not continue at position {end}")
         if not oldest <= span.version < versions.stop:
             raise WireError(f"version {span.version} is not between {oldest} and the newest, {versions.stop - 1}")
+        if span.start:
+            _check_swap(span.version, swaps)
         end, oldest = span.end, span.version + 1
     if end != num_tokens:
         raise WireError(f"version spans cover {end} of {num_tokens} tokens")
+
+
+def _check_swap(version: int, swaps: Container[int]) -> None:
+    if version not in swaps:
+        raise WireError(f"a swap to version {version} came, but the node reported none while it held the request")
+
+
+def _first_spans(spans: list[VersionSpan], count: int) -> list[VersionSpan]:
+    """Return the spans of the first `count` tokens."""
+    return [VersionSpan(span.start, min(span.end, count), span.version) for span in spans if span.start < count]

@@ -3,7 +3,7 @@
 A node asks for pieces from whatever offset it stopped at. Reading happens off the event loop, so a node that fetches
 gigabytes does not delay anyone's tokens. A piece counts against its node until its last byte has left the socket's
 queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model, however many
-connections it opens with its own key.
+connections it opens with its own key. What it pulls in total has a bound too: `PullAllowance`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
-from composer_prime.run.weights import WeightStore
+from composer_prime.run.weights import Manifest, WeightStore
 from composer_prime.wire.node import ChunkMissing, ChunkRequest, ToNode, WeightChunk
 
 logger = logging.getLogger(__name__)
@@ -25,12 +26,75 @@ _READERS = 4
 _MAX_UNSENT = 16
 """Pieces under way to one node. Requests beyond are dropped; a node asks again after its own deadline."""
 MAX_ACCOUNTS = 1024
-"""Nodes remembered before those with nothing under way are forgotten."""
+"""Nodes remembered before those with nothing under way, or that pulled least, are forgotten."""
+_ALLOWED_TIMES = 3
+"""One pull, one after a lost disk, and one for pieces that a slow node asks for again before they have arrived."""
+_LEAST_ALLOWED = 64 << 20
+"""Of a model so small that restarts and model files count."""
 
 Piece = tuple[bytes, str, int]
 """Connection, sha256 of the chunk and offset in it."""
 SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
+
+
+@dataclass(slots=True)
+class _Pulled:
+    """Bytes of weights that one account was sent."""
+
+    total: int = 0
+    counted: int = 0
+    """Less what versions gave back."""
+
+
+class PullAllowance:
+    """The bytes that each account may pull: some times what the newest version names, model files included.
+
+    A version gives back as many times what it is the first to name, up to nothing pulled. A node that follows each
+    version needs no more than that, and one that pulls everything again and again soon waits for the next anchor.
+    """
+
+    def __init__(self, num_others: Callable[[], int] = lambda: 0) -> None:
+        """`num_others` returns the bytes of the chunks that no manifest names."""
+        self._num_others = num_others
+        self._named: dict[str, int] = {}
+        """Bytes of the newest version's chunks; empty before there is one, when nothing is refused."""
+        self._accounts: dict[bytes, _Pulled] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return max(_LEAST_ALLOWED, _ALLOWED_TIMES * (sum(self._named.values()) + self._num_others()))
+
+    def grant(self, manifest: Manifest) -> None:
+        """Take in the newest version."""
+        named = {ref.sha256: ref.size for ref in manifest.refs}
+        granted = _ALLOWED_TIMES * sum(size for sha256, size in named.items() if sha256 not in self._named)
+        self._named = named
+        for account in self._accounts.values():
+            account.counted = max(0, account.counted - granted)
+
+    def charge(self, account: bytes, num_bytes: int) -> None:
+        pulled = self._accounts.setdefault(account, _Pulled())
+        pulled.total += num_bytes
+        pulled.counted += num_bytes
+        if len(self._accounts) > MAX_ACCOUNTS:
+            most = sorted(self._accounts.items(), key=lambda item: (item[1].counted, item[1].total))
+            self._accounts = dict(most[-MAX_ACCOUNTS // 2 :])
+
+    def total(self, account: bytes) -> int:
+        """Return the bytes that `account` has pulled."""
+        return self._accounts.get(account, _Pulled()).total
+
+    def refusal(self, account: bytes) -> str | None:
+        """Return why `account` gets no more; None while it may pull."""
+        pulled = self._accounts.get(account, _Pulled()).counted
+        if not self._named or pulled < self.num_bytes:
+            return None
+        return (
+            f"this node pulled {pulled / 1e6:.1f} MB of weights through its link, and {self.num_bytes / 1e6:.1f} MB is "
+            "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or have the run "
+            "serve weights elsewhere ([orchestrator.weights], `orchestrator weights`)"
+        )
 
 
 class ChunkServer:

@@ -120,6 +120,11 @@ class Enrollment:
         self._known[key] = node
         return True
 
+    def name_of(self, key: bytes) -> str | None:
+        """Return the name of the node with this key, as of the last look at the registry."""
+        node = self._known.get(key)
+        return None if node is None else node.name
+
     def is_own(self, key: bytes) -> bool:
         """Return whether `key` is that of one node, not the run's shared one."""
         return key != self._shared_key
@@ -200,6 +205,11 @@ class Enrollment:
         with path.open("rb") as file:
             file.seek(start + offset)
             return file.read(max(0, min(size, length - offset)))
+
+    @property
+    def num_model_bytes(self) -> int:
+        """Bytes of the model files' chunks; 0 before the first node enrolled."""
+        return sum(size for _, _, size in self._places.values())
 
     def _sign_pass(self) -> bytes:
         return sign_pass(self._keys.signer(), int(time.time()) + _PASS_S)

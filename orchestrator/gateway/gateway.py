@@ -108,7 +108,7 @@ class Gateway:
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
         self._relay_legs = RelayLegs(keys.signer)
-        self._control = build_control(config, self.router, keys, run_dir, send)
+        self._control = build_control(config, self.router, keys, run_dir, send, self._link.weights_sent)
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
@@ -265,8 +265,11 @@ class Gateway:
         self.version = self.router.newest_version = manifest.version
         self.router.oldest_version = min(self.router.oldest_version, manifest.version)
         self._link.newest_manifest = signed
+        self._link.grant(manifest)
         if self.audits is not None:
             self.audits.publish(signed, manifest.version)
+        for node in self.router.nodes:
+            node.reports.forget(manifest.version)
         for node in self.router.nodes.attached():
             self._nodes.send(node.identity, NewVersion(manifest=signed, **self._link.weight_places(node.identity)))
         return manifest.version

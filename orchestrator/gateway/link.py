@@ -27,9 +27,11 @@ import zmq
 
 from composer_prime.address import Address, is_loopback
 from composer_prime.console import printable
+from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
 from composer_prime.wire.node import (
     MAX_PLACES,
+    ChunkRefused,
     ChunkRequest,
     FromNode,
     Generated,
@@ -47,7 +49,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
-from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer
+from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer, PullAllowance
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
@@ -108,6 +110,7 @@ class NodeLink:
         self._socket = socket
         self._router = router
         self._chunks = chunks
+        self._allowance = PullAllowance(lambda: enrollment.num_model_bytes)
         self._enrollment = enrollment
         self._enrolling: dict[bytes, asyncio.Task[None]] = {}
         """By connection; each has at most one."""
@@ -129,6 +132,8 @@ class NodeLink:
         self._impostors: set[bytes] = set()
         """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
+        self._refused_pulls: set[bytes] = set()
+        """Accounts of which the log has it that they spent their allowance."""
         self._unsent_replies: dict[bytes, list[zmq.MessageTracker]] = {}
         """By account."""
 
@@ -216,8 +221,7 @@ class NodeLink:
             case Enroll():
                 self._enroll(identity, key, message)
             case ChunkRequest():
-                account = self._account(identity, key)
-                self._chunks.serve(account, identity, message, lambda to, piece: self._send_piece(to, key, piece))
+                self._serve_chunk(identity, key, node, message)
             case _ if node is None:
                 self._ask_for_hello(identity)
             case Progress():
@@ -233,10 +237,33 @@ class NodeLink:
             case Goodbye():
                 router.nodes.leave(node, f"said goodbye: {printable(message.reason[:200])}")
 
+    def _serve_chunk(self, identity: bytes, key: bytes, node: AttachedNode | None, request: ChunkRequest) -> None:
+        account = self._account(identity, key)
+        refusal = self._allowance.refusal(account)
+        if refusal is None:
+            self._chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
+            return
+        self._socket.send(identity, ChunkRefused(sha256=request.sha256, reason=refusal))
+        if account not in self._refused_pulls and len(self._refused_pulls) < MAX_ACCOUNTS:
+            self._refused_pulls.add(account)
+            name = node.node_id if node is not None else self._enrollment.name_of(key) or "of a connection"
+            logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
+
+    def grant(self, manifest: Manifest) -> None:
+        """Give nodes back what they may pull of a new version."""
+        self._allowance.grant(manifest)
+        self._refused_pulls.clear()
+
+    def weights_sent(self, node: AttachedNode) -> int:
+        """Return the bytes of weights that went through the link to the holder of the node's key."""
+        return self._allowance.total(self._account(node.identity, node.key))
+
     def _send_piece(self, identity: bytes, key: bytes, message: ToNode) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
         if isinstance(message, WeightChunk):
-            self._budgets.refund(self._account(identity, key), 1)
+            account = self._account(identity, key)
+            self._budgets.refund(account, 1)
+            self._allowance.charge(account, len(message.data))
         return self._socket.send_large(identity, message)
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:

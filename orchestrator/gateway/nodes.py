@@ -26,7 +26,7 @@ from composer_prime.wire.turns import Prefix, context_overflow
 from composer_prime.wire.types import INT
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.adaptive import KV_FULL
-from orchestrator.gateway.answers import NodeAnswer, PartialAnswer
+from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, VersionReports
 from orchestrator.gateway.speed import NodeSpeed
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,7 @@ class AttachedNode:
     """When it last gave an answer, reported sampled tokens or installed weights."""
     last_delivered: float
     """When it last gave an answer or a part of one."""
+    reports: VersionReports
     key: bytes = b""
     """The public key of its connection; nodes without one of their own share the run's."""
     context: float = math.inf
@@ -361,6 +362,7 @@ class Nodes:
             max_concurrent=hello.max_concurrent,
             places=hello.max_concurrent,
             version=hello.version,
+            reports=VersionReports(hello.version),
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
             last_delivered=time.monotonic(),
@@ -379,7 +381,8 @@ class Nodes:
             if former.places < former.max_concurrent:
                 node.places = 1
             if is_same_process:
-                node.speed, node.streams = former.speed, former.streams
+                node.speed, node.streams, node.reports = former.speed, former.streams, former.reports
+                node.reports.note(hello.version)
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         self.contexts = sorted({each.context for each in self})
@@ -403,6 +406,7 @@ class Nodes:
         node.status = status
         node.cache_is_full = status.kv_used > KV_FULL
         node.version = status.version
+        node.reports.note(status.version)
         if status.running or status.waiting:
             node.idle_since = None
         elif node.idle_since is None:

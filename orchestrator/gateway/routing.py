@@ -183,7 +183,7 @@ class Router:
         if self._placing:
             return
         self._placing = True
-        unmet: set[tuple[int, int, int]] = set()
+        unmet: set[tuple[tuple[int, int, int], bool]] = set()
         try:
             while (placement := self._next_placement(unmet)) is not None:
                 request, node = placement
@@ -201,7 +201,7 @@ class Router:
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
     def _next_placement(
-        self, unmet: set[tuple[int, int, int]]
+        self, unmet: set[tuple[tuple[int, int, int], bool]]
     ) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
         """Return the first request that a free node can take, or whose prompt no known node has room for.
 
@@ -317,7 +317,6 @@ class Router:
             node.failures += 1
             self._retry(request, node, "the node cancelled it")
             return
-        elapsed_s = time.monotonic() - request.placed
         try:
             answer = check_answer(
                 message,
@@ -325,6 +324,7 @@ class Router:
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
+                swaps=node.reports.swaps_since(request.placed),
                 streamed=request.streamed,
             )
         except WireError as error:
@@ -332,7 +332,7 @@ class Router:
             return
         node.note_answer(len(answer.token_ids))
         node.speed.note_tokens(len(answer.token_ids) - len(request.streamed))
-        self.placing.note_answer(request, node, elapsed_s, len(answer.token_ids))
+        self.placing.note_answer(request, node, time.monotonic() - request.placed, len(answer.token_ids))
         self.placing.update(node)
         # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
         for refuser in self.nodes.attached() if request.refused_by else ():
@@ -362,6 +362,7 @@ class Router:
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
+                swaps=node.reports.swaps_since(request.placed),
             )
         except WireError as error:
             self.take_back(request)

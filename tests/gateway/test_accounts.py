@@ -247,3 +247,34 @@ def test_nodes_are_drained_one_by_one(limit, gone):
         assert all(later - earlier >= 60 for earlier, later in pairwise(drained))
 
     with_fleet(test, **{f"n{number}": {"usd_per_hour": 1.0} for number in range(8)})
+
+
+# A node that serves an older version says why it has no newer one; so does one that gets no requests for that.
+def test_the_table_shows_why_a_node_lacks_weights():
+    async def test(fleet: Fleet) -> None:
+        accounts = accounts_of(fleet, Clock(), None)
+        fleet.router.nodes.update_status(fleet.node("a"), status(weight_error="pulled 9 MB: keep its state folder"))
+        assert accounts.rows()[0].why == "pulled 9 MB: keep its state folder"
+        fleet.router.newest_version = fleet.router.oldest_version = 1
+        assert accounts.rows()[0].why == "has policy version 0, needs version 1; pulled 9 MB: keep its state folder"
+
+    with_fleet(test, a={})
+
+
+# What the gateway sent counts where a node claims less, and not a second time where it claims it too.
+def test_the_larger_count_of_pulled_bytes_is_shown():
+    async def test(fleet: Fleet) -> None:
+        sent = {"a": 0}
+        accounts = NodeAccounts(
+            fleet.router, None, worth_window_s=60.0, clock=Clock(), weights_sent=lambda node: sent[node.node_id]
+        )
+
+        def shown(sent_bytes: int, claimed: int) -> int:
+            sent["a"] = sent_bytes
+            fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=claimed))
+            return accounts.rows()[0].totals.weight_bytes
+
+        accounts.tick()
+        assert [shown(700, 0), shown(700, 500), shown(700, 900), shown(1000, 900)] == [700, 700, 900, 1000]
+
+    with_fleet(test, a={})

@@ -13,8 +13,8 @@ from http_calls import generate_body, post
 from node_peer import failed
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.node import NodeHello, Sampling
-from composer_prime.wire.types import VersionSpan, ints, pack_ints
+from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling
+from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.node import GatewayLink, InferenceNode
@@ -210,3 +210,89 @@ async def test_killed_in_mid_answer_the_tokens_are_those_of_a_calm_run(open_gate
         finally:
             await a.kill()
             await b.kill()
+
+
+def swapped(fleet: Fleet, name: str, request: Generate, swap: int, versions: tuple[int, int], count: int = 4) -> None:
+    """Have a node answer and claim that it swapped weights after `swap` tokens."""
+    ids, (old, new) = [10, 11, 12, 13][:count], versions
+    spans = [VersionSpan(0, swap, old), VersionSpan(swap, count, new)]
+    answer = Generated(request_id=request.request_id, lease=request.lease, token_ids=pack_ints(ids),
+                       logprobs=pack_floats([-0.25] * count), version_spans=spans, finish_reason="stop")  # fmt: skip
+    fleet.router.on_generated(fleet.node(name), answer)
+
+
+def report(fleet: Fleet, name: str, version: int) -> None:
+    fleet.router.nodes.update_status(fleet.node(name), status(version=version))
+
+
+@pytest.mark.parametrize("swap", [1, 3])
+async def test_a_swap_that_the_node_did_not_report_meanwhile_is_refused(swap):
+    """With one in each answer, most tokens of a node with old weights would not be compared with those."""
+    fleet = Fleet(a={"version": 3}, b={"version": 4})
+    fleet.router.newest_version = 4
+    await fleet.ask(2)
+    swapped(fleet, "a", fleet.sent["a"][0], swap, (3, 4))
+    assert fleet.node("a").bad_answers == 1 and len(fleet.sent["b"]) == 2, "it goes to another node"
+    report(fleet, "a", 4)
+    await fleet.ask(2)
+    swapped(fleet, "a", fleet.sent["a"][1], swap, (3, 4))
+    assert fleet.node("a").bad_answers == 2, "it had swapped before it got this one"
+    await fleet.close()
+
+
+async def test_honest_swaps_within_answers_are_taken():
+    """All requests in flight may show it, also one to a version after the next, and so may streamed parts."""
+    fleet = Fleet(a={"version": 3})
+    fleet.router.newest_version = 5
+    await fleet.ask(5)
+    for request in fleet.sent["a"]:
+        fleet.stream("a", request, [10], version=3)
+    report(fleet, "a", 5)
+    one, two, three, four, late = fleet.sent["a"]
+    swapped(fleet, "a", one, 1, (3, 5))
+    swapped(fleet, "a", two, 3, (3, 5))
+    fleet.stream("a", three, [11], start=1, version=5)
+    swapped(fleet, "a", three, 1, (3, 5))
+    fleet.stream("a", four, [11, 12], start=1, version_spans=[VersionSpan(0, 1, 3), VersionSpan(1, 2, 5)])
+    swapped(fleet, "a", four, 2, (3, 5))
+    await fleet.ask()
+    fleet.finish("a", fleet.sent["a"][5], [10], version=5)
+    fleet.finish("a", late, [10, 11], version=3)
+    answers = await asyncio.gather(*fleet.calls)
+    assert [len(answer.version_spans) for answer in answers] == [2, 2, 2, 2, 1, 1]
+    assert fleet.node("a").bad_answers == 0
+    await fleet.close()
+
+
+async def test_a_version_is_swapped_in_once():
+    """Going back and forth in its reports lets a node claim nothing; a trainer that resumed lets it swap again."""
+    fleet = Fleet(a={"version": 3})
+    fleet.router.newest_version = 4
+    report(fleet, "a", 4)
+    report(fleet, "a", 3)
+    await fleet.ask()
+    report(fleet, "a", 4)
+    swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
+    assert fleet.node("a").bad_answers == 1
+    report(fleet, "a", 3)
+    fleet.node("a").reports.forget(4)
+    report(fleet, "a", 4)
+    swapped(fleet, "a", fleet.sent["a"][1], 1, (3, 4))
+    assert fleet.node("a").bad_answers == 1
+    await fleet.close()
+
+
+async def test_what_was_streamed_keeps_its_version():
+    """A node cannot say afterwards that newer weights sampled it, nor swap between two parts without a report."""
+    fleet = Fleet(a={"version": 3})
+    fleet.router.newest_version = 4
+    await fleet.ask()
+    fleet.stream("a", fleet.sent["a"][0], [10, 11, 12], version=3)
+    report(fleet, "a", 4)
+    swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
+    assert fleet.node("a").bad_answers == 1
+    report(fleet, "a", 3)
+    fleet.stream("a", fleet.sent["a"][1], [10], version=3)
+    fleet.stream("a", fleet.sent["a"][1], [11], start=1, version=4)
+    assert fleet.node("a").bad_answers == 2
+    await fleet.close()

@@ -1,4 +1,4 @@
-"""Nodes pull weights through their link: from any offset, and without filling the gateway's memory."""
+"""Nodes pull weights through their link: from any offset, not without end, and without filling the gateway's memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 import zmq
 import zmq.asyncio
 from node_peer import PeerNode
+from test_nodes import signed_manifest
 
-from composer_prime.wire.node import ChunkMissing, ChunkRequest, WeightChunk
-from orchestrator.gateway.chunks import PIECE_BYTES
+from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
+from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, Manifest
+from composer_prime.wire.node import ChunkMissing, ChunkRefused, ChunkRequest, WeightChunk
+from orchestrator.gateway.chunks import MAX_ACCOUNTS, PIECE_BYTES, PullAllowance
 
 
 async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):
@@ -76,3 +79,83 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
             await ask((count - 1) * PIECE_BYTES)
             last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 100), type=WeightChunk)
             assert (last.offset, last.last) == ((count - 1) * PIECE_BYTES, True)
+
+
+def own_node(gateway, keys: RunKeys, name: str) -> PeerNode:
+    own = CurvePair(*zmq.curve_keypair())
+    keys.registry.admit(own.public, name)
+    return PeerNode(gateway.node_endpoint, ClientKeys(keys.client("node").server_public, own), name)
+
+
+def empty_chunks(store, names: str) -> list[ChunkRef]:
+    """Chunks of full size that take no disk."""
+    refs = [ChunkRef(name * 64, CHUNK_BYTES) for name in names]
+    (store.root / "chunks").mkdir(parents=True, exist_ok=True)
+    for ref in refs:
+        with (store.root / "chunks" / ref.sha256).open("wb") as file:
+            file.truncate(ref.size)
+    return refs
+
+
+async def pull_all(node: PeerNode, refs: list[ChunkRef]) -> str | None:
+    """Pull chunks whole, and return why the gateway gives no more."""
+    for ref in refs:
+        for offset in range(0, ref.size, PIECE_BYTES):
+            node.received.clear()
+            node.send(ChunkRequest(sha256=ref.sha256, offset=offset))
+            await node.until(lambda: any(isinstance(m, WeightChunk | ChunkRefused) for m in node.received))
+            for message in node.received:
+                if isinstance(message, ChunkRefused):
+                    return message.reason
+    return None
+
+
+async def test_a_node_that_pulls_again_and_again_spends_its_allowance(open_gateway, keys, store, caplog):
+    """After three pulls it is refused, on a new connection too. It serves on, others pull, a new version gives more."""
+    refs = empty_chunks(store, "ab")
+    async with open_gateway() as gateway:
+        gateway.publish(signed_manifest(keys, 0, refs))
+        async with own_node(gateway, keys, "greedy") as greedy, own_node(gateway, keys, "honest") as honest:
+            for _ in range(3):
+                assert await pull_all(greedy, refs) is None
+            refusal = await pull_all(greedy, refs)
+            assert refusal is not None
+            assert all(part in refusal for part in ("pulled 100.7 MB", "100.7 MB is its allowance", "--state-dir"))
+            assert "node greedy gets no more weights" in caplog.text and caplog.text.count("gets no more") == 1
+            assert await pull_all(honest, refs) is None
+            async with PeerNode(gateway.node_endpoint, greedy.keys, "greedy", instance=greedy.instance) as again:
+                assert await pull_all(again, refs) is not None
+            greedy.say_hello()
+            await greedy.until(lambda: {"greedy", "honest"} == {node.node_id for node in gateway.router.serving()})
+            table = {row.name: row for row in gateway.accounts.rows()}
+            assert table["greedy"].totals.weight_bytes == 6 * CHUNK_BYTES, "though it claims none"
+            assert table["honest"].totals.weight_bytes == 2 * CHUNK_BYTES
+            [new] = empty_chunks(store, "c")
+            gateway.publish(signed_manifest(keys, 1, [refs[0], new]))
+            for _ in range(3):
+                assert await pull_all(greedy, [new]) is None
+            assert await pull_all(greedy, [new]) is not None
+
+
+def manifest_of(version: int, *chunks: ChunkRef) -> Manifest:
+    return Manifest(run_id="run-1", version=version, parent=None, kind="anchor", dtype="float32", chunks=list(chunks),
+                    tensors={}, canary=Canary(token_ids=[1, 2], logprobs=[-1.0]))  # fmt: skip
+
+
+def test_an_allowance_does_not_pile_up_and_its_accounts_are_bounded():
+    """Versions give back at most what was pulled; who pulled most is remembered longest; model files count."""
+    allowance, model_files = PullAllowance(lambda: 1 << 30), 1 << 30
+    allowance.charge(b"before any version", 1 << 40)
+    assert allowance.refusal(b"before any version") is None
+    for version in range(20):
+        allowance.grant(manifest_of(version, ChunkRef(f"{version:064x}", 1 << 30)))
+    assert allowance.num_bytes == 6 << 30
+    allowance.charge(b"node", (6 << 30) - 1)
+    assert allowance.refusal(b"node") is None
+    allowance.charge(b"node", model_files)
+    assert allowance.refusal(b"node") is not None
+    for number in range(4 * MAX_ACCOUNTS):
+        allowance.charge(b"connection %d" % number, 1)
+    assert allowance.refusal(b"node") is not None and len(allowance._accounts) <= MAX_ACCOUNTS
+    allowance.grant(manifest_of(20, ChunkRef("e" * 64, 1 << 30)))
+    assert allowance.refusal(b"node") is None

@@ -10,9 +10,11 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
     ChunkMissing,
+    ChunkRefused,
     ChunkRequest,
     FromNode,
     Generate,
+    Generated,
     Heard,
     HelloAgain,
     NodeHello,
@@ -46,6 +48,10 @@ class GatewayPeer:
         self.parts: list[Progress] = []
         self.chunk_requests: list[ChunkRequest] = []
         self.silent = False
+        self.refusal: str | None = None
+        """Why chunks are refused."""
+        self.versions_at: dict[str, list[int]] = {}
+        """Versions that were reported when an answer came, by request."""
         self.inbox: asyncio.Queue[FromNode] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
@@ -71,6 +77,9 @@ class GatewayPeer:
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))
+        elif isinstance(message, Generated) and identity in self.known:
+            self.versions_at[message.request_id] = [status.version for status in self.statuses]
+            self.inbox.put_nowait(message)
         elif identity not in self.known:
             self._server.socket.send_multipart([identity, msgspec.msgpack.encode(HelloAgain())])
         elif isinstance(message, Status):
@@ -81,7 +90,9 @@ class GatewayPeer:
         else:
             self.inbox.put_nowait(message)
 
-    def _chunk(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
+    def _chunk(self, request: ChunkRequest) -> WeightChunk | ChunkMissing | ChunkRefused:
+        if self.refusal is not None:
+            return ChunkRefused(sha256=request.sha256, reason=self.refusal)
         piece = self._store.chunk(request.sha256, request.offset, 100_000)
         if piece is None:
             return ChunkMissing(sha256=request.sha256)

@@ -158,6 +158,28 @@ def test_weights_come_over_the_link(loop, serving, publisher, reference):
     assert (scores - reference.score(CANARY, 4)).abs().max() < 1e-4
 
 
+def test_a_swap_is_reported_before_the_answers_that_show_it(loop, serving, publisher):
+    # The gateway refuses an answer with a swap that it does not know of. Here many end around each swap.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            answers, number = [], 0
+            for version in (1, 2, 3, 4):
+                for _ in range(6):
+                    number += 1
+                    gateway.generate(f"r{number}", PROMPT, max_tokens=20 + 11 * (number % 6), session=f"s{number}")
+                gateway.send(NewVersion(manifest=publisher.publish(version)))
+                answers += [await gateway.next() for _ in range(6)]
+                await gateway.until(lambda version=version: gateway.statuses[-1].version == version, "the version")
+            return answers, gateway.versions_at
+
+    answers, versions_at = loop.run(scenario())
+    assert all(isinstance(answer, Generated) for answer in answers)
+    for answer in answers:
+        assert {span.version for span in answer.version_spans} <= set(versions_at[answer.request_id])
+    assert any(len(answer.version_spans) > 1 for answer in answers)
+
+
 def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
     # A forged manifest and a truncated chunk leave version 0 in use and say why; what is mended is installed.
     async def scenario():
@@ -176,6 +198,26 @@ def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
             meanwhile = await gateway.next()
             publisher.manifest(2)
             await gateway.until(lambda: gateway.statuses[-1].version == 2, "the mended version")
+            return meanwhile, gateway.statuses[-1]
+
+    meanwhile, status = loop.run(scenario())
+    assert isinstance(meanwhile, Generated) and meanwhile.version_spans[0].version == 0
+    assert status.weight_error is None
+
+
+def test_a_node_that_may_pull_no_more_serves_on(loop, serving, publisher):
+    # It says why, keeps its version, and takes the next one once it may pull again.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.refusal = "this node pulled 9 MB: keep its state folder"
+            gateway.send(NewVersion(manifest=publisher.publish(1)))
+            await gateway.until(lambda: "state folder" in (gateway.statuses[-1].weight_error or ""), "the refusal")
+            gateway.generate("meanwhile", PROMPT)
+            meanwhile = await gateway.next()
+            gateway.refusal = None
+            gateway.send(NewVersion(manifest=publisher.publish(2)))
+            await gateway.until(lambda: gateway.statuses[-1].version == 2, "the next version")
             return meanwhile, gateway.statuses[-1]
 
     meanwhile, status = loop.run(scenario())

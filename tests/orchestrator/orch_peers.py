@@ -24,6 +24,7 @@ from composer_prime.run import ledger
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
+from composer_prime.wire.audit import FromAuditor, ToAuditor
 from composer_prime.wire.node import (
     CancelGenerate,
     Generate,
@@ -243,6 +244,33 @@ class ScriptedPool:
             answer = await reply.json()
             assert reply.status == 200, answer
             return answer["choices"][0]["token_ids"]
+
+
+class PeerAuditor:
+    """A DEALER with the trainer's key."""
+
+    def __init__(self, endpoint: str, keys: RunKeys, role: str = "trainer") -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = dealer(self._context, endpoint, keys.client(role))
+        self._decoder = msgspec.msgpack.Decoder(ToAuditor)
+
+    def send(self, message: FromAuditor) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def hello(self, name: str, **changes) -> None:
+        hello = NodeHello(node_id=name, engine="local", run_id=None, version=0, max_concurrent=1)
+        self.send(msgspec.structs.replace(hello, **changes))
+
+    async def next(self, kind: type | tuple[type, ...], timeout_s: float = 100.0):
+        """Return the next message of a kind; others are skipped."""
+        while True:
+            raw = await asyncio.wait_for(self._socket.recv(), timeout_s)
+            message = self._decoder.decode(raw)
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 class PeerTrainer:

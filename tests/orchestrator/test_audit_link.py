@@ -12,15 +12,13 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 import numpy as np
 import pytest
-import zmq.asyncio
-from orch_peers import PeerTrainer, ScriptedPool, make_config
+from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
-from composer_prime.wire.node import Goodbye, Heard, HelloAgain, NodeHello, NodeWelcome, Rejected, Sampling, Status
-from composer_prime.wire.sockets import dealer
+from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
+from composer_prime.wire.node import Goodbye, Heard, HelloAgain, NodeWelcome, Rejected, Sampling, Status
 from composer_prime.wire.types import VersionSpan
 from orchestrator.audit.audits import Audits
 from orchestrator.audit.trust import NodeTrust
@@ -30,40 +28,17 @@ from orchestrator.gateway.generation import GenerationRecord
 DEADLINE_S = 100.0
 
 
-class PeerAuditor:
-    """A DEALER with the trainer's key."""
-
-    def __init__(self, endpoint: str, keys: RunKeys, role: str = "trainer") -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = dealer(self._context, endpoint, keys.client(role))
-        self._decoder = msgspec.msgpack.Decoder(ToAuditor)
-
-    def send(self, message: FromAuditor) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
-
-    def hello(self, name: str, **changes) -> None:
-        hello = NodeHello(node_id=name, engine="local", run_id=None, version=0, max_concurrent=1)
-        self.send(msgspec.structs.replace(hello, **changes))
-
-    async def next(self, kind: type | tuple[type, ...], timeout_s: float = DEADLINE_S):
-        """Return the next message of a kind; others are skipped."""
-        while True:
-            raw = await asyncio.wait_for(self._socket.recv(), timeout_s)
-            message = self._decoder.decode(raw)
-            if isinstance(message, kind):
-                return message
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
 @pytest.fixture
 def audited(tmp_path):
     """`async with audited(settings, chances) as (audits, trust, connect)`."""
 
     @asynccontextmanager
     async def serve(
-        chances: list[float] | None = None, max_queued_bytes: int = 1 << 20, heartbeat_s: float = 0.05, **settings
+        chances: list[float] | None = None,
+        max_queued_bytes: int = 1 << 20,
+        heartbeat_s: float = 0.05,
+        lost_after_s: float = 100.0,
+        **settings,
     ):
         keys = RunKeys.create(tmp_path / "keys")
         store = WeightStore(tmp_path / "weights")
@@ -78,7 +53,7 @@ def audited(tmp_path):
             trust=trust,
             max_context=512,
             heartbeat_s=heartbeat_s,
-            lost_after_s=100.0,
+            lost_after_s=lost_after_s,
             chance=lambda: left.pop(0),
             max_queued_bytes=max_queued_bytes,
         )
@@ -393,6 +368,42 @@ async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
         for request in received[4:]:
             auditor.send(verdict(request))
         assert await receive() == 8
+
+
+async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
+    # It sends no verdict. Half of timeout_s later the other one clears the rollout. The first one gets no other answer
+    # until it has ended one; its late verdict counts no second time.
+    async with audited(timeout_s=2.0) as (audits, trust, connect):
+        hanging, working = connect(), connect()
+        hanging.hello("h", max_concurrent=4)
+        await hanging.next(NodeWelcome)
+        audits.offer(record("n0"), "r1")
+        request = await hanging.next(AuditRequest)
+        working.hello("w")
+        working.send(verdict(await working.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].clean == 1
+        audits.offer(record("n0", prompt=2), "r2")
+        working.send(verdict(await working.next(AuditRequest)))
+        hanging.send(verdict(request))
+        await asyncio.sleep(0.2)
+        for number in (3, 4):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
+        assert audits.metrics()["audit/audited"] == 2
+
+
+async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
+    # It is held for a while, not for ever. A known node's rollout is used, as if its answer had not been chosen.
+    async with audited(chances=[0.0], timeout_s=0.2, lost_after_s=0.4) as (audits, trust, connect):
+        trust["n0"].clean = 10**6
+        hanging = connect()
+        hanging.hello("h")
+        audits.offer(record("n0"), "r1")
+        await hanging.next(AuditRequest)
+        while not audits.metrics()["audit/failed"]:
+            hanging.send(Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+            await asyncio.sleep(0.05)
+        assert audits.metrics()["audit/auditors"] == 1 and await audits.cleared("r1") is None
 
 
 async def test_a_rollout_is_audited_whole_before_the_next(audited):

@@ -1,0 +1,79 @@
+"""The auditors that are connected, and the answers that they check."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from composer_prime.wire.audit import AuditRequest, AuditVerdict
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OfferedAnswer:
+    """One answer of a node, from its arrival until its rollout ends, or its audit does."""
+
+    parts: tuple[tuple[str, int], ...]
+    """Its nodes in order, each with the number of tokens that it sampled; mostly one."""
+    rollout_id: str
+    quarantines: dict[str, int]
+    """Of each of its nodes when the answer came."""
+    is_awaited: bool
+    """Whether its rollout waits for the audit."""
+    prompt: int
+    """A hash of its prompt and version."""
+    rank: float
+    """Random, and the same for all answers of a rollout. The highest is audited first."""
+    request: AuditRequest | None = None
+    """None when it is not audited, or was."""
+    verdict: AuditVerdict | None = None
+    error: str | None = None
+    """Why it could not be audited."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    placed: float = 0.0
+    """When it went to its auditor, monotonic seconds."""
+    lost: int = 0
+    """Auditors that were gone before their verdict on it, or could not check it where another one may."""
+    is_unwanted: bool = False
+    """Whether its rollout is given up. Then it is not queued."""
+
+    @property
+    def nodes(self) -> str:
+        """Its nodes, for messages."""
+        return ", ".join(dict.fromkeys(node_id for node_id, _ in self.parts))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its request."""
+        one = self.request
+        return 0 if one is None else len(one.prompt_ids) + len(one.token_ids) + len(one.logprobs)
+
+    def end(self, verdict: AuditVerdict | None, error: str | None = None) -> None:
+        self.verdict, self.error, self.request = verdict, error, None
+        self.done.set()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ConnectedAuditor:
+    name: str
+    places: int
+    last_heard: float
+    held: dict[int, OfferedAnswer] = field(default_factory=dict)
+    """By audit number."""
+    is_overdue: bool = False
+    """Whether an answer was taken from it because it took too long, and it ended none since: its engine may hang."""
+    paused_until: float = -math.inf
+    """After it could not check what another one may, monotonic seconds."""
+    ended: deque[float] = field(init=False)
+    """When it last ended audits in good time, monotonic seconds; at most as many as it has places."""
+
+    def __post_init__(self) -> None:
+        self.ended = deque(maxlen=self.places)
+
+    def has_room(self, since: float) -> bool:
+        """Whether it holds no more than it ended after `since`, and is neither overdue nor paused."""
+        if self.is_overdue or time.monotonic() < self.paused_until:
+            return False
+        return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))
