@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +33,6 @@ from composer_prime.wire.node import (
     Status,
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
-
-
-class MallocInfo(ctypes.Structure):
-    """struct mallinfo2; the fifth number is the bytes that are mapped."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
 async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_keys):
@@ -135,22 +130,25 @@ async def test_a_sender_of_empty_frames_is_evicted(open_gateway, node_keys):
         assert gateway.state()["link"]["evicted"] == 1
 
 
+@pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other rules")
-async def test_large_buffers_leave_the_process_when_they_are_freed(keys: RunKeys):
-    """glibc maps a buffer by itself, also after one as large was freed."""
-    socket = NodeSocket(keys, 1024)
-    socket.bind("tcp://127.0.0.1:0")
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    library.mallinfo2.restype = MallocInfo
-    mapped = lambda: library.mallinfo2().numbers[4]
-    grown = []
-    for _ in range(2):
-        before, buffer = mapped(), library.malloc(8 << 20)
-        grown.append(mapped() - before)
-        library.free(buffer)
-    await socket.close()
-    assert min(grown) >= 8 << 20
+def test_large_buffers_leave_the_process_when_they_are_freed():
+    """glibc maps a buffer by itself, also after one as large was freed. A new process has no free memory to use."""
+    script = """
+import ctypes
+from composer_prime.wire.sockets import give_back_buffers
+class Info(ctypes.Structure):
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)  # struct mallinfo2; the fifth are the bytes that are mapped
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes, library.mallinfo2.restype = ctypes.c_void_p, [ctypes.c_void_p], Info
+give_back_buffers()
+for _ in range(2):
+    before, buffer = library.mallinfo2().numbers[4], library.malloc(8 << 20)
+    print(library.mallinfo2().numbers[4] - before >= 8 << 20)
+    library.free(buffer)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert ran.stdout.split() == ["True", "True"], ran.stderr
 
 
 async def test_an_identity_stays_with_the_connection_that_has_it(keys: RunKeys):

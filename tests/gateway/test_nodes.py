@@ -273,7 +273,7 @@ async def test_raw_bytes_on_the_node_port_do_no_harm(open_gateway, node_keys):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"protocol": 1}, "the node speaks protocol 1, this run 2"),
+        ({"protocol": 1}, f"the node speaks protocol 1, this run {PROTOCOL}"),
         ({"run_id": "another"}, "'another'"),
         ({"node_id": ""}, "node id"),
         ({"max_concurrent": 0}, "max_concurrent"),
