@@ -22,6 +22,7 @@ from node_peer import PeerNode, failed, tokens_for
 from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.weights import Canary, Manifest, sign
+from composer_prime.wire.enrollment import PROTOCOL
 from composer_prime.wire.node import (
     Drain,
     Generate,
