@@ -109,6 +109,8 @@ class Audits:
         """By rollout that has not ended."""
         self._queue: list[OfferedAnswer] = []
         """By rank, the highest last."""
+        self._queued_bytes = 0
+        """At most, of their requests. Those that have left the queue count until the limit is reached."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
@@ -187,11 +189,15 @@ class Audits:
 
     def _enqueue(self, answer: OfferedAnswer) -> None:
         insort(self._queue, answer, key=lambda one: one.rank)
-        while (queued_bytes := sum(one.num_bytes for one in self._queue)) > self._max_queued_bytes or (
-            len(self._queue) > _MAX_QUEUED
-        ):
-            error = f"{len(self._queue)} answers of {queued_bytes / 1e6:.1f} MB wait for an auditor"
+        self._queued_bytes += answer.num_bytes
+        while self._is_overfull():
+            error = f"{len(self._queue)} answers of {self._queued_bytes / 1e6:.1f} MB wait for an auditor"
             self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
+
+    def _is_overfull(self) -> bool:
+        if self._queued_bytes > self._max_queued_bytes:
+            self._queued_bytes = sum(one.num_bytes for one in self._queue)
+        return self._queued_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED
 
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.

@@ -125,7 +125,7 @@ class ChunkServer:
             self.dropped += 1
             return
         pieces[piece] = None
-        task = asyncio.create_task(self._answer(account, identity, request, send))
+        task = asyncio.create_task(self._answer(account, piece, request, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -136,20 +136,19 @@ class ChunkServer:
         self._unsent[account] = _under_way(self._unsent.get(account, {}))
         return self._unsent[account]
 
-    async def _answer(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+    async def _answer(self, account: bytes, piece: Piece, request: ChunkRequest, send: SendPiece) -> None:
         sent = None
         try:
             async with self._readers:
                 message = await asyncio.to_thread(self._read, request)
-                sent = send(identity, message)
+                sent = send(piece[0], message)
             if sent is not None and isinstance(message, WeightChunk):
                 self.bytes_sent += len(message.data)
         finally:
-            pieces, piece = self._unsent[account], (identity, request.sha256, request.offset)
             if sent is None:
-                del pieces[piece]
+                del self._unsent[account][piece]
             else:
-                pieces[piece] = sent
+                self._unsent[account][piece] = sent
 
     def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
         piece = None

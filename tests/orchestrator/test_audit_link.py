@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import time
 from collections import defaultdict
 from contextlib import asynccontextmanager, suppress
 
@@ -249,6 +250,8 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
         first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
         second.send(verdict(await second.next(AuditRequest)))
         assert await audits.cleared("r1") is None
+        while any(one.paused_until > time.monotonic() for one in audits._auditors.values()):
+            await asyncio.sleep(0.01)
         audits.offer(record("n0"), "r2")
         [holder] = [one.name for one in audits._auditors.values() if one.held]
         for auditor in (first, second) if holder == "a" else (second, first):
