@@ -26,7 +26,7 @@ FRAME_OVERHEAD = 64
 """Bytes of a frame besides its content: encryption, length and flags, rounded up."""
 _FREE_BYTES_PER_S = 256.0
 """What a connection may send uncounted: heartbeats of ZMQ itself, which are not seen as messages."""
-_WATCH_S = 0.25
+_WATCH_S = 0.05
 """Pause between two checks whether a look is due."""
 _LOOK_BYTES, _LOOK_S = 32 << 20, 5.0
 """A look at all connections (17 us each) is due when this process has grown by so much, or after so long."""
