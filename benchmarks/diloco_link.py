@@ -129,7 +129,7 @@ class Bench:
         """Begin a joint run with a rendezvous of its own and one synchronization; `run` with the steps' real time."""
         before, self._port = self._rendezvous, self._port + 1
         bind, key = f"tcp://{self._star.address('rendezvous')}:{self._port}", str(self._key)
-        argv = ["diloco.main", "lighthouse", "--run", "link", "--key-file", key, "--bind", bind]
+        argv = ["diloco.main", "rendezvous", "--run", "link", "--key-file", key, "--bind", bind]
         self._rendezvous = self._start("rendezvous", [*argv, "--start-peers", "2", "--min-peers", "2"])
         self._rendezvous.line(self._words.timeout_s)
         for peer in self._peers:

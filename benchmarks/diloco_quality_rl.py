@@ -1,6 +1,6 @@
 """The RL half of diloco_quality.py: Streaming DiLoCo against data-parallel training on toolsmith, with the tiny model.
 
-Every cell is real: `diloco lighthouse` and two clusters over loopback, each `trainer @ configs/a1.toml @
+Every cell is real: `diloco rendezvous` and two clusters over loopback, each `trainer @ configs/a1.toml @
 configs/diloco/peer.toml` with its own orchestrator, node and trainer. Data-parallel is one cluster that takes both
 clusters' rollouts at every step. All cells of a seed see the same number of rollouts a step. Better models write longer
 trajectories, so tokens differ. Data-parallel is evaluated every EVALUATE_EVERY steps, which gives both gaps. Reported:
@@ -154,7 +154,7 @@ def _names(cell: Cell) -> Sequence[str]:
 
 
 class Rendezvous:
-    """`diloco lighthouse` of one cell; data-parallel has none."""
+    """`diloco rendezvous` of one cell; data-parallel has none."""
 
     def __init__(self, cell: Cell, folder: Path) -> None:
         """Raises SideFailedError when it does not come up."""
@@ -162,7 +162,7 @@ class Rendezvous:
         if cell.scheme == DATA_PARALLEL:
             return
         JointKey.create(folder / "joint.key")
-        argv = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "quality", "--start-peers", "2",
+        argv = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "quality", "--start-peers", "2",
                 "--min-peers", "2", "--bind", "tcp://127.0.0.1:0", "--key-file", str(folder / "joint.key")]  # fmt: skip
         with (folder / "rendezvous.log").open("wb") as log:
             self._process = subprocess.Popen(

@@ -77,7 +77,7 @@ class DilocoConfig(BaseConfig):
     """Peers, schedule and link of one joint run."""
 
     rendezvous: str
-    """Address of `diloco lighthouse`: tcp://HOST:PORT, or tcp://[ADDRESS]:PORT for IPv6."""
+    """Address of `diloco rendezvous`: tcp://HOST:PORT, or tcp://[ADDRESS]:PORT for IPv6."""
     run: str
     """Name of the joint run; the same for all peers."""
     peer_id: str

@@ -152,7 +152,7 @@ class StateTransfers:
         self._failures[current.source] += 1
         logger.warning(
             "the state of peer %s is given up: %s. The rounds since, which stay for a joining peer beyond "
-            "--keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger --memory-gb, or raise "
+            "--keep-rounds, outgrew the memory: start `diloco rendezvous` with a larger --memory-gb, or raise "
             "diloco.sync_every, or the source's diloco.rate_limit_mbit", current.source, current.progress(newest, now),
         )  # fmt: skip
         self.drop()
@@ -270,7 +270,7 @@ class Bodies:
         if header.size > limit:
             raise WireError(
                 f"{header.name} has {header.size / 1e9:.3g} GB, more than the rendezvous' {limit / 1e9:.3g} GB: start "
-                "`diloco lighthouse` with a larger --memory-gb"
+                "`diloco rendezvous` with a larger --memory-gb"
             )
         short_s = now - short[0] if short else 0.0
         while self.held_bytes + header.size > limit and self.rounds.drop_oldest(now, short_s):
@@ -291,7 +291,7 @@ class Bodies:
         if (total := sum(needed.values())) > self.max_bytes:
             raise WireError(
                 f"the deltas of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
-                f"rendezvous' {self.max_bytes / 1e9:.3g} GB: start `diloco lighthouse` with a larger --memory-gb, or "
+                f"rendezvous' {self.max_bytes / 1e9:.3g} GB: start `diloco rendezvous` with a larger --memory-gb, or "
                 "raise diloco.fragments"
             )
 
@@ -303,7 +303,7 @@ class Bodies:
             raise WireError(
                 f"peer {peer.name} can only join with another peer's state, which takes up to {state / 1e9:.3g} GB "
                 f"beside {deltas / 1e9:.3g} GB of deltas, and the rendezvous has {self.max_bytes / 1e9:.3g} GB: start "
-                "`diloco lighthouse` with a larger --memory-gb"
+                "`diloco rendezvous` with a larger --memory-gb"
             )
 
     @property

@@ -38,7 +38,7 @@ def same_weights(first: Path, second: Path) -> bool:
 def test_two_clusters(tmp_path):
     pytest.importorskip("torchft")
     JointKey.create(tmp_path / "joint.key")
-    command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "joint", "--start-peers", "2"]
+    command = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "joint", "--start-peers", "2"]
     rendezvous = subprocess.Popen(
         [*command, "--key-file", str(tmp_path / "joint.key"), "--bind", "tcp://127.0.0.1:0"],
         stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,

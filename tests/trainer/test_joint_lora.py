@@ -40,7 +40,7 @@ def test_first_adapters(model_folder, tmp_path, world):
 
 def start_rendezvous(key: Path, stack: ExitStack) -> str:
     """Of exactly two peers; its address."""
-    command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "joint", "--key-file", str(key)]
+    command = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "joint", "--key-file", str(key)]
     process = subprocess.Popen(
         [*command, "--bind", "tcp://127.0.0.1:0", "--start-peers", "2", "--min-peers", "2"],
         stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},

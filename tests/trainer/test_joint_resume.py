@@ -43,7 +43,7 @@ class JointRun:
         """`options`: of the rendezvous."""
         key = folder / f"{name}.key"
         JointKey.create(key)
-        command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "joint", "--key-file", str(key)]
+        command = [sys.executable, "-m", "diloco.main", "rendezvous", "--run", "joint", "--key-file", str(key)]
         rendezvous = subprocess.Popen(
             [*command, "--bind", "tcp://127.0.0.1:0", *options],
             stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},

@@ -39,7 +39,7 @@ def test_rounds_close_with_all_after_a_pause(key_file):
     pytest.importorskip("torchft")
     words = ["--run", "joint", "--key-file", str(key_file), "--bind", "tcp://127.0.0.1:0", "--start-peers", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "diloco.main", "lighthouse", *words, "--beat-timeout-s", str(BEAT_TIMEOUT_S)],
+        [sys.executable, "-m", "diloco.main", "rendezvous", *words, "--beat-timeout-s", str(BEAT_TIMEOUT_S)],
         stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
     )  # fmt: skip
 

@@ -141,7 +141,7 @@ def test_rounds_that_outgrow_the_memory(caplog):
     assert rendezvous.transfers.current is None and rendezvous.handler.bodies.held_bytes <= 500
     (said,) = caplog.messages
     assert "the state of peer a is given up: 0.0 of 0.0 MB of rank(s) [0] are here after 5 s, in which 4" in said
-    assert "outgrew the memory: start `diloco lighthouse` with a larger --memory-gb" in said
+    assert "outgrew the memory: start `diloco rendezvous` with a larger --memory-gb" in said
     assert "the state of peer b" in ask(rendezvous)
 
 
