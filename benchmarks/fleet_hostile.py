@@ -47,17 +47,17 @@ from typing import Any
 
 import aiohttp
 import psutil
-import zmq
-from zmq.utils import z85
 
 from composer_prime.config import Config
 from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
-from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release
+from composer_prime.wire.enrollment import INVITE_VARIABLE
 from composer_prime.wire.turns import POLICY
 from orchestrator.gateway import Gateway
+from orchestrator.invite import create_invite
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
 from orchestrator.workers.protocol import RolloutReply, RunRollout
 
@@ -170,20 +170,9 @@ def settings() -> Config:
     })  # fmt: skip
 
 
-def invite(gateway: Gateway, keys: RunKeys, uses: int) -> str:
-    public, secret = zmq.curve_keypair()
-    expires = int(time.time() + 3600)
-    keys.registry.invite(public, uses=uses, expires=expires)
-    return Invite(
-        addresses=[gateway.node_endpoint.removeprefix("tcp://")],
-        server=z85.decode(keys.curve("server").public),
-        secret=z85.decode(secret),
-        verify_key=keys.verifier().public_bytes_raw(),
-        run_id=RUN_ID,
-        release=release(),
-        protocol=PROTOCOL,
-        expires=expires,
-    ).text()
+def invite(gateway: Gateway, run_dir: RunDir, nodes: int) -> str:
+    address = gateway.node_endpoint.removeprefix("tcp://")
+    return create_invite(run_dir, nodes=nodes, expires_s=3600, addresses=[address]).text()
 
 
 @contextlib.contextmanager
@@ -218,7 +207,9 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
     """Measure `seconds` without the hostile node and as long with it. `rollouts` are under way at a time."""
-    keys, store = RunKeys.create(folder / "keys"), WeightStore(folder / "weights")
+    run_dir = RunDir(folder)
+    keys, store = RunKeys.create(run_dir.keys), WeightStore(run_dir.weights)
+    (folder / "run_id").write_text(RUN_ID)
     [chunk] = store.put_chunks(os.urandom(CHUNK_BYTES))
     gateway = Gateway(settings(), keys, RUN_ID, store, model_dir=resolve_model("tiny"))
     await gateway.start()
@@ -247,14 +238,14 @@ async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
 
         with (
             process(folder, "auditor", auditor(folder, keys, gateway.audits.endpoint)),
-            process(folder, "honest", side("honest", str(HONEST)), invite(gateway, keys, HONEST)),
+            process(folder, "honest", side("honest", str(HONEST)), invite(gateway, run_dir, HONEST)),
         ):
             await until(lambda: len(gateway.versions()) == HONEST, "the honest nodes")
             clients = [tasks.create_task(client()) for _ in range(2 * rollouts)]
             await until(lambda: not any(trust[node].is_new for node in gateway.versions()), "their audits")
             await asyncio.sleep(2.0)
             alone, calm = await measure()
-            with process(folder, HOSTILE, side(HOSTILE, chunk.sha256), invite(gateway, keys, 1)):
+            with process(folder, HOSTILE, side(HOSTILE, chunk.sha256), invite(gateway, run_dir, 1)):
                 await until(lambda: HOSTILE in gateway.versions(), "the hostile node")
                 together, memory = await measure()
             for one in clients:

@@ -59,17 +59,18 @@ class PullAllowance:
         self._num_others = num_others
         self._named: dict[str, int] = {}
         """Bytes of the newest version's chunks; empty before there is one, when nothing is refused."""
+        self._named_bytes = 0
         self._accounts: dict[bytes, _Pulled] = {}
 
     @property
     def num_bytes(self) -> int:
-        return max(_LEAST_ALLOWED, _ALLOWED_TIMES * (sum(self._named.values()) + self._num_others()))
+        return max(_LEAST_ALLOWED, _ALLOWED_TIMES * (self._named_bytes + self._num_others()))
 
     def grant(self, manifest: Manifest) -> None:
         """Take in the newest version."""
         named = {ref.sha256: ref.size for ref in manifest.refs}
         granted = _ALLOWED_TIMES * sum(size for sha256, size in named.items() if sha256 not in self._named)
-        self._named = named
+        self._named, self._named_bytes = named, sum(named.values())
         for account in self._accounts.values():
             account.counted = max(0, account.counted - granted)
 
