@@ -37,7 +37,8 @@ from composer_prime.wire.types import VersionSpan, floats, ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
 from inference.engines.local.loading import device_and_dtype
-from inference.node import GatewayLink, InferenceNode
+from inference.link import GatewayLink
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest
 from composer_prime.wire.enrollment import Invite, ModelFile
 from inference.enrolling import EnrolledNode, NodeState, check_room, model_files, newest
-from inference.node import GatewayLink
+from inference.link import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
 from inference.versions import ChunkSource, VersionFolder
 

@@ -31,7 +31,7 @@ from composer_prime.wire.node import ComputeDevice
 
 if TYPE_CHECKING:
     from inference.engines.base import Engine
-    from inference.node import GatewayLink
+    from inference.link import GatewayLink
     from inference.receiver import Receiver
     from inference.sources import RankedSources
 
@@ -95,7 +95,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from composer_prime.wire.node import ToNode
     from inference.audit import Auditor
     from inference.engines.base import build_engine
-    from inference.node import GatewayLink, InferenceNode
+    from inference.link import GatewayLink
+    from inference.node import InferenceNode
 
     inference = assignment.inference
     torch.set_num_threads(inference.threads)

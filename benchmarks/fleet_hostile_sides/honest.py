@@ -22,7 +22,8 @@ from composer_prime.wire.node import Sampling
 from inference.engines.base import EngineCompletion, EngineStats
 from inference.engines.local.engine import LocalEngine
 from inference.enrolling import NodeState, enroll
-from inference.node import GatewayLink, InferenceNode
+from inference.link import GatewayLink
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 
 PLACES, ANSWER_S = 8, 4.0

@@ -178,7 +178,8 @@ async def _run_node(
 
     from inference.engines.base import build_engine
     from inference.engines.local.engine import LocalEngine
-    from inference.node import GatewayLink, InferenceNode
+    from inference.link import GatewayLink
+    from inference.node import InferenceNode
     from inference.receiver import Receiver
     from inference.versions import FolderSource
 

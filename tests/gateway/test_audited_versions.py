@@ -14,7 +14,7 @@ from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import Auditor
 from inference.engines.local.engine import LocalEngine
-from inference.node import GatewayLink
+from inference.link import GatewayLink
 from inference.receiver import Receiver
 from orchestrator.gateway.generation import GenerationRecord
 from tests.engines.reference import Reference

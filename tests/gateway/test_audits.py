@@ -20,7 +20,8 @@ from inference.audit import Auditor
 from inference.engines.base import EngineCompletion
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
-from inference.node import GatewayLink, InferenceNode
+from inference.link import GatewayLink
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 
 CONTEXT = 512

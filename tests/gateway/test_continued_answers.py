@@ -17,7 +17,8 @@ from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
-from inference.node import GatewayLink, InferenceNode
+from inference.link import GatewayLink
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 from orchestrator.gateway.waits import reclaim_stalled
 

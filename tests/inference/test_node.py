@@ -27,7 +27,8 @@ from composer_prime.wire.node import (
 from composer_prime.wire.turns import TokenHash
 from composer_prime.wire.types import floats, ints, pack_ints
 from inference.engines.local.engine import LocalEngine
-from inference.node import GatewayLink, InferenceNode
+from inference.link import GatewayLink
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer

@@ -21,7 +21,8 @@ from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineErro
 from composer_prime.run.weights import CHUNK_BYTES, Canary, Manifest, WeightStore
 from composer_prime.wire.weight_server import WeightServer
 from inference.engines.local.engine import LocalEngine
-from inference.node import GatewayLink, InferenceNode
+from inference.link import GatewayLink
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 from inference.sources import BucketSource, HttpSource, RankedSources
 from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
