@@ -120,7 +120,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
         await engine.start()
         on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
         tolerance = inference.canary_limit(on_cuda=on_cuda)
-        receiver, sources, relay_port = await _receive(assignment, engine, link, folder, tolerance, weights)
+        receiver, sources, relay_port = await _build_receiver(assignment, engine, link, folder, tolerance, weights)
         if assignment.first is not None:
             await receiver.install(*assignment.first)
         make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
@@ -144,7 +144,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
         await weights.aclose()
 
 
-async def _receive(
+async def _build_receiver(
     assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
 ) -> tuple[Receiver, RankedSources | None, int]:
     """Return the receiver of `engine`'s weights, its remote sources, and the port of the relay (0 for none).
