@@ -102,8 +102,8 @@ def join_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inference join",
         allow_abbrev=False,
-        description="Serve a run from this machine. The node connects outwards, downloads weights over the same "
-        "encrypted link, and may leave at any time.",
+        description="Serve a run from this machine. The node connects outwards, downloads weights from the run's "
+        "sources or over the same encrypted link, and may leave at any time.",
     )
     parser.add_argument("address", nargs="?", metavar="INVITE | tcp://HOST:PORT",
                         help="the output of `orchestrator invite` (default: $COMPOSER_INVITE), which needs no options; "

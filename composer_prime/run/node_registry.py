@@ -1,7 +1,8 @@
 """Which inference nodes may connect to a run: its open invites, and the identities that joined by them.
 
     orchestrator invite --invite(), withdraw()--> keys/nodes.sqlite <--enroll(), is_known()-- gateway, each handshake
-    orchestrator ban    --revoke(), withdraw()-->                       --relays()--> the relays to which it connects
+                        --use_relay()-->          <--revoke(), withdraw(), admit()-- gateway, at a ban or unban
+                                                  --relays()--> gateway: the relays to which it connects
 
 Several processes read and change it, each in single transactions. Public keys only: the secret of an invite is in its
 string, that of a node on its own disk. What is revoked is refused from the next handshake on; the gateway ends

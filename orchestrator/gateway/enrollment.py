@@ -126,7 +126,7 @@ class Enrollment:
         return None if node is None else node.name
 
     def is_own(self, key: bytes) -> bool:
-        """Return whether `key` is that of one node, not the run's shared one."""
+        """Return whether `key` is another than the run's shared one: a node's or an invite's."""
         return key != self._shared_key
 
     def name_refusal(self, key: bytes, node_id: str) -> str | None:
