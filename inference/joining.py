@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError, Inv
 from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
-from composer_prime.run.retry import Restarts
+from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFile, NodeMachine
 from composer_prime.wire.tunnel import Tunnel
@@ -319,43 +320,48 @@ async def keep_running(
     the run. At `stopping` it gets SIGTERM, and after `grace_s` SIGKILL. While it runs its id is in `running`.
     `answered_at()`: when the run last answered, Unix seconds.
     """
-    restarts, outage = Restarts(), Restarts()
-    lost_since = 0.0
+    crashes, tries, lost_since = Restarts(), 0, 0.0
     while True:
         start = time.monotonic()
-        process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
-        running.add(process.pid)
-        ends, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stopping.wait())
-        await asyncio.wait([ends, asked], return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        if stopping.is_set():
-            await stop(process, grace_s)
-        status = await ends
-        running.discard(process.pid)
+        status = await _run_once(command, environment, stopping, grace_s, running)
         if stopping.is_set():
             return max(status, 0)
         if status in (0, EXIT_USAGE):
             return status
-        text, lived_s = exit_text(status), time.monotonic() - start
         if status == LOST:
             if not lost_since or answered_at() > lost_since:
-                outage.count, lost_since = 0, time.time()
+                tries, lost_since = 0, time.time()
                 logger.warning("%s cannot reach the run; trying again for %g s (--wait)", name, wait_s)
             elif time.time() - lost_since > wait_s:
                 logger.error("%s did not reach the run again within %g s (--wait): given up", name, wait_s)
                 return LOST
-            pause_s = outage.pause_s(0.0, sys.maxsize)
+            pause_s, tries = backoff_s(tries, first_s=1.0, longest_s=60.0), tries + 1
         else:
-            lost_since, pause_s = 0.0, restarts.pause_s(lived_s, limit)
+            text, lost_since = exit_text(status), 0.0
+            pause_s = crashes.pause_s(time.monotonic() - start, limit)
             if pause_s is None:
                 logger.error("%s %s; given up after %s", name, text, pluralize(limit, "restart"))
                 return FAILED
-            logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, restarts.count, limit)
-        try:
+            logger.warning("%s %s; restarting it in %g s (%d of %d)", name, text, pause_s, crashes.count, limit)
+        with suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), pause_s)
             return 0
-        except TimeoutError:
-            pass
+
+
+async def _run_once(
+    command: list[str], environment: dict[str, str], stopping: asyncio.Event, grace_s: float, running: set[int]
+) -> int:
+    """Run a process to its end, which `stopping` asks for. Return its exit status."""
+    process = await asyncio.create_subprocess_exec(*command, **child_options(environment))
+    running.add(process.pid)
+    ends, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(stopping.wait())
+    await asyncio.wait([ends, asked], return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if stopping.is_set():
+        await stop(process, grace_s)
+    status = await ends
+    running.discard(process.pid)
+    return status
 
 
 def _plan(
