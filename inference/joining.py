@@ -113,7 +113,8 @@ def join_parser() -> argparse.ArgumentParser:
         "--state-dir", type=Path, help="with an invite: where the node keeps its key, model and weights"
     )
     parser.add_argument("--connect-timeout", type=float, default=60.0, metavar="S",
-                        help="with an invite: how long to try to reach the run; default 60")  # fmt: skip
+                        help="with an invite: how long to try to reach the run at each start; default 60. While it "
+                        "serves, the run's inference.connect_timeout_s counts")  # fmt: skip
     parser.add_argument("--wait", type=duration_s, default="12h", metavar="TIME",
                         help="with an invite: how long nodes that lost the run try to reach it again: 45m, 2d; "
                         "default 12h")  # fmt: skip
@@ -137,7 +138,8 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--relay",
         metavar="HOST:PORT",
-        help="serve this node's weights to others over HTTP; further nodes of the machine use the next ports",
+        help="serve this node's weights to others over HTTP; further nodes of the machine use the next ports. For a "
+        "run that accepts no inbound connections see `orchestrator invite --relay`",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.

@@ -283,7 +283,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="address of the run for nodes; default: where it listens. Repeat for several")  # fmt: skip
     parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",
                         help="a box with `orchestrator relay`, for a run that accepts no inbound connections: the run "
-                        "and nodes that reach no address connect there. Repeat for several")  # fmt: skip
+                        "and nodes that reach no address connect there. Repeat for several. `inference join "
+                        "--relay` is another thing: it serves weights")  # fmt: skip
     parser.add_argument("--iroh", nargs="?", const="", metavar="IP:PORT",
                         help="also use iroh, before relays; needs the extra iroh on both sides. Without an address: "
                         "the public servers of n0; with one: that UDP port of the run's host")  # fmt: skip

@@ -81,7 +81,9 @@ class InferenceConfig(BaseConfig):
     lost_after_s: float = Field(default=10.0, gt=0)
     """Silence after which a node counts as gone."""
     connect_timeout_s: float = Field(default=120.0, gt=0)
-    """How long a node tries to connect or reconnect to the gateway before it gives up."""
+    """How long a node tries to connect or reconnect to the gateway before it gives up. One with an invite enrolls
+    before; `inference join --connect-timeout` bounds that.
+    """
     chunk_timeout_s: float = Field(default=30.0, gt=0)
     """How long a node waits for one piece of a weight chunk (a few MB) before it retries."""
     weights_from: list[str] = []

@@ -375,7 +375,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="this host's name in the run")
     parser.add_argument("--workers", type=int, help="processes per source; default: number of CPUs")
     parser.add_argument("--slots", type=int, help="concurrent rollouts over all sources; default: 8 per worker")
-    parser.add_argument("--connect-timeout", type=float, default=120.0, help="seconds to try to reach the orchestrator")
+    parser.add_argument("--connect-timeout", type=float, default=120.0,
+                        help="seconds to try to reach the orchestrator, at the start and again later")  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=60.0, help="seconds to finish rollouts when stopping")
     parser.add_argument("--dry-run", action="store_true", help="check the options, print them and stop")
     return parser
