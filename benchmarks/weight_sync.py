@@ -19,7 +19,7 @@ rate, of the last step:
     overlay     what a node pulls that has the anchor (the first version) but none between; beside it `full` for one
                 that has nothing
 
-`stall` is what the training step waits for (the copy), against copy and writing of a whole version, both once more
+`stall` is what the training step waits for (the copy), against copy and writing of a whole version, medians of three
 after all steps: the first copy also gets its memory. Made-up steps have no copy. `node memory` is the peak of a process
 that applies the last delta and reads all tensors, over that before, in sizes of the snapshot. `pause` is what sampling
 waits for: reading all tensors through the overlay into those in use, against a copy in memory. With --cut every so many
@@ -211,12 +211,15 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
 
 
 def _publication_s(masters: Tensors, folder: Path) -> dict[str, float]:
-    """Return the seconds of the copy, and of copying and writing a whole version."""
-    start = time.perf_counter()
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
-    stall_s = time.perf_counter() - start
-    VersionWriter(WeightStore(folder), 1).write(described(0), tensors)
-    return {"stall": stall_s, "publish": time.perf_counter() - start}
+    """Return the seconds of the copy, and of copying and writing a whole version: medians of three."""
+    stalls, wholes = [], []
+    for turn in range(3):
+        start = time.perf_counter()
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
+        stalls.append(time.perf_counter() - start)
+        VersionWriter(WeightStore(folder / str(turn)), 1).write(described(0), tensors)
+        wholes.append(time.perf_counter() - start)
+    return {"stall": statistics.median(stalls), "publish": statistics.median(wholes)}
 
 
 def verdicts(model: str, lr: float, of: dict[str, float]) -> list[tuple[str, bool]]:
