@@ -6,6 +6,7 @@ Imports only the standard library, so that `composer --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shutil
@@ -59,6 +60,12 @@ def exit_on_version_flag(words: list[str]) -> None:
 
         print(f"composer-prime {version('composer-prime')}")
         raise SystemExit(0)
+
+
+def unknown_command(name: str, commands: Iterable[str]) -> str:
+    """Return the message for a command that does not exist, with the nearest one that does."""
+    nearest = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
+    return f"unknown command {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
 
 
 def fail(error: Exception, *, command: str | None = None) -> NoReturn:
