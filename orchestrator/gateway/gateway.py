@@ -356,7 +356,7 @@ class Gateway:
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
             "link": {
                 "garbage": self._link.garbage,
-                "evicted": self._link.evicted,
+                "cut_off": self._link.cut_off,
                 "chunk_bytes_sent": self._chunks.bytes_sent,
                 "chunk_requests_dropped": self._chunks.dropped,
             },

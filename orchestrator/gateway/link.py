@@ -103,7 +103,7 @@ class NodeLink:
         """
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
-        self.evicted = 0
+        self.cut_off = 0
         """Connections that sent more garbage or more unrequested messages than their budget."""
         self.newest_manifest = b""
         """Signed; goes to every node that attaches."""
@@ -310,7 +310,7 @@ class NodeLink:
             logger.warning("dropped what key %s sent in the name of node %s's connection", key.decode(), node.node_id)
 
     def _cut_off(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
-        self.evicted += 1
+        self.cut_off += 1
         logger.warning("cut off: %s", reason)
         self._socket.send(identity, Rejected(reason=reason, may_return=True))
         if node is not None:
@@ -344,7 +344,7 @@ class NodeLink:
             if (reason := self._enrollment.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
                 self._socket.send(node.identity, Rejected(reason=refusal, may_return=False))
-                self._router.nodes.leave(node, f"evicted: {reason}")
+                self._router.nodes.leave(node, f"revoked: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
         refusal = self._refusal(hello) or self._enrollment.name_refusal(key, hello.node_id)
