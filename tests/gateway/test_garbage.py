@@ -113,10 +113,10 @@ async def test_nobody_is_lost_while_messages_wait_behind_a_long_one(open_gateway
         [attached] = gateway.router.nodes.attached()
         await node.vanish()
         for _ in range(100):
-            gateway._nodes.is_behind = True  # Its last heartbeat may still come.
+            gateway._node_socket.is_behind = True  # Its last heartbeat may still come.
             await asyncio.sleep(0.01)
         assert attached.attached
-        gateway._nodes.is_behind = False
+        gateway._node_socket.is_behind = False
         async with asyncio.timeout(60):
             while attached.attached:
                 await asyncio.sleep(0.01)
