@@ -45,6 +45,8 @@ class _Pulled:
     total: int = 0
     counted: int = 0
     """Less what versions gave back."""
+    is_told: bool = False
+    """Whether the log has it that this account gets no more until the next version."""
 
 
 class PullAllowance:
@@ -73,6 +75,7 @@ class PullAllowance:
         self._named, self._named_bytes = named, sum(named.values())
         for account in self._accounts.values():
             account.counted = max(0, account.counted - granted)
+            account.is_told = False
 
     def charge(self, account: bytes, num_bytes: int) -> None:
         pulled = self._accounts.setdefault(account, _Pulled())
@@ -96,6 +99,12 @@ class PullAllowance:
             "its allowance until the next versions: keep its state folder (--state-dir) over restarts, or have the run "
             "serve weights elsewhere ([orchestrator.weights], `orchestrator weights`)"
         )
+
+    def tell_once(self, account: bytes) -> bool:
+        """Whether this is the first refusal of `account` since the last version."""
+        pulled = self._accounts.get(account, _Pulled())
+        was_told, pulled.is_told = pulled.is_told, True
+        return not was_told
 
 
 class ChunkServer:

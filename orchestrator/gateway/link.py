@@ -132,8 +132,6 @@ class NodeLink:
         self._impostors: set[bytes] = set()
         """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
-        self._refused_pulls: set[bytes] = set()
-        """Accounts of which the log has it that they spent their allowance."""
         self._unsent_replies: dict[bytes, list[zmq.MessageTracker]] = {}
         """By account."""
 
@@ -244,15 +242,13 @@ class NodeLink:
             self._chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
             return
         self._socket.send(identity, ChunkRefused(sha256=request.sha256, reason=refusal))
-        if account not in self._refused_pulls and len(self._refused_pulls) < MAX_ACCOUNTS:
-            self._refused_pulls.add(account)
+        if self._allowance.tell_once(account):
             name = node.node_id if node is not None else self._enrollment.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
 
     def grant(self, manifest: Manifest) -> None:
         """Give nodes back what they may pull of a new version."""
         self._allowance.grant(manifest)
-        self._refused_pulls.clear()
 
     def weights_sent(self, node: AttachedNode) -> int:
         """Return the bytes of weights that went through the link to the holder of the node's key."""
