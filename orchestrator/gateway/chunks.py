@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -32,10 +33,31 @@ _ALLOWED_TIMES = 3
 _LEAST_ALLOWED = 64 << 20
 """Of a model so small that restarts and model files count."""
 
+NameT = TypeVar("NameT")
 Piece = tuple[bytes, str, int]
 """Connection, sha256 of the chunk and offset in it."""
 SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
+
+
+class UnderWay(Generic[NameT]):
+    """Messages under way to each account, by name; None while one is being prepared."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[bytes, dict[NameT, zmq.MessageTracker | None]] = {}
+
+    def to(self, account: bytes) -> dict[NameT, zmq.MessageTracker | None]:
+        """Return what has not left the queue to `account`, for the caller to add to."""
+        if len(self._accounts) >= MAX_ACCOUNTS:
+            self._accounts = {other: left for other, messages in self._accounts.items() if (left := _prune(messages))}
+        return _prune(self._accounts.setdefault(account, {}))
+
+
+def _prune(messages: dict[NameT, zmq.MessageTracker | None]) -> dict[NameT, zmq.MessageTracker | None]:
+    for name, sent in list(messages.items()):
+        if sent is not None and sent.done:
+            del messages[name]
+    return messages
 
 
 @dataclass(slots=True)
@@ -119,8 +141,7 @@ class ChunkServer:
         self._store = store
         self._other = other
         self._readers = asyncio.Semaphore(_READERS)
-        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
-        """Pieces under way to each account; None while one is being read."""
+        self._under_way: UnderWay[Piece] = UnderWay()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
@@ -128,25 +149,20 @@ class ChunkServer:
 
         `account`: the node, which may have several connections.
         """
-        pieces, piece = self._still_unsent(account), (identity, request.sha256, request.offset)
+        pieces, piece = self._under_way.to(account), (identity, request.sha256, request.offset)
         if piece in pieces:
             return
         if len(pieces) >= _MAX_UNSENT:
             self.dropped += 1
             return
         pieces[piece] = None
-        task = asyncio.create_task(self._answer(account, piece, request, send))
+        task = asyncio.create_task(self._answer(pieces, piece, request, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _still_unsent(self, account: bytes) -> dict[Piece, zmq.MessageTracker | None]:
-        if len(self._unsent) >= MAX_ACCOUNTS:
-            unsent = {other: _under_way(pieces) for other, pieces in self._unsent.items()}
-            self._unsent = {other: pieces for other, pieces in unsent.items() if pieces}
-        self._unsent[account] = _under_way(self._unsent.get(account, {}))
-        return self._unsent[account]
-
-    async def _answer(self, account: bytes, piece: Piece, request: ChunkRequest, send: SendPiece) -> None:
+    async def _answer(
+        self, pieces: dict[Piece, zmq.MessageTracker | None], piece: Piece, request: ChunkRequest, send: SendPiece
+    ) -> None:
         sent = None
         try:
             async with self._readers:
@@ -156,9 +172,9 @@ class ChunkServer:
                 self.bytes_sent += len(message.data)
         finally:
             if sent is None:
-                del self._unsent[account][piece]
+                del pieces[piece]
             else:
-                self._unsent[account][piece] = sent
+                pieces[piece] = sent
 
     def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
         piece = None
@@ -179,7 +195,3 @@ class ChunkServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
-    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}

@@ -49,7 +49,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
-from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer, PullAllowance
+from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
@@ -132,8 +132,8 @@ class NodeLink:
         self._impostors: set[bytes] = set()
         """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
-        self._unsent_replies: dict[bytes, list[zmq.MessageTracker]] = {}
-        """By account."""
+        self._replies: UnderWay[zmq.MessageTracker] = UnderWay()
+        """With a manifest; they have no other name."""
 
     async def receive(self) -> None:
         """Handle messages until cancelled."""
@@ -264,12 +264,9 @@ class NodeLink:
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
-        if len(self._unsent_replies) >= MAX_ACCOUNTS:
-            self._unsent_replies = {one: left for one, each in self._unsent_replies.items() if (left := _unsent(each))}
-        account = self._account(identity, key)
-        unsent = self._unsent_replies[account] = _unsent(self._unsent_replies.get(account, []))
+        unsent = self._replies.to(self._account(identity, key))
         if len(unsent) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
-            unsent.append(sent)
+            unsent[sent] = sent
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
@@ -430,7 +427,3 @@ class NodeLink:
                 "find its caches wrong: start the node with kv_at_swap = 'keep'"
             )
         return None
-
-
-def _unsent(trackers: list[zmq.MessageTracker]) -> list[zmq.MessageTracker]:
-    return [tracker for tracker in trackers if not tracker.done]
