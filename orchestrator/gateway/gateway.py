@@ -48,7 +48,8 @@ from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
+from orchestrator.gateway.twins import start_twins
+from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
 
 logger = logging.getLogger(__name__)
 
