@@ -327,7 +327,7 @@ class Gateway:
                 reports = {
                     node.node_id: status for node in router.serving() if (status := node.credible_status) is not None
                 }
-                queued = self.waits.for_the_fleet()
+                queued = self.waits.queued_for_the_fleet()
                 elsewhere = router.queued - queued
                 self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 

@@ -341,7 +341,7 @@ class NodeLink:
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
         refusal = self._refusal(hello) or self._enrollment.name_refusal(key, hello.node_id)
-        reason = refusal or self._served_another_run(hello) or self._name_is_taken(identity, hello)
+        reason = refusal or self._served_another_run(hello) or self._name_refusal(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
             self._socket.send(identity, Rejected(reason=reason, may_return=refusal is None))
@@ -365,26 +365,29 @@ class NodeLink:
         others = [url for relay, url in self._relays.items() if relay not in hidden]
         return {"sources": self._sources, "relays": others[-_MAX_RELAYS:] if self._tells_relays else []}
 
-    def _name_is_taken(self, identity: bytes, hello: NodeHello) -> str | None:
+    def _name_refusal(self, identity: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.
 
         A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
         """
         holder = self._router.nodes.holder(identity, hello)
-        return self._is_held(holder) if holder is not None else None
+        return self._refusal_by_holder(holder) if holder is not None else None
 
     def _second_process(self, key: bytes) -> Rejected | None:
         """Return the refusal of a node that enrolls while another process serves with its key: a copied state folder.
 
         It would pull and load the model only to be refused then.
         """
-        for holder in self._router.nodes.attached():
-            if holder.key == key and self._enrollment.is_own(key) and (reason := self._is_held(holder)) is not None:
+        for holder in self._router.nodes.attached() if self._enrollment.is_own(key) else []:
+            if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
                 return Rejected(reason=reason, may_return=True)
         return None
 
-    def _is_held(self, holder: AttachedNode) -> str | None:
-        """Return why no other process may be the node `holder`; None when its connection is closed."""
+    def _refusal_by_holder(self, holder: AttachedNode) -> str | None:
+        """Return why no other process may be the node `holder`; None when its connection is closed.
+
+        Asks the connection; a closed one leaves.
+        """
         if not self._socket.send(holder.identity, Heard()):
             self._router.nodes.leave(holder, "its connection is closed")
             return None

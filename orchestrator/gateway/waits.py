@@ -80,7 +80,7 @@ class Waits:
         able = f"{len(able_nodes(request, serving))} of {len(serving)} serving nodes"
         return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
-    def for_the_fleet(self) -> int:
+    def queued_for_the_fleet(self) -> int:
         """Return how many queued requests wait because the fleet is full: at least half of its places may serve them.
 
         Others wait for a few nodes, with a large context or new weights, while most may be idle, or for places that

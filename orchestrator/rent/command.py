@@ -133,7 +133,7 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
     def watch() -> int:
         started = start()
         if started:
-            _tell(_guard(provider, budget))
+            _tell(_limits_text(provider, budget))
             _tell(f"stopping the machines: {fleet.watch(budget, RunUse(options.run))}")
         return started
 
@@ -188,7 +188,7 @@ def _check_invite(invite: Invite, run_dir: RunDir, run_id: str, nodes: int) -> N
         raise InviteError(f"the invite admits {left} more nodes, the machines have {nodes} GPUs, one a node: {remedy}")
 
 
-def _guard(provider: Provider, budget: RentalBudget) -> str:
+def _limits_text(provider: Provider, budget: RentalBudget) -> str:
     limits = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     limits += [f"${budget.dollars:.2f}"] if budget.dollars is not None else []
     text = (f"this command ends the machines after {' or '.join(limits)}, {KEPT_S / 60:g} minutes after the run, or "
