@@ -22,6 +22,7 @@ from composer_prime.wire.node import ChunkMissing, ChunkRequest, ToNode, WeightC
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
+"""Of one message through the node link; 16 of them are the 32 MiB of docs/explanation/security.md."""
 _MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_UNSENT = 16
