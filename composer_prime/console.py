@@ -33,6 +33,9 @@ COMPOSER = "uv run composer"
 
 GIB = 1 << 30
 
+ENGINE_THREAD = "local-engine"
+"""Name of the thread in which the local engine loads a model and computes."""
+
 PROGRESS_INTERVAL_S = 30.0
 """Shortest time between two lines of ProgressLines."""
 
@@ -95,6 +98,28 @@ def until_the_reader_leaves(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         silence()
         return READER_LEFT
+
+
+def despite_engines(work: Callable[[], int]) -> int:
+    """Return the exit status of `work()`. While a local engine loads or hangs, end the process with it at once.
+
+    Nothing can stop that thread, and the interpreter would abort when it shuts down under it.
+    """
+    try:
+        status = work()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _leave_engines(end.code)
+        raise
+    _leave_engines(status)
+    return status
+
+
+def _leave_engines(status: int) -> None:
+    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def silence() -> None:

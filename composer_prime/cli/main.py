@@ -8,7 +8,13 @@ from __future__ import annotations
 import importlib
 import sys
 
-from composer_prime.console import exit_on_version_flag, fail, unknown_command, until_the_reader_leaves
+from composer_prime.console import (
+    despite_engines,
+    exit_on_version_flag,
+    fail,
+    unknown_command,
+    until_the_reader_leaves,
+)
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
@@ -42,7 +48,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    return until_the_reader_leaves(_main)
+    return despite_engines(lambda: until_the_reader_leaves(_main))
 
 
 def composer_usage() -> str:
