@@ -261,7 +261,7 @@ async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
         counts=ledger.counts,
         quarantines=trust[HOSTILE].quarantines,
         junk=state["link"]["garbage"],
-        cut_off=state["link"]["evicted"],
+        cut_off=state["link"]["cut_off"],
         held=held,
         dropped_pulls=state["link"]["chunk_requests_dropped"],
     )

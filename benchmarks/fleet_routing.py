@@ -65,7 +65,7 @@ from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.waits import start_twins
+from orchestrator.gateway.twins import start_twins
 
 PLACES = 64
 RATIO_TARGET = 1.6

@@ -224,14 +224,14 @@ async def measure_flood() -> dict[str, float]:
             calm = await measure(gateway, driver, load, 0.05)
             before = _resident_mib()
             with node_process(gateway, keys, "flood"):
-                while not gateway.state()["link"]["evicted"]:
+                while not gateway.state()["link"]["cut_off"]:
                     await asyncio.sleep(0.01)
                 flooded = await measure(gateway, driver, load, 0.05)
                 ignored = gateway.state()["link"]["garbage"]
             grown = _resident_mib() - before
     print(f"calm {calm.requests_per_s:.0f} turns/s, {calm.cpu_ms_per_request:.2f} ms each; flooded "
           f"{flooded.requests_per_s:.0f} turns/s, {flooded.cpu_ms_per_request:.2f} ms each; {ignored} messages of the "
-          f"evicted node ignored; resident memory {grown:+.1f} MiB")  # fmt: skip
+          f"cut-off node ignored; resident memory {grown:+.1f} MiB")  # fmt: skip
     return {"calm": calm.requests_per_s, "flooded": flooded.requests_per_s, "grown_mib": grown}
 
 

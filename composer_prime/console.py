@@ -6,6 +6,7 @@ Imports only the standard library, so that `composer --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import shutil
@@ -31,6 +32,9 @@ COMPOSER = "uv run composer"
 """How printed commands begin: the script itself is on PATH only in an activated environment."""
 
 GIB = 1 << 30
+
+ENGINE_THREAD = "local-engine"
+"""Name of the thread in which the local engine loads a model and computes."""
 
 PROGRESS_INTERVAL_S = 30.0
 """Shortest time between two lines of ProgressLines."""
@@ -61,6 +65,12 @@ def exit_on_version_flag(words: list[str]) -> None:
         raise SystemExit(0)
 
 
+def unknown_command(name: str, commands: Iterable[str]) -> str:
+    """Return the message for a command that does not exist, with the nearest one that does."""
+    nearest = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
+    return f"unknown command {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+
+
 def fail(error: Exception, *, command: str | None = None) -> NoReturn:
     """Print the message of a wrong input to stderr, without a traceback, and exit with status 2.
 
@@ -88,6 +98,28 @@ def until_the_reader_leaves(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         silence()
         return READER_LEFT
+
+
+def despite_engines(work: Callable[[], int]) -> int:
+    """Return the exit status of `work()`. While a local engine loads or hangs, end the process with it at once.
+
+    Nothing can stop that thread, and the interpreter would abort when it shuts down under it.
+    """
+    try:
+        status = work()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _leave_engines(end.code)
+        raise
+    _leave_engines(status)
+    return status
+
+
+def _leave_engines(status: int) -> None:
+    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def silence() -> None:

@@ -28,6 +28,7 @@ from inference.snapshot import ChunkFolder, Snapshot, folder_snapshot
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
+"""Asked of HTTP hosts, buckets and folders; the gateway sends smaller ones."""
 _CHUNKS_AT_ONCE = 4
 
 

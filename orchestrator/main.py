@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config, load
-from composer_prime.console import EXIT_USAGE, INTERRUPTED, columns, console_script, exit_on_version_flag, fail
+from composer_prime.console import (
+    EXIT_USAGE,
+    INTERRUPTED,
+    columns,
+    console_script,
+    exit_on_version_flag,
+    fail,
+    unknown_command,
+)
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
 from composer_prime.run.check_run_dir import check_run_folder, earlier_output, with_length_divisor
@@ -71,6 +79,10 @@ def main() -> int:
     try:
         if words and words[0] in _COMMANDS:
             return _command(words[0], words[1:])
+        if words and words[0].isalpha():
+            raise ConfigError(f"{unknown_command(words[0], _COMMANDS)}\n\n{_USAGE}")
+        if words in (["--help"], ["-h"]):
+            print(f"{_USAGE}\n")
         if words[:1] == ["--run-dir"]:
             if len(words) != 2:
                 raise ConfigError(_USAGE)

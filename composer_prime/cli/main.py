@@ -5,11 +5,16 @@ A command's module is imported only when the command is called, so `composer --h
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 
-from composer_prime.console import exit_on_version_flag, fail, until_the_reader_leaves
+from composer_prime.console import (
+    despite_engines,
+    exit_on_version_flag,
+    fail,
+    unknown_command,
+    until_the_reader_leaves,
+)
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
@@ -43,7 +48,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    return until_the_reader_leaves(_main)
+    return despite_engines(lambda: until_the_reader_leaves(_main))
 
 
 def composer_usage() -> str:
@@ -60,9 +65,7 @@ def _main() -> int:
     length = 2 if " ".join(words[:2]) in COMMANDS else 1
     name, arguments = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        fail(ComposerError(f"unknown command {name!r}{suggestion}\n\n{composer_usage()}"))
+        fail(ComposerError(f"{unknown_command(name, COMMANDS)}\n\n{composer_usage()}"))
     module = importlib.import_module(COMMANDS[name][0])
     try:
         return module.main(arguments)

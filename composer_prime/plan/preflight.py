@@ -395,6 +395,13 @@ def setting_notes(config: Config) -> Iterator[str]:
             "from elsewhere can join, and nothing checks what they say they sampled; set --orchestrator.audit.enabled, "
             "or invite only machines that you trust"
         )
+    audit = orchestrator.audit
+    unused = [f"{name} = {value}" for name, value in audit if value != getattr(type(audit)(), name)]
+    if unused and not audit.enabled:
+        yield (
+            f"orchestrator.audit has {' and '.join(unused)}, but orchestrator.audit.enabled is false: nothing is "
+            "audited; set --orchestrator.audit.enabled, or leave the rest out"
+        )
     if inference.max_usd_per_million is not None and inference.usd_per_hour is None:
         yield (
             f"inference.max_usd_per_million is {inference.max_usd_per_million:g}, but inference.usd_per_hour is not "

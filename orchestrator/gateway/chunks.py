@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -21,6 +22,7 @@ from composer_prime.wire.node import ChunkMissing, ChunkRequest, ToNode, WeightC
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
+"""Of one message through the node link; 16 of them are the 32 MiB of docs/explanation/security.md."""
 _MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_UNSENT = 16
@@ -32,10 +34,31 @@ _ALLOWED_TIMES = 3
 _LEAST_ALLOWED = 64 << 20
 """Of a model so small that restarts and model files count."""
 
+NameT = TypeVar("NameT")
 Piece = tuple[bytes, str, int]
 """Connection, sha256 of the chunk and offset in it."""
 SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
+
+
+class UnderWay(Generic[NameT]):
+    """Messages under way to each account, by name; None while one is being prepared."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[bytes, dict[NameT, zmq.MessageTracker | None]] = {}
+
+    def to(self, account: bytes) -> dict[NameT, zmq.MessageTracker | None]:
+        """Return what has not left the queue to `account`, for the caller to add to."""
+        if len(self._accounts) >= MAX_ACCOUNTS:
+            self._accounts = {other: left for other, messages in self._accounts.items() if (left := _prune(messages))}
+        return _prune(self._accounts.setdefault(account, {}))
+
+
+def _prune(messages: dict[NameT, zmq.MessageTracker | None]) -> dict[NameT, zmq.MessageTracker | None]:
+    for name, sent in list(messages.items()):
+        if sent is not None and sent.done:
+            del messages[name]
+    return messages
 
 
 @dataclass(slots=True)
@@ -45,6 +68,8 @@ class _Pulled:
     total: int = 0
     counted: int = 0
     """Less what versions gave back."""
+    is_told: bool = False
+    """Whether the log has it that this account gets no more until the next version."""
 
 
 class PullAllowance:
@@ -73,6 +98,7 @@ class PullAllowance:
         self._named, self._named_bytes = named, sum(named.values())
         for account in self._accounts.values():
             account.counted = max(0, account.counted - granted)
+            account.is_told = False
 
     def charge(self, account: bytes, num_bytes: int) -> None:
         pulled = self._accounts.setdefault(account, _Pulled())
@@ -97,6 +123,12 @@ class PullAllowance:
             "serve weights elsewhere ([orchestrator.weights], `orchestrator weights`)"
         )
 
+    def tell_once(self, account: bytes) -> bool:
+        """Whether this is the first refusal of `account` since the last version."""
+        pulled = self._accounts.get(account, _Pulled())
+        was_told, pulled.is_told = pulled.is_told, True
+        return not was_told
+
 
 class ChunkServer:
     """Reads weight chunks in threads and sends them piece by piece."""
@@ -110,8 +142,7 @@ class ChunkServer:
         self._store = store
         self._other = other
         self._readers = asyncio.Semaphore(_READERS)
-        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
-        """Pieces under way to each account; None while one is being read."""
+        self._under_way: UnderWay[Piece] = UnderWay()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
@@ -119,25 +150,20 @@ class ChunkServer:
 
         `account`: the node, which may have several connections.
         """
-        pieces, piece = self._still_unsent(account), (identity, request.sha256, request.offset)
+        pieces, piece = self._under_way.to(account), (identity, request.sha256, request.offset)
         if piece in pieces:
             return
         if len(pieces) >= _MAX_UNSENT:
             self.dropped += 1
             return
         pieces[piece] = None
-        task = asyncio.create_task(self._answer(account, piece, request, send))
+        task = asyncio.create_task(self._answer(pieces, piece, request, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _still_unsent(self, account: bytes) -> dict[Piece, zmq.MessageTracker | None]:
-        if len(self._unsent) >= MAX_ACCOUNTS:
-            unsent = {other: _under_way(pieces) for other, pieces in self._unsent.items()}
-            self._unsent = {other: pieces for other, pieces in unsent.items() if pieces}
-        self._unsent[account] = _under_way(self._unsent.get(account, {}))
-        return self._unsent[account]
-
-    async def _answer(self, account: bytes, piece: Piece, request: ChunkRequest, send: SendPiece) -> None:
+    async def _answer(
+        self, pieces: dict[Piece, zmq.MessageTracker | None], piece: Piece, request: ChunkRequest, send: SendPiece
+    ) -> None:
         sent = None
         try:
             async with self._readers:
@@ -147,9 +173,9 @@ class ChunkServer:
                 self.bytes_sent += len(message.data)
         finally:
             if sent is None:
-                del self._unsent[account][piece]
+                del pieces[piece]
             else:
-                self._unsent[account][piece] = sent
+                pieces[piece] = sent
 
     def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
         piece = None
@@ -170,7 +196,3 @@ class ChunkServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
-    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}

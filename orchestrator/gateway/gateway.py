@@ -34,6 +34,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.iroh_link import RelayLegs
 from composer_prime.wire.node import Drain, NewVersion
+from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
 from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
@@ -44,10 +45,11 @@ from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
-from orchestrator.gateway.link import NodeLink, NodeSocket
+from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled, start_twins
+from orchestrator.gateway.twins import start_twins
+from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,8 @@ class Gateway:
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self._enrollment = Enrollment(config, keys, run_id, model_dir)
-        self._nodes = NodeSocket(keys, config.model.max_context, self._enrollment.is_admitted)
-        send = lambda node, message: self._nodes.send(node.identity, message)
+        self._node_socket = NodeSocket(keys, config.model.max_context, self._enrollment.is_admitted)
+        send = lambda node, message: self._node_socket.send(node.identity, message)
         self.router = Router(
             send,
             vocab_size=vocab_size,
@@ -94,7 +96,7 @@ class Gateway:
             no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
-        join_hint = lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token")
+        join_hint = lambda: how_to_join(self._node_socket.endpoint, config.model.path, keys.folder / "node.token")
         self.waits = Waits(self.router, join_hint)
         self.audits: Audits | None = None
         """None unless answers are audited."""
@@ -141,7 +143,7 @@ class Gateway:
 
     def _build_link(self) -> NodeLink:
         return NodeLink(
-            self._nodes,
+            self._node_socket,
             self.router,
             self._chunks,
             self._enrollment,
@@ -191,7 +193,7 @@ class Gateway:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
         orchestrator = self._config.orchestrator
         self._enrollment.open()
-        self._nodes.bind(orchestrator.node_address)
+        self._node_socket.bind(orchestrator.node_address)
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
@@ -211,7 +213,7 @@ class Gateway:
         """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""
         if finished:
             for node in self.router.nodes.attached():
-                self._nodes.send(node.identity, Drain(reason="the run is finished"))
+                self._node_socket.send(node.identity, Drain(reason="the run is finished"))
         self.lag.stop()
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
@@ -228,7 +230,7 @@ class Gateway:
             await self.audits.close(finished=finished)
         await self._chunks.close()
         self._chat.close()
-        await self._nodes.close()
+        await self._node_socket.close()
         await self._relay_legs.close()  # Last words to nodes go through them.
         if not self._failure.cancel() and not self._failure.cancelled():
             self._failure.exception()  # Retrieved here in case nobody watched.
@@ -252,7 +254,7 @@ class Gateway:
     @property
     def node_endpoint(self) -> str:
         """`tcp://host:port` where nodes connect."""
-        return self._nodes.endpoint
+        return self._node_socket.endpoint
 
     # -- policy versions and nodes -------------------------------------------------------------------------------
 
@@ -271,7 +273,8 @@ class Gateway:
         for node in self.router.nodes:
             node.reports.forget(manifest.version)
         for node in self.router.nodes.attached():
-            self._nodes.send(node.identity, NewVersion(manifest=signed, **self._link.weight_places(node.identity)))
+            places = self._link.weight_places(node.identity)
+            self._node_socket.send(node.identity, NewVersion(manifest=signed, **places))
         return manifest.version
 
     def require_version(self, oldest: int) -> None:
@@ -310,8 +313,8 @@ class Gateway:
             if self.processes is not None:
                 self.processes.end_silent()
             self._link.end_revoked()
-            self._relay_legs.update(self._enrollment.relays, self._nodes.endpoint)
-            if not self._nodes.is_behind:
+            self._relay_legs.update(self._enrollment.relays, self._node_socket.endpoint)
+            if not self._node_socket.is_behind:
                 router.nodes.lose_silent(inference.lost_after_s)
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
@@ -324,7 +327,7 @@ class Gateway:
                 reports = {
                     node.node_id: status for node in router.serving() if (status := node.credible_status) is not None
                 }
-                queued = self.waits.for_the_fleet()
+                queued = self.waits.queued_for_the_fleet()
                 elsewhere = router.queued - queued
                 self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 
@@ -356,7 +359,7 @@ class Gateway:
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
             "link": {
                 "garbage": self._link.garbage,
-                "evicted": self._link.evicted,
+                "cut_off": self._link.cut_off,
                 "chunk_bytes_sent": self._chunks.bytes_sent,
                 "chunk_requests_dropped": self._chunks.dropped,
             },

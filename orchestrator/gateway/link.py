@@ -49,7 +49,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
-from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer, PullAllowance
+from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
 from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
@@ -103,7 +103,7 @@ class NodeLink:
         """
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
-        self.evicted = 0
+        self.cut_off = 0
         """Connections that sent more garbage or more unrequested messages than their budget."""
         self.newest_manifest = b""
         """Signed; goes to every node that attaches."""
@@ -132,10 +132,8 @@ class NodeLink:
         self._impostors: set[bytes] = set()
         """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
-        self._refused_pulls: set[bytes] = set()
-        """Accounts of which the log has it that they spent their allowance."""
-        self._unsent_replies: dict[bytes, list[zmq.MessageTracker]] = {}
-        """By account."""
+        self._replies: UnderWay[zmq.MessageTracker] = UnderWay()
+        """With a manifest; they have no other name."""
 
     async def receive(self) -> None:
         """Handle messages until cancelled."""
@@ -244,15 +242,13 @@ class NodeLink:
             self._chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
             return
         self._socket.send(identity, ChunkRefused(sha256=request.sha256, reason=refusal))
-        if account not in self._refused_pulls and len(self._refused_pulls) < MAX_ACCOUNTS:
-            self._refused_pulls.add(account)
+        if self._allowance.tell_once(account):
             name = node.node_id if node is not None else self._enrollment.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
 
     def grant(self, manifest: Manifest) -> None:
         """Give nodes back what they may pull of a new version."""
         self._allowance.grant(manifest)
-        self._refused_pulls.clear()
 
     def weights_sent(self, node: AttachedNode) -> int:
         """Return the bytes of weights that went through the link to the holder of the node's key."""
@@ -268,12 +264,9 @@ class NodeLink:
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
-        if len(self._unsent_replies) >= MAX_ACCOUNTS:
-            self._unsent_replies = {one: left for one, each in self._unsent_replies.items() if (left := _unsent(each))}
-        account = self._account(identity, key)
-        unsent = self._unsent_replies[account] = _unsent(self._unsent_replies.get(account, []))
+        unsent = self._replies.to(self._account(identity, key))
         if len(unsent) < _MAX_UNSENT_REPLIES and (sent := self._socket.send_large(identity, reply)) is not None:
-            unsent.append(sent)
+            unsent[sent] = sent
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello attaches the node from scratch, and one is enough."""
@@ -310,7 +303,7 @@ class NodeLink:
             logger.warning("dropped what key %s sent in the name of node %s's connection", key.decode(), node.node_id)
 
     def _cut_off(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
-        self.evicted += 1
+        self.cut_off += 1
         logger.warning("cut off: %s", reason)
         self._socket.send(identity, Rejected(reason=reason, may_return=True))
         if node is not None:
@@ -344,11 +337,11 @@ class NodeLink:
             if (reason := self._enrollment.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
                 self._socket.send(node.identity, Rejected(reason=refusal, may_return=False))
-                self._router.nodes.leave(node, f"evicted: {reason}")
+                self._router.nodes.leave(node, f"revoked: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
         refusal = self._refusal(hello) or self._enrollment.name_refusal(key, hello.node_id)
-        reason = refusal or self._served_another_run(hello) or self._name_is_taken(identity, hello)
+        reason = refusal or self._served_another_run(hello) or self._name_refusal(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
             self._socket.send(identity, Rejected(reason=reason, may_return=refusal is None))
@@ -372,26 +365,29 @@ class NodeLink:
         others = [url for relay, url in self._relays.items() if relay not in hidden]
         return {"sources": self._sources, "relays": others[-_MAX_RELAYS:] if self._tells_relays else []}
 
-    def _name_is_taken(self, identity: bytes, hello: NodeHello) -> str | None:
+    def _name_refusal(self, identity: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.
 
         A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
         """
         holder = self._router.nodes.holder(identity, hello)
-        return self._is_held(holder) if holder is not None else None
+        return self._refusal_by_holder(holder) if holder is not None else None
 
     def _second_process(self, key: bytes) -> Rejected | None:
         """Return the refusal of a node that enrolls while another process serves with its key: a copied state folder.
 
         It would pull and load the model only to be refused then.
         """
-        for holder in self._router.nodes.attached():
-            if holder.key == key and self._enrollment.is_own(key) and (reason := self._is_held(holder)) is not None:
+        for holder in self._router.nodes.attached() if self._enrollment.is_own(key) else []:
+            if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
                 return Rejected(reason=reason, may_return=True)
         return None
 
-    def _is_held(self, holder: AttachedNode) -> str | None:
-        """Return why no other process may be the node `holder`; None when its connection is closed."""
+    def _refusal_by_holder(self, holder: AttachedNode) -> str | None:
+        """Return why no other process may be the node `holder`; None when its connection is closed.
+
+        Asks the connection; a closed one leaves.
+        """
         if not self._socket.send(holder.identity, Heard()):
             self._router.nodes.leave(holder, "its connection is closed")
             return None
@@ -434,7 +430,3 @@ class NodeLink:
                 "find its caches wrong: start the node with kv_at_swap = 'keep'"
             )
         return None
-
-
-def _unsent(trackers: list[zmq.MessageTracker]) -> list[zmq.MessageTracker]:
-    return [tracker for tracker in trackers if not tracker.done]

@@ -267,6 +267,22 @@ class AttachedNode:
             return False
         return (self.engine, one.name, one.count, one.dtype) == (other.engine, two.name, two.count, two.dtype)
 
+    def take_over(self, former: AttachedNode) -> None:
+        """Continue as `former`, the last attachment of the same name. Measured speed belongs to the process.
+
+        Stalls, failures and suspension belong to the name, or a restart would end a suspension.
+        """
+        for counter in _COUNTERS:
+            setattr(self, counter, getattr(former, counter))
+        self.attachments = former.attachments + 1
+        self.stalls_in_row, self.suspended_until = former.stalls_in_row, former.suspended_until
+        self.failures_in_row = former.failures_in_row
+        if former.places < former.max_concurrent:
+            self.places = 1
+        if self.instance and self.instance == former.instance:
+            self.speed, self.streams, self.reports = former.speed, former.streams, former.reports
+            self.reports.note(self.version)
+
     def note_answer(self, num_tokens: int) -> None:
         """Count an accepted answer."""
         self.answers += 1
@@ -339,19 +355,13 @@ class Nodes:
         return None if hello.instance and hello.instance == namesake.instance else namesake
 
     def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
-        """Attach the node that sent `hello` on connection `identity`.
-
-        A node that says Hello starts empty, so requests that it held before count as lost. Stalls, failures and
-        suspension belong to its name: they outlast a reconnect and a restart, or a restart would end a suspension.
-        Its measured speed belongs to its process.
-        """
+        """Attach the sender of `hello` on connection `identity`. Requests that it held before count as lost."""
         previous = self._by_identity.get(identity)
         if previous is not None:
             self.leave(previous, "said hello again")
         former = self._by_id.get(hello.node_id)
         if former is not None and former.attached:
             self.leave(former, "came back on a new connection")
-        is_same_process = former is not None and hello.instance != "" and hello.instance == former.instance
         node = AttachedNode(
             node_id=hello.node_id,
             identity=identity,
@@ -373,16 +383,7 @@ class Nodes:
             keeps_conversations=hello.keeps_conversations,
         )
         if former is not None:
-            for counter in _COUNTERS:
-                setattr(node, counter, getattr(former, counter))
-            node.attachments = former.attachments + 1
-            node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
-            node.failures_in_row = former.failures_in_row
-            if former.places < former.max_concurrent:
-                node.places = 1
-            if is_same_process:
-                node.speed, node.streams, node.reports = former.speed, former.streams, former.reports
-                node.reports.note(hello.version)
+            node.take_over(former)
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         self.contexts = sorted({each.context for each in self})

@@ -6,7 +6,8 @@
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
 placing.py chooses the node. waits.py finds requests that make no progress, and ends those that waited too long.
-Everything runs on one event loop. Only `generate` waits, at most until one of its deadlines.
+twins.py starts the last ones of a group on a second node. Everything runs on one event loop. Only `generate` waits, at
+most until one of its deadlines.
 """
 
 from __future__ import annotations

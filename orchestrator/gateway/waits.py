@@ -5,7 +5,6 @@
     reclaim_lost          the node reports no request at all: the request or its answer was lost on the way
     reclaim_stalled       the node sends heartbeats, but neither answers nor tokens
     reclaim_quarantined   an audit found that the node's answers are wrong
-    start_twins           the last rollouts of a group wait for a slow node: a fast one with a free place tries too
 
 Another node continues a reclaimed request after the streamed tokens. Tokens of a quarantined node are discarded.
 """
@@ -18,23 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 from composer_prime.errors import DeadlineError
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, able_nodes, node_needs
+from orchestrator.gateway.nodes import GatewayRequest, able_nodes, node_needs
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.twins import twin_of
 
 logger = logging.getLogger(__name__)
 
-_TWIN_GAIN = 2.0
-"""How many times faster than the request's node another one must be."""
-_LEAST_GAIN_S = 1.0
-_OVERDUE = 3.0
-"""A request is overdue after this many times its expected time, unless its node streamed tokens lately."""
-_QUIET_S = 5.0
 _MAX_DOUBLINGS = 2
 _MAX_SUSPENSION_S = 3600.0
 """Bounds of a suspension: nothing but its end lets a node that works again show so."""
-_MAX_LOOKS = 512
-"""Requests for which a tick looks for a second node. Each takes some 10 us, and the event loop waits for all."""
 
 
 class Waits:
@@ -90,7 +80,7 @@ class Waits:
         able = f"{len(able_nodes(request, serving))} of {len(serving)} serving nodes"
         return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
-    def for_the_fleet(self) -> int:
+    def queued_for_the_fleet(self) -> int:
         """Return how many queued requests wait because the fleet is full: at least half of its places may serve them.
 
         Others wait for a few nodes, with a large context or new weights, while most may be idle, or for places that
@@ -186,56 +176,3 @@ def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
                 request.avoid = node_id
                 router.reissue(request, f"node {node_id} is {reason}", keep=False)
     router.place()
-
-
-def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
-    """Start a request that holds up its group on a second node too, if a free node would finish much sooner.
-
-    Skip requests that have failed anywhere: a second node may fail at each tick. After `max_looks` requests, continue
-    at the next tick.
-    """
-    if router.queue:
-        return
-    now, requests, looks = time.monotonic(), list(router.open.values()), 0
-    first = router.siblings.next_look % max(1, len(requests))
-    for place, request in enumerate([*requests[first:], *requests[:first]], first):
-        if request.node is None or request.twin is not None or request.failures or request.refused_by:
-            continue
-        if not router.siblings.holds_up(request.session):
-            continue
-        if looks == max_looks:
-            router.siblings.next_look = place
-            return
-        looks += 1
-        slow, twin = request.node, twin_of(request, request.node)
-        is_silent = _is_overdue(router, request, slow, now) and slow.stalled_s(now) > _QUIET_S
-        free = router.placing.free(twin, now, router.oldest_version, router.newest_version)
-        free = [node for node in free if node is not slow and not node.cache_is_full]
-        free = [node for node in free if is_silent or _samples_the_same(slow, node)]
-        if not free:
-            continue
-        node = min(free, key=lambda node: router.placing.seconds(twin, node))
-        if is_silent or _is_slow(router, request, slow, router.placing.seconds(twin, node), now):
-            request.twin = twin
-            router.counters.twins += 1
-            router.assign(twin, node)
-
-
-def _samples_the_same(slow: AttachedNode, other: AttachedNode) -> bool:
-    """Whether `other` continues the tokens that `slow` streams, and samples the same ones as `slow` would.
-
-    Otherwise the shorter of two answers would win, and training would see too many short answers.
-    """
-    return slow.streams and slow.continues and slow.rounds_like(other) and slow.version == other.version
-
-
-def _is_slow(router: Router, request: GatewayRequest, node: AttachedNode, elsewhere_s: float, now: float) -> bool:
-    left_s = router.placing.seconds_left(request, node)
-    if left_s > _TWIN_GAIN * elsewhere_s + _LEAST_GAIN_S and router.placing.is_measured(node):
-        return True
-    return _is_overdue(router, request, node, now) and now - request.last_part > _QUIET_S
-
-
-def _is_overdue(router: Router, request: GatewayRequest, node: AttachedNode, now: float) -> bool:
-    expected_s = router.placing.pace(node).seconds(request.cold, router.placing.mean_sampled, request.load)
-    return now - request.placed > max(_OVERDUE * expected_s, _QUIET_S)

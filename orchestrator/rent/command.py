@@ -28,8 +28,8 @@ from composer_prime.run.rentals import Rental, RentalRecord
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, release_package
 from orchestrator.rent.cli_providers import Prime, Vast
-from orchestrator.rent.fleet import STOP_TIMEOUT_S, RentalBudget, RentedFleet, find
 from orchestrator.rent.http_providers import Lambda, RunPod
+from orchestrator.rent.machines import STOP_TIMEOUT_S, RentalBudget, RentedMachines, find
 from orchestrator.rent.provider import Instance, Needs, Offer, Order, Provider, choose
 from orchestrator.rent.usefulness import KEPT_S, RunUse
 
@@ -52,9 +52,9 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
             read_run_id(RunDir(options.run))  # a mistyped folder is an error
         labels = options.stop or []
         _check_labels(labels, record)
-        rented = {rental.provider for rental in record.rentals() if not labels or rental.label in labels}
-        fleets = [RentedFleet(providers[name], record, _tell, only=labels) for name in sorted(rented)]
-        return _status(fleets, record) if options.status else _stop(fleets, record, dry_run=options.dry_run)
+        names = {rental.provider for rental in record.rentals() if not labels or rental.label in labels}
+        by_provider = [RentedMachines(providers[name], record, _tell, only=labels) for name in sorted(names)]
+        return _status(by_provider, record) if options.status else _stop(by_provider, record, dry_run=options.dry_run)
     run_id = read_run_id(RunDir(options.run))
     provider = providers[_required(options.provider, "--provider")]
     count, needs = _required(options.count, "--count"), _needs(options)
@@ -70,7 +70,7 @@ def main(words: list[str], providers: Mapping[str, Provider] | None = None) -> i
     if options.dry_run:
         _dry_run(provider, options, needs, count)
         return 0
-    return _rent(RentedFleet(provider, record, _tell), options, needs, count, run_id)
+    return _rent(RentedMachines(provider, record, _tell), options, needs, count, run_id)
 
 
 def _only_live_run() -> Path:
@@ -88,14 +88,14 @@ def _check_labels(labels: list[str], record: RentalRecord) -> None:
             raise ConfigError(f"{record.path} has no machine {label!r}; those that may be billed: {names}")
 
 
-def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
+def _rent(rented: RentedMachines, options: argparse.Namespace, needs: Needs, count: int, run_id: str) -> int:
     from orchestrator.rent.calls import answer_to
 
-    provider = fleet.provider
+    provider = rented.provider
     budget = RentalBudget(hours=options.max_hours, dollars=options.max_dollars)
     invite_of = _invite_source(options, run_id)
-    _refresh(fleet)
-    if (reason := budget.spent(fleet.rentals(), time.time())) is not None:
+    _refresh(rented)
+    if (reason := budget.spent(rented.rentals(), time.time())) is not None:
         raise ConfigError(
             f"the budget of this run's machines of {provider.name} is spent already: {reason}. Raise it, or end what "
             f"is still open: {_stop_line(options.run)}"
@@ -108,13 +108,13 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
     if not options.yes:
         _ask()
     invite = invite_of()
-    end_at = _end_at(budget, fleet, rate)
+    end_at = _end_at(budget, rented, rate)
 
     def start() -> int:
         def order_of(label: str, offer: Offer) -> Order:
             return _order(options, label, offer, invite=invite, end_at=end_at)
 
-        started = fleet.start(machines, count, run_id, order_of, budget)
+        started = rented.start(machines, count, run_id, order_of, budget)
         if started < count:
             _tell(f"{started} of {count} machines were started. They cost money until: {_stop_line(options.run)}")
         return started
@@ -133,18 +133,18 @@ def _rent(fleet: RentedFleet, options: argparse.Namespace, needs: Needs, count: 
     def watch() -> int:
         started = start()
         if started:
-            _tell(_guard(provider, budget))
-            _tell(f"stopping the machines: {fleet.watch(budget, RunUse(options.run))}")
+            _tell(_limits_text(provider, budget))
+            _tell(f"stopping the machines: {rented.watch(budget, RunUse(options.run))}")
         return started
 
-    return int(_then_stop(fleet, options.run, watch) < count)
+    return int(_then_stop(rented, options.run, watch) < count)
 
 
-def _refresh(fleet: RentedFleet) -> None:
+def _refresh(rented: RentedMachines) -> None:
     """Note which machines ended by themselves. What cannot be listed now counts as billed."""
-    if any(rental.open for rental in fleet.rentals()):
+    if any(rental.open for rental in rented.rentals()):
         try:
-            fleet.refresh()
+            rented.refresh()
         except ProviderLoginError:
             raise
         except ProviderError as error:
@@ -188,7 +188,7 @@ def _check_invite(invite: Invite, run_dir: RunDir, run_id: str, nodes: int) -> N
         raise InviteError(f"the invite admits {left} more nodes, the machines have {nodes} GPUs, one a node: {remedy}")
 
 
-def _guard(provider: Provider, budget: RentalBudget) -> str:
+def _limits_text(provider: Provider, budget: RentalBudget) -> str:
     limits = [f"{budget.hours:g} hours"] if budget.hours is not None else []
     limits += [f"${budget.dollars:.2f}"] if budget.dollars is not None else []
     text = (f"this command ends the machines after {' or '.join(limits)}, {KEPT_S / 60:g} minutes after the run, or "
@@ -198,13 +198,13 @@ def _guard(provider: Provider, budget: RentalBudget) -> str:
     return f"{text}: after kill -9 or a power cut nothing ends them"
 
 
-def _end_at(budget: RentalBudget, fleet: RentedFleet, rate: float) -> datetime | None:
+def _end_at(budget: RentalBudget, rented: RentedMachines, rate: float) -> datetime | None:
     """Return when the provider itself should end new machines of `rate` dollars an hour.
 
     That is some time after this command should have done it.
     """
-    spent = sum(rental.usd(time.time()) for rental in fleet.rentals())
-    rate += sum(rental.usd_per_hour for rental in fleet.rentals() if rental.open)
+    spent = sum(rental.usd(time.time()) for rental in rented.rentals())
+    rate += sum(rental.usd_per_hour for rental in rented.rentals() if rental.open)
     hours = [budget.hours] if budget.hours is not None else []
     hours += [(budget.dollars - spent) / rate] if budget.dollars is not None and rate else []
     if not hours:
@@ -238,7 +238,7 @@ def _interrupted_by_signals() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _then_stop(fleet: RentedFleet, run_dir: Path, work: Callable[[], int]) -> int:
+def _then_stop(rented: RentedMachines, run_dir: Path, work: Callable[[], int]) -> int:
     """Return what `work` does, and stop the machines, whatever ends it: also a signal or a closed terminal."""
     with _interrupted_by_signals() as ignore:
         try:
@@ -248,15 +248,15 @@ def _then_stop(fleet: RentedFleet, run_dir: Path, work: Callable[[], int]) -> in
                 ignore()
             finally:  # also when a signal comes in between
                 _tell(f"ending the billing; signals do not end this. Should it be killed: {_stop_line(run_dir)}")
-                fleet.stop()
+                rented.stop()
 
 
-def _status(fleets: list[RentedFleet], record: RentalRecord) -> int:
+def _status(by_provider: list[RentedMachines], record: RentalRecord) -> int:
     listed: dict[str, list[Instance]] = {}
     troubles = []
-    for fleet in fleets:
+    for rented in by_provider:
         try:
-            listed[fleet.provider.name] = fleet.refresh()
+            listed[rented.provider.name] = rented.refresh()
         except (ProviderError, OSError) as error:  # the other providers' machines are shown
             troubles.append(str(error))
     now, rentals = time.time(), record.rentals()
@@ -291,20 +291,20 @@ def _unlisted(rental: Rental, *, known: bool) -> str:
     return "not listed yet" if rental.instance_id else "not listed; its start got no answer: --stop looks for it"
 
 
-def _stop(fleets: list[RentedFleet], record: RentalRecord, *, dry_run: bool) -> int:
+def _stop(by_provider: list[RentedMachines], record: RentalRecord, *, dry_run: bool) -> int:
     troubles = []
-    for fleet in fleets:
+    for rented in by_provider:
         if dry_run:
-            for rental in fleet.rentals():
+            for rental in rented.rentals():
                 if rental.open:
-                    _tell(fleet.provider.stop_call(rental.instance_id or "INSTANCE_ID").text())
-            _tell(fleet.provider.list_call().text())
+                    _tell(rented.provider.stop_call(rental.instance_id or "INSTANCE_ID").text())
+            _tell(rented.provider.list_call().text())
             continue
         try:
-            fleet.stop()
+            rented.stop()
         except (ProviderError, OSError) as error:  # the other providers' machines are stopped first
             troubles.append(str(error))
-    if not fleets:
+    if not by_provider:
         _tell(f"no machine was rented for this run ({record.path} is not there)")
     if troubles:
         raise ProviderError("; ".join(troubles))

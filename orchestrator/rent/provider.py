@@ -1,6 +1,6 @@
 """What a provider of rented machines must do, and which of its offers are taken.
 
-An adapter builds calls and reads answers; it never makes a call itself. `fleet.py` makes them.
+An adapter builds calls and reads answers; it never makes a call itself. `machines.py` makes them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,28 @@ def test_configuration():
 def test_refused(words, reason):
     with pytest.raises(ConfigError, match=reason):
         configured(*words)
+
+
+# An environment that fails while the model still loads ends the command with its status; nothing aborts under the
+# thread that loads.
+@pytest.mark.process
+def test_a_failure_while_the_model_loads():
+    code = """
+import sys, torch
+from composer_prime.cli.main import main
+from inference.engines.local.compute import Computer
+
+def load(self):
+    while True:
+        torch.randn(256, 256) @ torch.randn(256, 256)
+
+Computer._load = load
+sys.exit(main())
+"""
+    words = [sys.executable, "-c", code, "try", "no_such_environment"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "'no_such_environment' cannot be imported" in done.stderr
 
 
 # A file of sources alone is not a configuration; on top of one it is.

@@ -267,16 +267,16 @@ async def test_a_fault_of_this_machine_is_no_refusal(open_gateway, keys, invite,
 async def test_a_revoked_node_is_sent_away_and_stays_out_while_others_serve_on(
     open_gateway, keys, node_keys, invite, joined
 ):
-    """Each node has its own identity, so one can be evicted; the shared key and its nodes are untouched."""
+    """Each node has its own identity, so one can be revoked; the shared key and its nodes are untouched."""
     own = own_keys(invite)
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "other") as other:
         await joined(gateway, invite.keys).ask(enroll(own))
-        evicted = PeerNode(gateway.node_endpoint, own, "box")
-        async with evicted:
-            assert isinstance(evicted.welcome, NodeWelcome)
+        revoked = PeerNode(gateway.node_endpoint, own, "box")
+        async with revoked:
+            assert isinstance(revoked.welcome, NodeWelcome)
             RunKeys(keys.folder).registry.revoke(own.own.public, "too slow")
-            await evicted.until(lambda: isinstance(evicted.welcome, Rejected))
-            assert "turned away for good: too slow" in evicted.welcome.reason
+            await revoked.until(lambda: isinstance(revoked.welcome, Rejected))
+            assert "turned away for good: too slow" in revoked.welcome.reason
         again = joined(gateway, own)
         assert await again.is_silent(hello("box"))
         assert [node["node_id"] for node in gateway.state()["nodes"] if node["attached"]] == ["other"]

@@ -35,7 +35,7 @@ from composer_prime.wire.node import (
 from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
 
 
-async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_keys):
+async def test_a_sender_of_garbage_is_cut_off_at_its_budget(open_gateway, node_keys):
     """It learns why, loses its requests, and nothing from its connection is looked at; another node serves."""
     async with (
         open_gateway() as gateway,
@@ -49,7 +49,7 @@ async def test_a_sender_of_garbage_is_evicted_at_its_budget(open_gateway, node_k
         bad.say_hello()
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):
             assert (await post(gateway.http_url, generate_body(5)))[0] == 200
-        assert gateway.state()["link"]["evicted"] == 1
+        assert gateway.state()["link"]["cut_off"] == 1
         assert next((node["node_id"], node["attached"]) for node in gateway.state()["nodes"]) == ("a", False)
 
 
@@ -113,21 +113,21 @@ async def test_nobody_is_lost_while_messages_wait_behind_a_long_one(open_gateway
         [attached] = gateway.router.nodes.attached()
         await node.vanish()
         for _ in range(100):
-            gateway._nodes.is_behind = True  # Its last heartbeat may still come.
+            gateway._node_socket.is_behind = True  # Its last heartbeat may still come.
             await asyncio.sleep(0.01)
         assert attached.attached
-        gateway._nodes.is_behind = False
+        gateway._node_socket.is_behind = False
         async with asyncio.timeout(60):
             while attached.attached:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_sender_of_empty_frames_is_evicted(open_gateway, node_keys):
+async def test_a_sender_of_empty_frames_is_cut_off(open_gateway, node_keys):
     """A message without a byte costs time too: 17,000 empty frames are more than the budget."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as bad:
         bad.send_raw([b""] * 17_000)
         await bad.until(lambda: isinstance(bad.welcome, Rejected))
-        assert gateway.state()["link"]["evicted"] == 1
+        assert gateway.state()["link"]["cut_off"] == 1
 
 
 @pytest.mark.process
@@ -218,7 +218,7 @@ _FLOODS: list[FromNode] = [
 
 
 @pytest.mark.parametrize("message", _FLOODS, ids=lambda message: type(message).__name__)
-async def test_a_flood_of_valid_messages_evicts_its_sender(open_gateway, node_keys, message):
+async def test_a_flood_of_valid_messages_cuts_its_sender_off(open_gateway, node_keys, message):
     """Who sends what nobody asked for learns why it must go, loses its requests, and is not looked at any more."""
     async with (
         open_gateway(inference={"lost_after_s": 300.0}) as gateway,
@@ -234,7 +234,7 @@ async def test_a_flood_of_valid_messages_evicts_its_sender(open_gateway, node_ke
         assert "4224 at once and 50 a second" in bad.welcome.reason and bad.welcome.may_return
         assert (await post(gateway.http_url, generate_body(5)))[0] == 200
         state = gateway.state()
-        assert state["link"]["evicted"] == 1
+        assert state["link"]["cut_off"] == 1
         assert {node["node_id"]: node["attached"] for node in state["nodes"]} == {"a": False, "b": True}
 
 

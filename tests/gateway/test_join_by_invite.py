@@ -326,7 +326,7 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
 
 
 async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):
-    """Used up; withdrawn or evicted, which the handshake itself refuses; expired by this machine's clock."""
+    """Used up; withdrawn or revoked, which the handshake itself refuses; expired by this machine's clock."""
     async with open_gateway() as gateway:
         invite = invite_for(keys, gateway.node_endpoint)
         states = [NodeState(tmp_path / name, invite) for name in "ab"]

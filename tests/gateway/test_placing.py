@@ -200,7 +200,7 @@ def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
         waiting = [sum(n.places for n in able_nodes(r, serving)) >= half for r in fleet.router.queue.values()]
         for node in serving:
             node.speed.pace = Pace(1e-3, 1e-3)
-        assert fleet.waits.for_the_fleet() == sum(waiting)
+        assert fleet.waits.queued_for_the_fleet() == sum(waiting)
         await fleet.close()
 
     asyncio.run(scenario())
@@ -246,7 +246,7 @@ async def test_a_node_gets_few_requests_until_its_pace_is_measured():
     fleet.router.placing.update(new)
     await fleet.ask(64, max_tokens=100)
     assert len(new.leases) == 4
-    assert fleet.waits.for_the_fleet() == 0, "they wait for a measurement, not because the fleet is full"
+    assert fleet.waits.queued_for_the_fleet() == 0, "they wait for a measurement, not because the fleet is full"
     fleet.stream("new", fleet.sent["new"][0], [10] * 64)
     assert len(new.leases) == 6
     for request in fleet.sent["new"][1:4]:

@@ -13,8 +13,8 @@ from node_peer import failed
 from composer_prime.wire.node import ComputeDevice
 from composer_prime.wire.types import ints
 from orchestrator.gateway.speed import Pace
-from orchestrator.gateway.twins import SiblingRequests
-from orchestrator.gateway.waits import reclaim_quarantined, start_twins
+from orchestrator.gateway.twins import SiblingRequests, start_twins
+from orchestrator.gateway.waits import reclaim_quarantined
 
 
 def test_a_group_ends_when_three_quarters_of_it_are_over():

@@ -285,9 +285,9 @@ async def test_requests_for_one_large_node_do_not_slow_down_the_fleet():
     """They count as the fleet's queue only when at least half of its places may serve them."""
     fleet = Fleet(large={"max_context": 1000, "max_concurrent": 4}, small={"max_context": 100})
     await fleet.ask(20, prompt=10, max_tokens=990)
-    assert (fleet.router.queued, fleet.waits.for_the_fleet()) == (16, 0)
+    assert (fleet.router.queued, fleet.waits.queued_for_the_fleet()) == (16, 0)
     await fleet.ask(70, prompt=10)
-    assert (fleet.router.queued, fleet.waits.for_the_fleet()) == (22, 6)
+    assert (fleet.router.queued, fleet.waits.queued_for_the_fleet()) == (22, 6)
     await fleet.close()
 
 

@@ -91,6 +91,7 @@ assert not {{"torch", "transformers", "vllm"}} & set(sys.modules)
         (["join", "http://127.0.0.1", "--model", "tiny", "--token", "TOKEN"], "tcp://"),
         (["join", "tcp://127.0.0.1:5500", "--token", "TOKEN"], "--model is missing"),
         (["join"], "cpi1."),
+        (["joim"], "unknown command 'joim'; did you mean 'join'?"),
         (["join", "cpi1.abcdef"], "of 11 characters was cut or altered"),
         (["join", "tcp://127.0.0.1:5500", "--model", "/no/such/model", "--token", "TOKEN"], "/no/such/model"),
         (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "TOKEN", "--threads", "0"], "threads"),

@@ -53,6 +53,11 @@ def notes(folder: Path, *words: str) -> str:
             "orchestrator.node_address is tcp://0.0.0.0:5500 and orchestrator.audit.enabled is false: nodes from",
         ),
         (
+            ("--orchestrator.audit.quarantine_s", "60", "--orchestrator.audit.enabled"),
+            ("--orchestrator.audit.quarantine_s", "60", "--orchestrator.audit.auditors", "2"),
+            "orchestrator.audit has auditors = 2 and quarantine_s = 60.0, but orchestrator.audit.enabled is false",
+        ),
+        (
             ("--inference.max_usd_per_million", "40", "--inference.usd_per_hour", "2"),
             ("--inference.max_usd_per_million", "40"),
             "inference.max_usd_per_million is 40, but inference.usd_per_hour is not set: a node without a price",

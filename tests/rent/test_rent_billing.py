@@ -19,8 +19,8 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.rentals import Rental, RentalRecord
 from orchestrator.rent.calls import ProviderCall, _says_refused
 from orchestrator.rent.command import main
-from orchestrator.rent.fleet import RentalBudget, RentedFleet
 from orchestrator.rent.http_providers import Lambda, RunPod
+from orchestrator.rent.machines import RentalBudget, RentedMachines
 from orchestrator.rent.provider import Offer, Order
 from orchestrator.rent.usefulness import RunUse
 
@@ -123,22 +123,22 @@ def test_one_machine_fails(run):
 
     account, said = FakeRunPod(), []
     with service(account.answer) as url:
-        fleet = RentedFleet(Odd(url), RentalRecord(run), said.append, poll_s=0.01)
-        assert fleet.start([OFFER, OFFER], 2, "a1", orders, RentalBudget()) == 2
-        fleet.stop()
+        rented = RentedMachines(Odd(url), RentalRecord(run), said.append, poll_s=0.01)
+        assert rented.start([OFFER, OFFER], 2, "a1", orders, RentalBudget()) == 2
+        rented.stop()
     assert account.pods == {}
     assert "not stopped yet: 'unforeseen'" in said
 
 
 # A stop that was accepted is asked for again while the machine stays listed.
 def test_stop_without_effect(run, monkeypatch):
-    monkeypatch.setattr("orchestrator.rent.fleet._STOP_AGAIN_S", 0.0)
+    monkeypatch.setattr("orchestrator.rent.machines._STOP_AGAIN_S", 0.0)
     account, said = FakeRunPod(), []
     account.stops_without_effect = 1
     with service(account.answer) as url:
-        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
-        assert fleet.start([OFFER], 1, "a1", orders, RentalBudget()) == 1
-        fleet.stop()
+        rented = RentedMachines(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        assert rented.start([OFFER], 1, "a1", orders, RentalBudget()) == 1
+        rented.stop()
     assert account.pods == {}
     assert sum(line.startswith("stopping composer-") for line in said) == 2
 
@@ -151,8 +151,8 @@ def test_budget_between_starts(run):
 
     account, said = FakeRunPod(), []
     with service(account.answer) as url:
-        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
-        assert fleet.start([OFFER, OFFER, OFFER], 3, "a1", orders, OfOneMachine()) == 1
+        rented = RentedMachines(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        assert rented.start([OFFER, OFFER, OFFER], 3, "a1", orders, OfOneMachine()) == 1
     assert len(account.pods) == 1
     assert said[-1] == "no further machine is started: enough"
 
@@ -194,7 +194,7 @@ def test_full_disk_while_stopping(run, capsys):
     full.path = Path("/dev/full")
     full.rentals = record.rentals
     with service(account.answer) as url:
-        RentedFleet(RunPod(url), full, print, poll_s=0.01).stop()
+        RentedMachines(RunPod(url), full, print, poll_s=0.01).stop()
     shown = capsys.readouterr().out
     assert account.pods == {} and "runpod lists none of this run's machines: no machine is billed any more" in shown
     assert "/dev/full cannot be written (No space left on device), so it still counts composer-a1-0 as billed" in shown
@@ -233,14 +233,14 @@ def test_lost_answer_appears_late(lost, run):
     account, said = FakeRunPod(), []
     account.start_error = lost
     with service(account.answer) as url:
-        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
-        assert fleet.start([OFFER, OFFER, OFFER], 1, "a1", orders, RentalBudget()) == 0
-        [rental] = fleet.rentals()
+        rented = RentedMachines(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        assert rented.start([OFFER, OFFER, OFFER], 1, "a1", orders, RentalBudget()) == 0
+        [rental] = rented.rentals()
         assert rental.open and rental.instance_id is None and rental.call_ended_at is not None
         assert rental.usd(rental.asked_at + 3600) == 2.0
-        fleet.stop()
+        rented.stop()
     assert account.pods == {}
-    assert not fleet.rentals()[0].open
+    assert not rented.rentals()[0].open
     assert any(line.startswith("waiting 1") and rental.label in line for line in said)
     assert said[-1] == "runpod lists none of this run's machines: no machine is billed any more"
 
@@ -250,7 +250,7 @@ def test_lost_answer_never_appears(run):
     record, said = RentalRecord(run), []
     write(record, {"event": "asked"}, {"event": "unknown", "reason": "502"}, age_s=121)
     with service(FakeRunPod().answer) as url:
-        RentedFleet(RunPod(url), record, said.append, poll_s=0.01).stop()
+        RentedMachines(RunPod(url), record, said.append, poll_s=0.01).stop()
     assert "Not certain is composer-a1-0: its start call got no answer" in said[-1]
     assert "no machine is billed" not in said[-1]
 
@@ -318,10 +318,10 @@ def test_set_up(run):
             return "enough" if set_up else None
 
     with service(account.answer) as url:
-        fleet = RentedFleet(OverSsh(f"{url}/graphql"), RentalRecord(run), said.append, poll_s=0.01)
+        rented = RentedMachines(OverSsh(f"{url}/graphql"), RentalRecord(run), said.append, poll_s=0.01)
 
-        assert fleet.start([OFFER, OFFER], 2, "a1", orders, UntilSetUp()) == 1
-    [lost, reached] = fleet.rentals()
+        assert rented.start([OFFER, OFFER], 2, "a1", orders, UntilSetUp()) == 1
+    [lost, reached] = rented.rentals()
     assert set_up == [reached.label]
     assert any("no route to the pod" in line and lost.label in line for line in said)
     assert f"{lost.label} could not be set up (enough): it costs money until it is stopped" in said
@@ -367,7 +367,7 @@ def test_stop_troubles(run, capsys):
     with service(account.answer) as url, service(lambda path, body: (200, LAMBDA_KINDS)) as lambda_url:
         providers = {"runpod": RunPod(url), "lambda": Lambda(lambda_url)}
         with pytest.raises(ProviderLoginError):
-            RentedFleet(providers["lambda"], record, print).stop()
+            RentedMachines(providers["lambda"], record, print).stop()
         with pytest.raises(ProviderError, match=r"\$LAMBDA_API_KEY is not set"):
             main(["--run", str(run), "--stop"], providers)
     assert account.pods == {}
@@ -416,9 +416,9 @@ def test_watch_over_use(run):
                 self._begun -= 11 * minute
 
     with service(account.answer) as url:
-        fleet = RentedFleet(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
-        fleet.start([OFFER] * 3, 3, "a1", orders, RentalBudget())
-        drained, banned, serving = (rental.label for rental in fleet.rentals())
+        rented = RentedMachines(RunPod(url), RentalRecord(run), said.append, poll_s=0.01)
+        rented.start([OFFER] * 3, 3, "a1", orders, RentalBudget())
+        drained, banned, serving = (rental.label for rental in rented.rentals())
         note(30, event="ended", state="failed")
         note(20, event="resume")
         note(15, node=drained, **{"node/state": "draining"})
@@ -427,7 +427,7 @@ def test_watch_over_use(run):
         note(12, node=f"{banned}-1", **{"node/state": "evicted"})
         note(12, node=serving, **{"node/state": "away"})
         account.list_errors = 1
-        assert fleet.watch(RentalBudget(hours=5), ThenEnds(run)) == "the run ended (finished) 11 minutes ago"
+        assert rented.watch(RentalBudget(hours=5), ThenEnds(run)) == "the run ended (finished) 11 minutes ago"
     assert list(account.pods.values()) == [serving]
     assert f"{drained} has no use: its node was drained 12 minutes ago" in said
     assert f"{banned} has no use: its node was evicted 12 minutes ago" in said

@@ -19,7 +19,7 @@ from composer_prime.errors import ConfigError, ProviderError
 from composer_prime.run.rentals import Rental, RentalRecord
 from composer_prime.wire.enrollment import release_package
 from orchestrator.rent.command import main
-from orchestrator.rent.fleet import RentalBudget
+from orchestrator.rent.machines import RentalBudget
 
 INVITE = new_invite().text()
 

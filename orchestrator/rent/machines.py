@@ -57,7 +57,7 @@ class RentalBudget:
         return None
 
 
-class RentedFleet:
+class RentedMachines:
     """The machines of one provider."""
 
     def __init__(
