@@ -1,0 +1,99 @@
+"""Audits served over loopback, the auditors that a test plays, and their answers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from orch_peers import PeerAuditor
+
+from composer_prime.config.orchestrator import AuditConfig
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.audit import AuditRequest, AuditVerdict, PartVerdict
+from composer_prime.wire.node import NodeWelcome, Sampling
+from composer_prime.wire.types import VersionSpan
+from orchestrator.audit.audits import Audits
+from orchestrator.audit.trust import NodeTrust
+from orchestrator.gateway.chunks import ChunkServer
+from orchestrator.gateway.generation import GenerationRecord
+
+
+@asynccontextmanager
+async def serve_audits(
+    folder: Path,
+    chances: list[float] | None = None,
+    max_queued_bytes: int = 1 << 20,
+    heartbeat_s: float = 0.05,
+    lost_after_s: float = 100.0,
+    **settings,
+):
+    """Yield the audits, the nodes' trust, and a function that connects an auditor. `settings`: orchestrator.audit."""
+    keys = RunKeys.create(folder / "keys")
+    store = WeightStore(folder / "weights")
+    trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
+    left = list(chances or [])
+    audits = Audits(
+        AuditConfig(enabled=True, **settings),
+        keys=keys,
+        run_id="run-1",
+        store=store,
+        chunks=ChunkServer(store),
+        trust=trust,
+        max_context=512,
+        heartbeat_s=heartbeat_s,
+        lost_after_s=lost_after_s,
+        chance=lambda: left.pop(0),
+        max_queued_bytes=max_queued_bytes,
+    )
+    failures: list[BaseException] = []
+    audits.start(failures.append)
+    peers: list[PeerAuditor] = []
+
+    def connect(role: str = "trainer") -> PeerAuditor:
+        peers.append(PeerAuditor(audits.endpoint, keys, role))
+        return peers[-1]
+
+    try:
+        yield audits, trust, connect
+        assert failures == []
+    finally:
+        for peer in peers:
+            peer.close()
+        await audits.close()
+
+
+def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
+    return GenerationRecord(
+        session="s",
+        prompt_ids=np.array([5, prompt], np.int32),
+        completion_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_spans=(VersionSpan(0, tokens, version),),
+        finish_reason="length",
+        sampling=Sampling(max_tokens=tokens, seed=3),
+        node_id=node,
+        time=0.0,
+        sampled_by=parts,
+    )
+
+
+def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
+    """`wrong`: positions in the first part."""
+    parts = [PartVerdict(tokens=count, wrong=[]) for count in request.parts]
+    parts[0] = msgspec.structs.replace(parts[0], wrong=list(wrong))
+    return AuditVerdict(audit=request.audit, parts=parts, seconds=0.01)
+
+
+async def asked_beside_another(audits, connect):
+    """Return two auditors, and the answer of n0 for r1 that the first one got before the second came."""
+    first, second = connect(), connect()
+    first.hello("a")
+    audits.offer(record("n0"), "r1")
+    request = await first.next(AuditRequest)
+    second.hello("b")
+    await second.next(NodeWelcome)
+    return first, second, request

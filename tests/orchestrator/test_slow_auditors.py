@@ -1,0 +1,192 @@
+"""Auditors that are slow, hang, fail or leave, as the test plays them: other auditors get what they held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from audit_peers import asked_beside_another, record, verdict
+
+from composer_prime.wire.audit import AuditFailed, AuditRequest
+from composer_prime.wire.node import Goodbye, Heard, NodeWelcome, Status
+
+
+async def test_an_answer_that_ends_auditors_is_given_up(audited):
+    # Two auditors are lost with it; a third one never sees it, and its rollout learns why.
+    async with audited() as (audits, _, connect):
+        audits.offer(record("n0"), "poison")
+        for name in ("a", "b"):
+            auditor = connect()
+            auditor.hello(name)
+            await auditor.next(AuditRequest)
+            auditor.send(Goodbye(reason="out of memory"))
+        objection = await audits.cleared("poison") or ""
+        assert "2 auditors were lost with it, the last one b (said goodbye: out of memory)" in objection
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (0, 1)
+
+
+async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
+    # A verdict that comes from another one than the answer was given to counts for nothing.
+    async with audited() as (audits, trust, connect):
+        first, second, request = await asked_beside_another(audits, connect)
+        second.send(verdict(request, wrong=(1, 2, 3, 4)))
+        second.send(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+        await second.next(Heard)
+        first.send(Goodbye(reason="test"))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].quarantines == 0
+
+
+async def test_what_one_auditor_cannot_check_another_one_may(audited):
+    # The disk of the first is full. If the second fails too, or there is none, the answer counts as not audited.
+    async with audited() as (audits, _, connect):
+        first, second, request = await asked_beside_another(audits, connect)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None
+        while any(one.paused_until > time.monotonic() for one in audits._auditors.values()):
+            await asyncio.sleep(0.01)
+        audits.offer(record("n0"), "r2")
+        [holder] = [one.name for one in audits._auditors.values() if one.held]
+        for auditor in (first, second) if holder == "a" else (second, first):
+            request = await auditor.next(AuditRequest)
+            auditor.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r2") or "")
+        second.send(Goodbye(reason="test"))
+        while audits.metrics()["audit/auditors"] == 2:
+            await asyncio.sleep(0.01)
+        audits.offer(record("n0"), "r3")
+        request = await first.next(AuditRequest)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r3") or "")
+
+
+async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
+    # It says at once that its disk is full. That must not look like an auditor that is fast.
+    async with audited(heartbeat_s=100.0) as (audits, _, connect):
+        broken, good = connect(), connect()
+        broken.hello("a", max_concurrent=8)
+        audits.offer(record("n0", prompt=0), "r0")
+        request = await broken.next(AuditRequest)
+        good.hello("b", max_concurrent=8)
+        await good.next(NodeWelcome)
+        broken.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        good.send(verdict(await good.next(AuditRequest)))
+        for number in range(1, 8):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            good.send(verdict(await good.next(AuditRequest)))
+        for number in range(8):
+            assert await audits.cleared(f"r{number}") is None
+
+
+async def test_an_audit_that_takes_too_long_is_given_up(audited):
+    # A hung auditor does not hold the rollouts of a known node, and a new node's fail with what was waited for.
+    async with audited(timeout_s=0.2) as (audits, _, connect):
+        audits.offer(record("n0"), "r1")
+        auditor = connect()
+        auditor.hello("a")
+        await auditor.next(AuditRequest)
+        objection = await audits.cleared("r1") or ""
+        assert "orchestrator.audit.timeout_s" in objection
+
+
+async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
+    # One answer more than it ended in the last half of timeout_s, nothing for a late verdict, and nothing in the place
+    # of an answer that it still has, however late that is.
+    async with audited(timeout_s=2.0) as (audits, _, connect):
+        for number in range(64):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        auditor = connect()
+        auditor.hello("a", max_concurrent=64)
+        received: list[AuditRequest] = []
+
+        async def receive() -> int:
+            with suppress(TimeoutError):
+                while True:
+                    received.append(await auditor.next(AuditRequest, 0.1))
+                    assert received[-1].timeout_s == 2.0
+            return len(received)
+
+        assert await receive() == 1
+        auditor.send(verdict(received[0]))
+        assert await receive() == 3
+        for request in received[1:]:
+            auditor.send(verdict(request))
+        assert await receive() == 7
+        await asyncio.sleep(1.2)
+        assert await receive() == 7
+        auditor.send(verdict(received[3]))
+        assert await receive() == 7
+        for request in received[4:]:
+            auditor.send(verdict(request))
+        assert await receive() == 8
+
+
+async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
+    # It sends no verdict. Half of timeout_s later the other one clears the rollout. The first one gets no other answer
+    # until it has ended one; its late verdict counts no second time.
+    async with audited(timeout_s=2.0) as (audits, trust, connect):
+        hanging, working = connect(), connect()
+        hanging.hello("h", max_concurrent=4)
+        await hanging.next(NodeWelcome)
+        audits.offer(record("n0"), "r1")
+        request = await hanging.next(AuditRequest)
+        working.hello("w")
+        working.send(verdict(await working.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].clean == 1
+        audits.offer(record("n0", prompt=2), "r2")
+        working.send(verdict(await working.next(AuditRequest)))
+        hanging.send(verdict(request))
+        await asyncio.sleep(0.2)
+        for number in (3, 4):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
+        assert audits.metrics()["audit/audited"] == 2
+
+
+async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
+    # It is held for a while, not for ever. A known node's rollout is used, as if its answer had not been chosen.
+    async with audited(chances=[0.0], timeout_s=0.2, lost_after_s=0.4) as (audits, trust, connect):
+        trust["n0"].clean = 10**6
+        hanging = connect()
+        hanging.hello("h")
+        audits.offer(record("n0"), "r1")
+        await hanging.next(AuditRequest)
+        while not audits.metrics()["audit/failed"]:
+            hanging.send(Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+            await asyncio.sleep(0.05)
+        assert audits.metrics()["audit/auditors"] == 1 and await audits.cleared("r1") is None
+
+
+async def test_a_slow_auditor_clears_a_steady_share(audited):
+    # It has many places, does one answer after another, and half of those that come. The last second clears as well.
+    async with audited(timeout_s=1.0) as (audits, trust, connect):
+        trust["n0"].clean = -(10**6)
+        auditor = connect()
+        auditor.hello("a", max_concurrent=128)
+        backlog: asyncio.Queue[AuditRequest] = asyncio.Queue()
+
+        async def receive() -> None:
+            while True:
+                backlog.put_nowait(await auditor.next(AuditRequest))
+
+        async def check() -> None:
+            while True:
+                request = await backlog.get()
+                await asyncio.sleep(0.02)
+                auditor.send(verdict(request))
+
+        async def rollout(number: int) -> bool:
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            return await audits.cleared(f"r{number}") is None
+
+        working = asyncio.gather(receive(), check())
+        rollouts = []
+        for number in range(300):
+            rollouts.append(asyncio.ensure_future(rollout(number)))
+            await asyncio.sleep(0.01)
+        cleared = await asyncio.gather(*rollouts)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert sum(cleared[200:]) > 20
