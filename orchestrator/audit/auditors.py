@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -72,8 +71,8 @@ class ConnectedAuditor:
     def __post_init__(self) -> None:
         self.ended = deque(maxlen=self.places)
 
-    def has_room(self, since: float) -> bool:
+    def has_room(self, now: float, since: float) -> bool:
         """Whether it holds no more than it ended after `since`, and is neither overdue nor paused."""
-        if self.is_overdue or time.monotonic() < self.paused_until:
+        if self.is_overdue or now < self.paused_until:
             return False
         return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))

@@ -86,9 +86,11 @@ class Audits:
         lost_after_s: float,
         on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
         chance: Callable[[], float] = random.SystemRandom().random,
+        clock: Callable[[], float] = time.monotonic,
         max_queued_bytes: int = _MAX_QUEUED_BYTES,
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know.
+        `clock()` returns seconds, by which auditors are slow, silent or paused.
 
         Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
         """
@@ -103,6 +105,7 @@ class Audits:
         self._lost_after_s = lost_after_s
         self._on_quarantine = on_quarantine
         self._chance = chance
+        self._clock = clock
         self._max_queued_bytes = max_queued_bytes
         self._seconds = 0.0
         self._open: dict[str, list[OfferedAnswer]] = {}
@@ -305,17 +308,20 @@ class Audits:
 
     def _place(self) -> None:
         """Hand waiting answers to auditors with room, the highest rank first."""
-        since = time.monotonic() - self._config.timeout_s / 2
-        while self._queue:
-            free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
-                    if one.has_room(since)]  # fmt: skip
-            if not free:
-                return
-            self._hand(self._queue.pop(), min(free)[1])
+        while self._queue and (identity := self._with_room()) is not None:
+            self._hand(self._queue.pop(), identity)
+
+    def _with_room(self, *, but: ConnectedAuditor | None = None) -> bytes | None:
+        """Return the auditor that uses the least of its places, not `but`; None when none has room."""
+        now = self._clock()
+        since = now - self._config.timeout_s / 2
+        free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
+                if one is not but and one.has_room(now, since)]  # fmt: skip
+        return min(free)[1] if free else None
 
     def _hand(self, answer: OfferedAnswer, identity: bytes) -> None:
         assert answer.request is not None
-        answer.placed = time.monotonic()
+        answer.placed = self._clock()
         self._auditors[identity].held[answer.request.audit] = answer
         if not self._send(identity, answer.request):
             self._lose(identity, "unreachable")
@@ -339,18 +345,17 @@ class Audits:
             held_s = now - answer.placed
             if held_s < limit_s / 2:
                 continue
-            others = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
-                      if one is not auditor and one.has_room(now - limit_s / 2)]  # fmt: skip
+            other = self._with_room(but=auditor)
             is_wanted = held_s < limit_s and not answer.is_unwanted and answer.lost + 1 < _MAX_LOST
-            if held_s < limit_s + self._lost_after_s and not (others and is_wanted):
+            if held_s < limit_s + self._lost_after_s and not (other and is_wanted):
                 continue
             del auditor.held[number]
             auditor.is_overdue = True
             error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
             logger.warning("%s: see its log for a hanging engine", error)
-            if others and is_wanted:
+            if other and is_wanted:
                 answer.lost += 1
-                self._hand(answer, min(others)[1])
+                self._hand(answer, other)
             else:
                 self._fail(answer, error)
 
@@ -369,7 +374,7 @@ class Audits:
     def _handle(self, identity: bytes, message: FromAuditor) -> None:
         auditor = self._auditors.get(identity)
         if auditor is not None:
-            auditor.last_heard = time.monotonic()
+            auditor.last_heard = self._clock()
         match message:
             case NodeHello():
                 self._welcome(identity, message)
@@ -411,7 +416,7 @@ class Audits:
         if identity in self._auditors:
             self._lose(identity, "said hello again")
         self._auditors[identity] = ConnectedAuditor(
-            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=time.monotonic()
+            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=self._clock()
         )
         logger.info("auditor %s attached", hello.node_id)
         kept = []
@@ -437,7 +442,7 @@ class Audits:
         """Look for auditors that are silent, or take too long."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            now = time.monotonic()
+            now = self._clock()
             for identity, auditor in list(self._auditors.items()):
                 silent_s = now - auditor.last_heard
                 if silent_s > self._lost_after_s:

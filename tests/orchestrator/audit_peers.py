@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,12 +16,24 @@ from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit import AuditRequest, AuditVerdict, PartVerdict
-from composer_prime.wire.node import NodeWelcome, Sampling
+from composer_prime.wire.node import Heard, NodeWelcome, Sampling, Status
 from composer_prime.wire.types import VersionSpan
 from orchestrator.audit.audits import Audits
 from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import GenerationRecord
+
+STATUS = Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @asynccontextmanager
@@ -29,6 +43,7 @@ async def serve_audits(
     max_queued_bytes: int = 1 << 20,
     heartbeat_s: float = 0.05,
     lost_after_s: float = 100.0,
+    clock: Callable[[], float] = time.monotonic,
     **settings,
 ):
     """Yield the audits, the nodes' trust, and a function that connects an auditor. `settings`: orchestrator.audit."""
@@ -47,6 +62,7 @@ async def serve_audits(
         heartbeat_s=heartbeat_s,
         lost_after_s=lost_after_s,
         chance=lambda: left.pop(0),
+        clock=clock,
         max_queued_bytes=max_queued_bytes,
     )
     failures: list[BaseException] = []
@@ -97,3 +113,12 @@ async def asked_beside_another(audits, connect):
     second.hello("b")
     await second.next(NodeWelcome)
     return first, second, request
+
+
+async def requests_until_now(auditor: PeerAuditor) -> list[AuditRequest]:
+    """Return what an auditor was asked and did not read, once all that it sent is handled."""
+    auditor.send(STATUS)
+    found: list[AuditRequest] = []
+    while not isinstance(message := await auditor.next((AuditRequest, Heard)), Heard):
+        found.append(message)
+    return found

@@ -9,12 +9,12 @@ import json
 
 import msgspec
 import pytest
-from audit_peers import record, verdict
+from audit_peers import STATUS, record, verdict
 from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.audit import AuditFailed, AuditRequest
-from composer_prime.wire.node import HelloAgain, NodeWelcome, Rejected, Status
+from composer_prime.wire.node import HelloAgain, NodeWelcome, Rejected
 from composer_prime.wire.types import VersionSpan
 
 DEADLINE_S = 100.0
@@ -210,7 +210,7 @@ async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, 
 
         async def beat() -> None:
             while True:
-                auditor.send(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+                auditor.send(STATUS)
                 await asyncio.sleep(0.2)
 
         answering = asyncio.gather(answer(), beat())

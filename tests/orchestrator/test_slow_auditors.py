@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 
-from audit_peers import asked_beside_another, record, verdict
+from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, verdict
+from orch_peers import PeerAuditor
 
 from composer_prime.wire.audit import AuditFailed, AuditRequest
-from composer_prime.wire.node import Goodbye, Heard, NodeWelcome, Status
+from composer_prime.wire.node import Goodbye, NodeWelcome
 
 
 async def test_an_answer_that_ends_auditors_is_given_up(audited):
@@ -31,8 +31,7 @@ async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
     async with audited() as (audits, trust, connect):
         first, second, request = await asked_beside_another(audits, connect)
         second.send(verdict(request, wrong=(1, 2, 3, 4)))
-        second.send(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
-        await second.next(Heard)
+        assert await requests_until_now(second) == []
         first.send(Goodbye(reason="test"))
         second.send(verdict(await second.next(AuditRequest)))
         assert await audits.cleared("r1") is None and trust["n0"].quarantines == 0
@@ -94,55 +93,63 @@ async def test_an_audit_that_takes_too_long_is_given_up(audited):
 async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
     # One answer more than it ended in the last half of timeout_s, nothing for a late verdict, and nothing in the place
     # of an answer that it still has, however late that is.
-    async with audited(timeout_s=2.0) as (audits, _, connect):
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
         for number in range(64):
             audits.offer(record("n0", prompt=number), f"r{number}")
         auditor = connect()
         auditor.hello("a", max_concurrent=64)
-        received: list[AuditRequest] = []
+        await auditor.next(NodeWelcome)
 
-        async def receive() -> int:
-            with suppress(TimeoutError):
-                while True:
-                    received.append(await auditor.next(AuditRequest, 0.1))
-                    assert received[-1].timeout_s == 2.0
-            return len(received)
+        async def asked_after(*ended: AuditRequest) -> list[AuditRequest]:
+            for request in ended:
+                auditor.send(verdict(request))
+            return await requests_until_now(auditor)
 
-        assert await receive() == 1
-        auditor.send(verdict(received[0]))
-        assert await receive() == 3
-        for request in received[1:]:
-            auditor.send(verdict(request))
-        assert await receive() == 7
-        await asyncio.sleep(1.2)
-        assert await receive() == 7
-        auditor.send(verdict(received[3]))
-        assert await receive() == 7
-        for request in received[4:]:
-            auditor.send(verdict(request))
-        assert await receive() == 8
+        [first] = await asked_after()
+        assert first.timeout_s == 1000.0
+        two = await asked_after(first)
+        assert len(two) == 2
+        late, *rest = await asked_after(*two)
+        assert len(rest) == 3
+        clock.now += 501.0
+        assert await asked_after(late) == []
+        assert len(await asked_after(*rest)) == 1
 
 
 async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
     # It sends no verdict. Half of timeout_s later the other one clears the rollout. The first one gets no other answer
     # until it has ended one; its late verdict counts no second time.
-    async with audited(timeout_s=2.0) as (audits, trust, connect):
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, trust, connect):
         hanging, working = connect(), connect()
+
+        async def cleared_by(auditor: PeerAuditor, number: int) -> bool:
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            auditor.send(verdict(await auditor.next(AuditRequest)))
+            return await audits.cleared(f"r{number}") is None
+
         hanging.hello("h", max_concurrent=4)
-        await hanging.next(NodeWelcome)
-        audits.offer(record("n0"), "r1")
+        assert await cleared_by(hanging, 0)
+        audits.offer(record("n0"), "late")
         request = await hanging.next(AuditRequest)
+        clock.now += 400.0
+        assert await cleared_by(hanging, 1)
         working.hello("w")
-        working.send(verdict(await working.next(AuditRequest)))
-        assert await audits.cleared("r1") is None and trust["n0"].clean == 1
-        audits.offer(record("n0", prompt=2), "r2")
-        working.send(verdict(await working.next(AuditRequest)))
+        await working.next(NodeWelcome)
+        clock.now += 101.0
+        assert await working.next(AuditRequest) == request
+        audits.offer(record("n0", prompt=2), "waits")
+        assert await requests_until_now(hanging) == []
+        for name, held in (("late", request), ("waits", None)):
+            working.send(verdict(held or await working.next(AuditRequest)))
+            assert await audits.cleared(name) is None
         hanging.send(verdict(request))
-        await asyncio.sleep(0.2)
+        assert await requests_until_now(hanging) == []
+        assert audits.metrics()["audit/audited"] == trust["n0"].clean == 4
         for number in (3, 4):
             audits.offer(record("n0", prompt=number), f"r{number}")
         await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
-        assert audits.metrics()["audit/audited"] == 2
 
 
 async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
@@ -154,7 +161,7 @@ async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
         audits.offer(record("n0"), "r1")
         await hanging.next(AuditRequest)
         while not audits.metrics()["audit/failed"]:
-            hanging.send(Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None))
+            hanging.send(STATUS)
             await asyncio.sleep(0.05)
         assert audits.metrics()["audit/auditors"] == 1 and await audits.cleared("r1") is None
 
