@@ -113,7 +113,7 @@ class Audits:
         self._queue: list[OfferedAnswer] = []
         """By rank, the highest last."""
         self._queued_bytes = 0
-        """At most, of their requests. Those that have left the queue count until the limit is reached."""
+        """Of their requests."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
@@ -193,14 +193,14 @@ class Audits:
     def _enqueue(self, answer: OfferedAnswer) -> None:
         insort(self._queue, answer, key=lambda one: one.rank)
         self._queued_bytes += answer.num_bytes
-        while self._is_overfull():
+        while self._queued_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED:
             error = f"{len(self._queue)} answers of {self._queued_bytes / 1e6:.1f} MB wait for an auditor"
-            self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
+            self._fail(self._dequeue(0), f"{error}: start more (orchestrator audit)")
 
-    def _is_overfull(self) -> bool:
-        if self._queued_bytes > self._max_queued_bytes:
-            self._queued_bytes = sum(one.num_bytes for one in self._queue)
-        return self._queued_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED
+    def _dequeue(self, index: int) -> OfferedAnswer:
+        answer = self._queue.pop(index)
+        self._queued_bytes -= answer.num_bytes
+        return answer
 
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
@@ -233,6 +233,7 @@ class Audits:
         """Remove answers that are no longer awaited from the queue. Verdicts under way count for the node."""
         for answer in answers:
             answer.is_unwanted = True
+        self._queued_bytes -= sum(answer.num_bytes for answer in self._queue if answer.is_unwanted)
         self._queue = [answer for answer in self._queue if not answer.is_unwanted]
 
     def _fail(self, answer: OfferedAnswer, error: str) -> None:
@@ -309,7 +310,7 @@ class Audits:
     def _place(self) -> None:
         """Hand waiting answers to auditors with room, the highest rank first."""
         while self._queue and (identity := self._with_room()) is not None:
-            self._hand(self._queue.pop(), identity)
+            self._hand(self._dequeue(-1), identity)
 
     def _with_room(self, *, but: ConnectedAuditor | None = None) -> bytes | None:
         """Return the auditor that uses the least of its places, not `but`; None when none has room."""

@@ -48,6 +48,21 @@ async def test_what_waits_for_an_auditor_is_bounded_in_bytes(audited):
             task.cancel()
 
 
+async def test_the_error_of_a_full_queue_counts_what_is_queued(audited):
+    # An auditor has taken the first answer, and the second is forgotten: their bytes wait no more.
+    async with audited() as (audits, _, connect):
+        auditor = connect()
+        auditor.hello("a")
+        audits.offer(record("n0", tokens=30_000), "taken")
+        await auditor.next(AuditRequest)
+        audits.offer(record("n0", tokens=30_000), "forgotten")
+        audits.forget("forgotten")
+        for number in range(4097):
+            audits.offer(record("n0"), f"r{number}")
+        [error] = [one.error for [one] in audits._open.values() if one.done.is_set()]
+        assert error == "4097 answers of 0.3 MB wait for an auditor: start more (orchestrator audit)"
+
+
 async def test_answers_that_nobody_waits_for_are_not_queued(audited):
     # One rollout waited in vain, another is forgotten: an auditor that comes later gets neither answer.
     async with audited(timeout_s=0.01) as (audits, *_):
