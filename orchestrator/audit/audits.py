@@ -331,13 +331,19 @@ class Audits:
         auditor = self._auditors.pop(identity)
         logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
         for answer in auditor.held.values():
-            answer.lost += 1
-            if answer.lost >= _MAX_LOST:
-                logger.warning("an answer of node %s is not audited: %d auditors were lost with it", answer.nodes,
-                               answer.lost)  # fmt: skip
-                self._fail(answer, f"{answer.lost} auditors were lost with it, the last one {auditor.name} ({reason})")
-            elif not answer.is_unwanted:
-                self._enqueue(answer)
+            self._pass_on(
+                answer, f"{answer.lost + 1} auditors were lost with it, the last one {auditor.name} ({reason})"
+            )
+            if answer.error is not None:
+                logger.warning("an answer of node %s is not audited: %s", answer.nodes, answer.error)
+
+    def _pass_on(self, answer: OfferedAnswer, error: str, *, retry: bool = True) -> None:
+        """Have another auditor take an answer that one did not end. Without `retry` it fails."""
+        answer.lost += 1
+        if not retry or answer.lost >= _MAX_LOST:
+            self._fail(answer, error)
+        elif not answer.is_unwanted:
+            self._enqueue(answer)
 
     def _take_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
         """Take from an auditor what it should have ended, for another one that has room; in the end, for none."""
@@ -403,11 +409,7 @@ class Audits:
             return
         name, others = self._auditors[identity].name, [one for one in self._auditors if one != identity]
         logger.warning("auditor %s cannot check an answer of %s: %s", name, answer.nodes, outcome.error)
-        answer.lost += outcome.retryable
-        if outcome.retryable and others and answer.lost < _MAX_LOST:
-            self._enqueue(answer)
-        else:
-            self._fail(answer, outcome.error)
+        self._pass_on(answer, outcome.error, retry=outcome.retryable and bool(others))
 
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
         if hello.run_id not in (None, self._run_id):

@@ -61,6 +61,16 @@ async def test_what_one_auditor_cannot_check_another_one_may(audited):
         assert "no space left" in (await audits.cleared("r3") or "")
 
 
+async def test_what_is_forgotten_meanwhile_goes_to_no_other_auditor(audited):
+    # One cannot check it where another one might, but nobody waits for it any more.
+    async with audited() as (audits, _, connect):
+        first, second, request = await asked_beside_another(audits, connect)
+        audits.forget("r1")
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert await requests_until_now(first) == []
+        assert await requests_until_now(second) == [] and audits.metrics()["audit/queued"] == 0
+
+
 async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
     # It says at once that its disk is full. That must not look like an auditor that is fast.
     async with audited(heartbeat_s=100.0) as (audits, _, connect):
