@@ -310,7 +310,9 @@ class Audits:
     def _place(self) -> None:
         """Hand waiting answers to auditors with room, the highest rank first."""
         while self._queue and (identity := self._with_room()) is not None:
-            self._hand(self._dequeue(-1), identity)
+            answer = self._dequeue(-1)
+            if not self._hand(answer, identity):
+                self._enqueue(answer)
 
     def _with_room(self, *, but: ConnectedAuditor | None = None) -> bytes | None:
         """Return the auditor that uses the least of its places, not `but`; None when none has room."""
@@ -320,12 +322,15 @@ class Audits:
                 if one is not but and one.has_room(now, since)]  # fmt: skip
         return min(free)[1] if free else None
 
-    def _hand(self, answer: OfferedAnswer, identity: bytes) -> None:
+    def _hand(self, answer: OfferedAnswer, identity: bytes) -> bool:
+        """Return False when the auditor turns out to be gone. Then it never had the answer."""
         assert answer.request is not None
-        answer.placed = self._clock()
-        self._auditors[identity].held[answer.request.audit] = answer
         if not self._send(identity, answer.request):
             self._lose(identity, "unreachable")
+            return False
+        answer.placed = self._clock()
+        self._auditors[identity].held[answer.request.audit] = answer
+        return True
 
     def _lose(self, identity: bytes, reason: str) -> None:
         auditor = self._auditors.pop(identity)
@@ -352,19 +357,18 @@ class Audits:
             held_s = now - answer.placed
             if held_s < limit_s / 2:
                 continue
-            other = self._with_room(but=auditor)
+            error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
             is_wanted = held_s < limit_s and not answer.is_unwanted and answer.lost + 1 < _MAX_LOST
-            if held_s < limit_s + self._lost_after_s and not (other and is_wanted):
+            other = self._with_room(but=auditor) if is_wanted else None
+            if other is not None and self._hand(answer, other):
+                answer.lost += 1
+            elif held_s >= limit_s + self._lost_after_s:
+                self._fail(answer, error)
+            else:
                 continue
             del auditor.held[number]
             auditor.is_overdue = True
-            error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
             logger.warning("%s: see its log for a hanging engine", error)
-            if other and is_wanted:
-                answer.lost += 1
-                self._hand(answer, other)
-            else:
-                self._fail(answer, error)
 
     async def _receive(self) -> None:
         while True:
@@ -446,7 +450,10 @@ class Audits:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             now = self._clock()
-            for identity, auditor in list(self._auditors.items()):
+            for identity in list(self._auditors):
+                auditor = self._auditors.get(identity)
+                if auditor is None:  # Lost with the answer of another one.
+                    continue
                 silent_s = now - auditor.last_heard
                 if silent_s > self._lost_after_s:
                     self._lose(identity, f"silent for {silent_s:.1f} s")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, verdict
+import pytest
+from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, vanish, verdict
 from orch_peers import PeerAuditor
 
 from composer_prime.wire.audit import AuditFailed, AuditRequest
@@ -24,6 +25,65 @@ async def test_an_answer_that_ends_auditors_is_given_up(audited):
         objection = await audits.cleared("poison") or ""
         assert "2 auditors were lost with it, the last one b (said goodbye: out of memory)" in objection
         assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (0, 1)
+
+
+async def test_an_auditor_that_had_vanished_was_not_lost_with_an_answer(audited):
+    # The answer never reached it. So one more may be lost, and the third clears the rollout.
+    async with audited() as (audits, _, connect):
+        vanished, lost, last = connect(), connect(), connect()
+        vanished.hello("v")
+        await vanished.next(NodeWelcome)
+        await vanish(audits, vanished, "v")
+        audits.offer(record("n0"), "r1")
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/auditors"]) == (1, 0)
+        lost.hello("l")
+        await lost.next(AuditRequest)
+        lost.send(Goodbye(reason="out of memory"))
+        while audits.metrics()["audit/auditors"]:
+            await asyncio.sleep(0.01)
+        last.hello("a")
+        [request] = await requests_until_now(last)
+        last.send(verdict(request))
+        assert await audits.cleared("r1") is None
+
+
+@pytest.mark.parametrize("lost_after_s", [400.0, 10_000.0], ids=["silent", "not silent"])
+async def test_an_auditor_that_vanished_is_found_by_what_another_is_late_with(audited, lost_after_s):
+    # `late` keeps its answer, and `fresh` gets what the vanished one had, once.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=lost_after_s, clock=clock) as (audits, _, connect):
+        late, vanished, fresh = connect(), connect(), connect()
+
+        async def offer_to(auditor: PeerAuditor, name: str) -> AuditRequest:
+            audits.offer(record("n0"), name)
+            return await auditor.next(AuditRequest)
+
+        late.hello("l")
+        held_late = await offer_to(late, "late")
+        vanished.hello("v", max_concurrent=8)
+        vanished.send(verdict(await offer_to(vanished, "r0")))
+        assert await audits.cleared("r0") is None
+        held = [await offer_to(vanished, name) for name in ("r1", "r2")]
+        clock.now += 100.0
+        vanished.send(verdict(held[0]))
+        assert await audits.cleared("r1") is None
+        fresh.hello("f", max_concurrent=2)
+        await fresh.next(NodeWelcome)
+        fresh.send(verdict(await offer_to(fresh, "r3")))
+        assert await audits.cleared("r3") is None
+        held_fresh = await offer_to(fresh, "r4")
+        clock.now += 200.0
+        assert await requests_until_now(late) == await requests_until_now(fresh) == []
+        await vanish(audits, vanished, "v")
+        clock.now += 201.0
+        while audits.metrics()["audit/auditors"] == 3:
+            await asyncio.sleep(0.01)
+        assert await requests_until_now(fresh) == [held[1]]
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (0, 0)
+        for auditor, request in ((late, held_late), (fresh, held[1]), (fresh, held_fresh)):
+            auditor.send(verdict(request))
+        for name in ("late", "r2", "r4"):
+            assert await audits.cleared(name) is None
 
 
 async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
