@@ -31,10 +31,8 @@ class OfferedAnswer:
     error: str | None = None
     """Why it could not be audited."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    placed: float = 0.0
-    """When it went to its auditor, monotonic seconds."""
-    lost: int = 0
-    """Auditors that were gone before their verdict on it, or could not check it where another one may."""
+    handed: int = 0
+    """Auditors that got it."""
     is_unwanted: bool = False
     """Whether its rollout is given up. Then it is not queued."""
 
@@ -59,10 +57,10 @@ class ConnectedAuditor:
     name: str
     places: int
     last_heard: float
-    held: dict[int, OfferedAnswer] = field(default_factory=dict)
-    """By audit number."""
+    held: dict[int, tuple[OfferedAnswer, float]] = field(default_factory=dict)
+    """What it works on by audit number, and when it got that, monotonic seconds. Another one may have ended it."""
     is_overdue: bool = False
-    """Whether an answer was taken from it because it took too long, and it ended none since: its engine may hang."""
+    """Whether it took too long for an answer, and ended none since: its engine may hang."""
     paused_until: float = -math.inf
     """After it could not check what another one may, monotonic seconds."""
     ended: deque[float] = field(init=False)

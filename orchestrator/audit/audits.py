@@ -11,8 +11,8 @@ waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
 Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
 get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
 ended in the last half of `timeout_s`, each within that time. It drops an answer when `timeout_s` is over. One that
-sends heartbeats but no verdict for half of `timeout_s` may hang: its answer goes to another auditor with room, if there
-is one, and it gets no other until it has ended one.
+sends heartbeats but no verdict for half of `timeout_s` may hang, or be slow. Another auditor with room gets its answer,
+too, and the first verdict counts. It gets no other until it has ended one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
 _MAX_QUEUED_BYTES = 512 << 20
 """Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
-_MAX_LOST = 2
-"""Auditors that may fail at an answer, or be lost with it: it may be what ends them."""
+_MAX_AUDITORS = 2
+"""Auditors that may get an answer, after each other or at once: it may be what ends them."""
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
@@ -328,45 +328,42 @@ class Audits:
         if not self._send(identity, answer.request):
             self._lose(identity, "unreachable")
             return False
-        answer.placed = self._clock()
-        self._auditors[identity].held[answer.request.audit] = answer
+        answer.handed += 1
+        self._auditors[identity].held[answer.request.audit] = answer, self._clock()
         return True
 
     def _lose(self, identity: bytes, reason: str) -> None:
         auditor = self._auditors.pop(identity)
         logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
-        for answer in auditor.held.values():
-            self._pass_on(
-                answer, f"{answer.lost + 1} auditors were lost with it, the last one {auditor.name} ({reason})"
-            )
+        for answer, _ in auditor.held.values():
+            self._pass_on(answer, f"{answer.handed} auditors were lost with it, the last one {auditor.name} ({reason})")
             if answer.error is not None:
                 logger.warning("an answer of node %s is not audited: %s", answer.nodes, answer.error)
 
     def _pass_on(self, answer: OfferedAnswer, error: str, *, retry: bool = True) -> None:
-        """Have another auditor take an answer that one did not end. Without `retry` it fails."""
-        answer.lost += 1
-        if not retry or answer.lost >= _MAX_LOST:
+        """Queue an answer anew that an auditor did not end, unless another one has it. Without `retry` it fails."""
+        if answer.request is None or any(answer.request.audit in one.held for one in self._auditors.values()):
+            return
+        if not retry or answer.handed >= _MAX_AUDITORS:
             self._fail(answer, error)
         elif not answer.is_unwanted:
             self._enqueue(answer)
 
-    def _take_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
-        """Take from an auditor what it should have ended, for another one that has room; in the end, for none."""
+    def _share_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
+        """Hand what an auditor should have ended to another one with room, too. In the end, expect it no longer."""
         limit_s = self._config.timeout_s
-        for number, answer in list(auditor.held.items()):
-            held_s = now - answer.placed
+        for number, (answer, since) in list(auditor.held.items()):
+            held_s = now - since
             if held_s < limit_s / 2:
                 continue
+            is_wanted = answer.request is not None and not answer.is_unwanted and answer.handed < _MAX_AUDITORS
+            other = self._with_room(but=auditor) if is_wanted and held_s < limit_s else None
             error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
-            is_wanted = held_s < limit_s and not answer.is_unwanted and answer.lost + 1 < _MAX_LOST
-            other = self._with_room(but=auditor) if is_wanted else None
-            if other is not None and self._hand(answer, other):
-                answer.lost += 1
-            elif held_s >= limit_s + self._lost_after_s:
-                self._fail(answer, error)
-            else:
+            if held_s >= limit_s + self._lost_after_s:
+                del auditor.held[number]
+                self._pass_on(answer, error, retry=False)
+            elif other is None or not self._hand(answer, other):
                 continue
-            del auditor.held[number]
             auditor.is_overdue = True
             logger.warning("%s: see its log for a hanging engine", error)
 
@@ -395,25 +392,25 @@ class Audits:
                 self._send(identity, HelloAgain())
             case AuditVerdict() | AuditFailed():
                 auditor.is_overdue = False
-                if (answer := auditor.held.pop(message.audit, None)) is not None:
+                if (held := auditor.held.pop(message.audit, None)) is not None:
+                    answer, since = held
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
-                    elif auditor.last_heard - answer.placed < self._config.timeout_s / 2:
+                    elif auditor.last_heard - since < self._config.timeout_s / 2:
                         auditor.ended.append(auditor.last_heard)
-                    self._take(identity, answer, message)
+                    self._take(auditor, answer, message)
             case Status():
                 self._send(identity, Heard())
             case Goodbye(reason=reason):
                 self._lose(identity, f"said goodbye: {reason[:200]}")
         self._place()
 
-    def _take(self, identity: bytes, answer: OfferedAnswer, outcome: AuditVerdict | AuditFailed) -> None:
-        if isinstance(outcome, AuditVerdict):
+    def _take(self, auditor: ConnectedAuditor, answer: OfferedAnswer, outcome: AuditVerdict | AuditFailed) -> None:
+        if isinstance(outcome, AuditFailed):
+            logger.warning("auditor %s cannot check an answer of %s: %s", auditor.name, answer.nodes, outcome.error)
+            self._pass_on(answer, outcome.error, retry=outcome.retryable and len(self._auditors) > 1)
+        elif answer.request is not None:  # The first verdict counts.
             self._note(answer, outcome)
-            return
-        name, others = self._auditors[identity].name, [one for one in self._auditors if one != identity]
-        logger.warning("auditor %s cannot check an answer of %s: %s", name, answer.nodes, outcome.error)
-        self._pass_on(answer, outcome.error, retry=outcome.retryable and bool(others))
 
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
         if hello.run_id not in (None, self._run_id):
@@ -458,7 +455,7 @@ class Audits:
                 if silent_s > self._lost_after_s:
                     self._lose(identity, f"silent for {silent_s:.1f} s")
                 else:
-                    self._take_overdue(auditor, now)
+                    self._share_overdue(auditor, now)
             self._place()
 
     # -- state ---------------------------------------------------------------------------------------------------

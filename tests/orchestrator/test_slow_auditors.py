@@ -222,6 +222,79 @@ async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
         await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
 
 
+async def late_beside_another(audits, connect, clock: Clock):
+    """As asked_beside_another. The first one is late, so the second one has the answer, too."""
+    first, second, request = await asked_beside_another(audits, connect)
+    clock.now += 501.0
+    assert await second.next(AuditRequest) == request
+    return first, second, request
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+async def test_the_first_of_two_verdicts_counts(audited, faster):
+    # An auditor that is slow, and does not hang, may clear the rollout itself. The other verdict counts for nothing,
+    # but whoever owes it is at work until then.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, trust, connect):
+        *both, request = await late_beside_another(audits, connect, clock)
+        fast, slow = both[faster], both[1 - faster]
+        fast.send(verdict(request))
+        assert await requests_until_now(fast) == []
+        assert audits.metrics()["audit/audited"] == 1
+        assert await audits.cleared("r1") is None
+        for number in (2, 3):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        await fast.next(AuditRequest)
+        assert await requests_until_now(slow) == []
+        slow.send(verdict(request, wrong=(1, 2, 3, 4)))
+        await slow.next(AuditRequest)
+        assert audits.metrics()["audit/audited"] == trust["n0"].clean == 1
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("how", ["leaves", "fails", "cannot check"])
+async def test_one_of_two_auditors_may_break(audited, broken, how):
+    # The other one clears the rollout, and a third one is not asked.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
+        *both, request = await late_beside_another(audits, connect, clock)
+        third = connect()
+        third.hello("c")
+        assert await requests_until_now(third) == []
+        await clock.look()
+        if how == "leaves":
+            both[broken].send(Goodbye(reason="test"))
+            while audits.metrics()["audit/auditors"] == 3:
+                await asyncio.sleep(0.01)
+        else:
+            retryable = how == "cannot check"
+            both[broken].send(AuditFailed(audit=request.audit, error="no space left", retryable=retryable))
+            assert await requests_until_now(both[broken]) == []
+        assert await requests_until_now(third) == []
+        assert audits.metrics()["audit/failed"] == 0
+        both[1 - broken].send(verdict(request))
+        assert await audits.cleared("r1") is None
+
+
+async def test_an_answer_that_two_auditors_hang_with_is_not_audited(audited):
+    # It fails once, when the second one has had it for long enough, too.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
+        *both, _ = await late_beside_another(audits, connect, clock)
+        clock.now = 6000.0
+        for auditor in both:
+            assert await requests_until_now(auditor) == []
+        clock.now = 11_100.0
+        while sum(len(one.held) for one in audits._auditors.values()) == 2:
+            await asyncio.sleep(0.01)
+        assert audits.metrics()["audit/failed"] == 0
+        clock.now = 11_600.0
+        while any(one.held for one in audits._auditors.values()):
+            await asyncio.sleep(0.01)
+        assert audits.metrics()["audit/failed"] == 1
+        assert "b gave no verdict" in (await audits.cleared("r1") or "")
+
+
 async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
     # It is held for a while, not for ever. A known node's rollout is used, as if its answer had not been chosen.
     async with audited(chances=[0.0], timeout_s=0.2, lost_after_s=0.4) as (audits, trust, connect):
