@@ -211,13 +211,14 @@ class Audits:
         waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_awaited]
         if waits:
             try:
-                _, late = await asyncio.wait(waits, timeout=self._config.timeout_s)
+                await asyncio.wait(waits, timeout=self._config.timeout_s)
             finally:
                 for wait in waits:
                     wait.cancel()
-                self._give_up(answer for answer in answers if answer.is_awaited and not answer.done.is_set())
+                late = [answer for answer in answers if answer.is_awaited and not answer.done.is_set()]
+                self._give_up(late)
             if late:
-                return self._too_late([answer for answer in answers if answer.is_awaited and not answer.done.is_set()])
+                return self._too_late(late)
         for answer in answers:
             if (objection := self._objection(answer)) is not None:
                 return objection

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import time
 
 import msgspec
 import pytest
@@ -89,6 +90,22 @@ async def test_what_a_caught_node_sampled_without_an_audit_is_tainted(audited):
         assert audits.is_tainted(["other", "early"]) and not audits.is_tainted(["other"])
         assert "n0 was quarantined" in (await audits.cleared("open") or "")
         assert "4 of 8 tokens" in (await audits.cleared("caught") or "")
+
+
+async def test_a_verdict_at_the_last_moment_is_in_time(audited):
+    # The loop is behind: the deadline has passed, and the verdict is handled right after it.
+    async with audited(timeout_s=0.01) as (audits, _, connect):
+        auditor = connect()
+        auditor.hello("a")
+        await auditor.next(NodeWelcome)
+        audits.offer(record("n0"), "r1")
+        request = await auditor.next(AuditRequest)
+        waiting = asyncio.ensure_future(audits.cleared("r1"))
+        await asyncio.sleep(0)
+        [identity] = audits._auditors
+        asyncio.get_running_loop().call_later(0.01, audits._handle, identity, verdict(request))
+        time.sleep(0.1)  # Both are due now, in this order.
+        assert await waiting is None
 
 
 async def test_each_node_answers_for_its_own_tokens(audited):
