@@ -445,9 +445,15 @@ class Audits:
 
     async def _tick(self) -> None:
         """Look for auditors that are silent, or take too long."""
+        interval_s = min(self._heartbeat_s / 2, 1.0)
+        last = self._clock()
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(interval_s)
             now = self._clock()
+            # After a stall of this process, messages wait in the socket: read them before an auditor counts as lost.
+            stalled, last = now - last > self._lost_after_s / 2, now
+            if stalled:
+                continue
             for identity in list(self._auditors):
                 auditor = self._auditors.get(identity)
                 if auditor is None:  # Lost with the answer of another one.

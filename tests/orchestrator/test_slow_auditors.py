@@ -297,16 +297,41 @@ async def test_an_answer_that_two_auditors_hang_with_is_not_audited(audited):
 
 async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
     # It is held for a while, not for ever. A known node's rollout is used, as if its answer had not been chosen.
-    async with audited(chances=[0.0], timeout_s=0.2, lost_after_s=0.4) as (audits, trust, connect):
+    clock = Clock()
+    async with audited(chances=[0.0], timeout_s=1000.0, lost_after_s=1000.0, clock=clock) as (audits, trust, connect):
         trust["n0"].clean = 10**6
         hanging = connect()
         hanging.hello("h")
         audits.offer(record("n0"), "r1")
         await hanging.next(AuditRequest)
+        for clock.now in (900.0, 1800.0, 2100.0):
+            assert audits.metrics()["audit/failed"] == 0
+            assert await requests_until_now(hanging) == []
         while not audits.metrics()["audit/failed"]:
-            hanging.send(STATUS)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
         assert audits.metrics()["audit/auditors"] == 1 and await audits.cleared("r1") is None
+
+
+async def test_no_auditor_is_lost_while_the_orchestrator_stands_still(audited):
+    # What auditors sent meanwhile waits in the socket. It is read before any of them counts as silent.
+    clock = Clock()
+    async with audited(lost_after_s=400.0, clock=clock) as (audits, _, connect):
+        auditor = connect()
+        auditor.hello("a")
+        assert await requests_until_now(auditor) == []
+        clock.now += 401.0
+        times_read = clock.times_read
+        while clock.times_read == times_read:
+            await asyncio.sleep(0)
+        [identity] = audits._auditors
+        audits._handle(identity, STATUS)
+        await clock.look()
+        clock.now += 399.0
+        await clock.look()
+        assert audits.metrics()["audit/auditors"] == 1
+        clock.now += 2.0
+        while audits.metrics()["audit/auditors"]:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_slow_auditor_clears_a_steady_share(audited):
