@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -32,10 +31,8 @@ class OfferedAnswer:
     error: str | None = None
     """Why it could not be audited."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    placed: float = 0.0
-    """When it went to its auditor, monotonic seconds."""
-    lost: int = 0
-    """Auditors that were gone before their verdict on it, or could not check it where another one may."""
+    handed: int = 0
+    """Auditors that got it."""
     is_unwanted: bool = False
     """Whether its rollout is given up. Then it is not queued."""
 
@@ -60,10 +57,10 @@ class ConnectedAuditor:
     name: str
     places: int
     last_heard: float
-    held: dict[int, OfferedAnswer] = field(default_factory=dict)
-    """By audit number."""
+    held: dict[int, tuple[OfferedAnswer, float]] = field(default_factory=dict)
+    """What it works on by audit number, and when it got that, monotonic seconds. Another one may have ended it."""
     is_overdue: bool = False
-    """Whether an answer was taken from it because it took too long, and it ended none since: its engine may hang."""
+    """Whether it took too long for an answer, and ended none since: its engine may hang."""
     paused_until: float = -math.inf
     """After it could not check what another one may, monotonic seconds."""
     ended: deque[float] = field(init=False)
@@ -72,8 +69,8 @@ class ConnectedAuditor:
     def __post_init__(self) -> None:
         self.ended = deque(maxlen=self.places)
 
-    def has_room(self, since: float) -> bool:
+    def has_room(self, now: float, since: float) -> bool:
         """Whether it holds no more than it ended after `since`, and is neither overdue nor paused."""
-        if self.is_overdue or time.monotonic() < self.paused_until:
+        if self.is_overdue or now < self.paused_until:
             return False
         return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))

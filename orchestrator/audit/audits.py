@@ -11,8 +11,8 @@ waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
 Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
 get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
 ended in the last half of `timeout_s`, each within that time. It drops an answer when `timeout_s` is over. One that
-sends heartbeats but no verdict for half of `timeout_s` may hang: its answer goes to another auditor with room, if there
-is one, and it gets no other until it has ended one.
+sends heartbeats but no verdict for half of `timeout_s` may hang, or be slow. Another auditor with room gets its answer,
+too, and the first verdict counts. It gets no other until it has ended one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUED = 4096
 _MAX_QUEUED_BYTES = 512 << 20
 """Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
-_MAX_LOST = 2
-"""Auditors that may fail at an answer, or be lost with it: it may be what ends them."""
+_MAX_AUDITORS = 2
+"""Auditors that may get an answer, after each other or at once: it may be what ends them."""
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
@@ -86,9 +86,11 @@ class Audits:
         lost_after_s: float,
         on_quarantine: Callable[[str, str], None] = lambda node_id, reason: None,
         chance: Callable[[], float] = random.SystemRandom().random,
+        clock: Callable[[], float] = time.monotonic,
         max_queued_bytes: int = _MAX_QUEUED_BYTES,
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know.
+        `clock()` returns seconds, by which auditors are slow, silent or paused.
 
         Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
         """
@@ -103,6 +105,7 @@ class Audits:
         self._lost_after_s = lost_after_s
         self._on_quarantine = on_quarantine
         self._chance = chance
+        self._clock = clock
         self._max_queued_bytes = max_queued_bytes
         self._seconds = 0.0
         self._open: dict[str, list[OfferedAnswer]] = {}
@@ -110,7 +113,7 @@ class Audits:
         self._queue: list[OfferedAnswer] = []
         """By rank, the highest last."""
         self._queued_bytes = 0
-        """At most, of their requests. Those that have left the queue count until the limit is reached."""
+        """Of their requests."""
         self._recent: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_MAX_RECENT))
         """Rollouts with an answer that was not audited, by node."""
         self._tainted: OrderedDict[str, None] = OrderedDict()
@@ -190,14 +193,14 @@ class Audits:
     def _enqueue(self, answer: OfferedAnswer) -> None:
         insort(self._queue, answer, key=lambda one: one.rank)
         self._queued_bytes += answer.num_bytes
-        while self._is_overfull():
+        while self._queued_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED:
             error = f"{len(self._queue)} answers of {self._queued_bytes / 1e6:.1f} MB wait for an auditor"
-            self._fail(self._queue.pop(0), f"{error}: start more (orchestrator audit)")
+            self._fail(self._dequeue(0), f"{error}: start more (orchestrator audit)")
 
-    def _is_overfull(self) -> bool:
-        if self._queued_bytes > self._max_queued_bytes:
-            self._queued_bytes = sum(one.num_bytes for one in self._queue)
-        return self._queued_bytes > self._max_queued_bytes or len(self._queue) > _MAX_QUEUED
+    def _dequeue(self, index: int) -> OfferedAnswer:
+        answer = self._queue.pop(index)
+        self._queued_bytes -= answer.num_bytes
+        return answer
 
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
@@ -208,13 +211,14 @@ class Audits:
         waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_awaited]
         if waits:
             try:
-                _, late = await asyncio.wait(waits, timeout=self._config.timeout_s)
+                await asyncio.wait(waits, timeout=self._config.timeout_s)
             finally:
                 for wait in waits:
                     wait.cancel()
-                self._give_up(answer for answer in answers if answer.is_awaited and not answer.done.is_set())
+                late = [answer for answer in answers if answer.is_awaited and not answer.done.is_set()]
+                self._give_up(late)
             if late:
-                return self._too_late([answer for answer in answers if answer.is_awaited and not answer.done.is_set()])
+                return self._too_late(late)
         for answer in answers:
             if (objection := self._objection(answer)) is not None:
                 return objection
@@ -230,6 +234,7 @@ class Audits:
         """Remove answers that are no longer awaited from the queue. Verdicts under way count for the node."""
         for answer in answers:
             answer.is_unwanted = True
+        self._queued_bytes -= sum(answer.num_bytes for answer in self._queue if answer.is_unwanted)
         self._queue = [answer for answer in self._queue if not answer.is_unwanted]
 
     def _fail(self, answer: OfferedAnswer, error: str) -> None:
@@ -305,54 +310,63 @@ class Audits:
 
     def _place(self) -> None:
         """Hand waiting answers to auditors with room, the highest rank first."""
-        since = time.monotonic() - self._config.timeout_s / 2
-        while self._queue:
-            free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
-                    if one.has_room(since)]  # fmt: skip
-            if not free:
-                return
-            self._hand(self._queue.pop(), min(free)[1])
+        while self._queue and (identity := self._with_room()) is not None:
+            answer = self._dequeue(-1)
+            if not self._hand(answer, identity):
+                self._enqueue(answer)
 
-    def _hand(self, answer: OfferedAnswer, identity: bytes) -> None:
+    def _with_room(self, *, but: ConnectedAuditor | None = None) -> bytes | None:
+        """Return the auditor that uses the least of its places, not `but`; None when none has room."""
+        now = self._clock()
+        since = now - self._config.timeout_s / 2
+        free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
+                if one is not but and one.has_room(now, since)]  # fmt: skip
+        return min(free)[1] if free else None
+
+    def _hand(self, answer: OfferedAnswer, identity: bytes) -> bool:
+        """Return False when the auditor turns out to be gone. Then it never had the answer."""
         assert answer.request is not None
-        answer.placed = time.monotonic()
-        self._auditors[identity].held[answer.request.audit] = answer
         if not self._send(identity, answer.request):
             self._lose(identity, "unreachable")
+            return False
+        answer.handed += 1
+        self._auditors[identity].held[answer.request.audit] = answer, self._clock()
+        return True
 
     def _lose(self, identity: bytes, reason: str) -> None:
         auditor = self._auditors.pop(identity)
         logger.warning("auditor %s is gone (%s); it held %d answers", auditor.name, reason, len(auditor.held))
-        for answer in auditor.held.values():
-            answer.lost += 1
-            if answer.lost >= _MAX_LOST:
-                logger.warning("an answer of node %s is not audited: %d auditors were lost with it", answer.nodes,
-                               answer.lost)  # fmt: skip
-                self._fail(answer, f"{answer.lost} auditors were lost with it, the last one {auditor.name} ({reason})")
-            elif not answer.is_unwanted:
-                self._enqueue(answer)
+        for answer, _ in auditor.held.values():
+            self._pass_on(answer, f"{answer.handed} auditors were lost with it, the last one {auditor.name} ({reason})")
+            if answer.error is not None:
+                logger.warning("an answer of node %s is not audited: %s", answer.nodes, answer.error)
 
-    def _take_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
-        """Take from an auditor what it should have ended, for another one that has room; in the end, for none."""
+    def _pass_on(self, answer: OfferedAnswer, error: str, *, retry: bool = True) -> None:
+        """Queue an answer anew that an auditor did not end, unless another one has it. Without `retry` it fails."""
+        if answer.request is None or any(answer.request.audit in one.held for one in self._auditors.values()):
+            return
+        if not retry or answer.handed >= _MAX_AUDITORS:
+            self._fail(answer, error)
+        elif not answer.is_unwanted:
+            self._enqueue(answer)
+
+    def _share_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
+        """Hand what an auditor should have ended to another one with room, too. In the end, expect it no longer."""
         limit_s = self._config.timeout_s
-        for number, answer in list(auditor.held.items()):
-            held_s = now - answer.placed
+        for number, (answer, since) in list(auditor.held.items()):
+            held_s = now - since
             if held_s < limit_s / 2:
                 continue
-            others = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
-                      if one is not auditor and one.has_room(now - limit_s / 2)]  # fmt: skip
-            is_wanted = held_s < limit_s and not answer.is_unwanted and answer.lost + 1 < _MAX_LOST
-            if held_s < limit_s + self._lost_after_s and not (others and is_wanted):
-                continue
-            del auditor.held[number]
-            auditor.is_overdue = True
+            is_wanted = answer.request is not None and not answer.is_unwanted and answer.handed < _MAX_AUDITORS
+            other = self._with_room(but=auditor) if is_wanted and held_s < limit_s else None
             error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
+            if held_s >= limit_s + self._lost_after_s:
+                del auditor.held[number]
+                self._pass_on(answer, error, retry=False)
+            elif other is None or not self._hand(answer, other):
+                continue
+            auditor.is_overdue = True
             logger.warning("%s: see its log for a hanging engine", error)
-            if others and is_wanted:
-                answer.lost += 1
-                self._hand(answer, min(others)[1])
-            else:
-                self._fail(answer, error)
 
     async def _receive(self) -> None:
         while True:
@@ -369,7 +383,7 @@ class Audits:
     def _handle(self, identity: bytes, message: FromAuditor) -> None:
         auditor = self._auditors.get(identity)
         if auditor is not None:
-            auditor.last_heard = time.monotonic()
+            auditor.last_heard = self._clock()
         match message:
             case NodeHello():
                 self._welcome(identity, message)
@@ -379,29 +393,25 @@ class Audits:
                 self._send(identity, HelloAgain())
             case AuditVerdict() | AuditFailed():
                 auditor.is_overdue = False
-                if (answer := auditor.held.pop(message.audit, None)) is not None:
+                if (held := auditor.held.pop(message.audit, None)) is not None:
+                    answer, since = held
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
-                    elif auditor.last_heard - answer.placed < self._config.timeout_s / 2:
+                    elif auditor.last_heard - since < self._config.timeout_s / 2:
                         auditor.ended.append(auditor.last_heard)
-                    self._take(identity, answer, message)
+                    self._take(auditor, answer, message)
             case Status():
                 self._send(identity, Heard())
             case Goodbye(reason=reason):
                 self._lose(identity, f"said goodbye: {reason[:200]}")
         self._place()
 
-    def _take(self, identity: bytes, answer: OfferedAnswer, outcome: AuditVerdict | AuditFailed) -> None:
-        if isinstance(outcome, AuditVerdict):
+    def _take(self, auditor: ConnectedAuditor, answer: OfferedAnswer, outcome: AuditVerdict | AuditFailed) -> None:
+        if isinstance(outcome, AuditFailed):
+            logger.warning("auditor %s cannot check an answer of %s: %s", auditor.name, answer.nodes, outcome.error)
+            self._pass_on(answer, outcome.error, retry=outcome.retryable and len(self._auditors) > 1)
+        elif answer.request is not None:  # The first verdict counts.
             self._note(answer, outcome)
-            return
-        name, others = self._auditors[identity].name, [one for one in self._auditors if one != identity]
-        logger.warning("auditor %s cannot check an answer of %s: %s", name, answer.nodes, outcome.error)
-        answer.lost += outcome.retryable
-        if outcome.retryable and others and answer.lost < _MAX_LOST:
-            self._enqueue(answer)
-        else:
-            self._fail(answer, outcome.error)
 
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
         if hello.run_id not in (None, self._run_id):
@@ -411,7 +421,7 @@ class Audits:
         if identity in self._auditors:
             self._lose(identity, "said hello again")
         self._auditors[identity] = ConnectedAuditor(
-            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=time.monotonic()
+            name=hello.node_id, places=max(1, hello.max_concurrent), last_heard=self._clock()
         )
         logger.info("auditor %s attached", hello.node_id)
         kept = []
@@ -435,15 +445,24 @@ class Audits:
 
     async def _tick(self) -> None:
         """Look for auditors that are silent, or take too long."""
+        interval_s = min(self._heartbeat_s / 2, 1.0)
+        last = self._clock()
         while True:
-            await asyncio.sleep(self._heartbeat_s)
-            now = time.monotonic()
-            for identity, auditor in list(self._auditors.items()):
+            await asyncio.sleep(interval_s)
+            now = self._clock()
+            # After a stall of this process, messages wait in the socket: read them before an auditor counts as lost.
+            stalled, last = now - last > self._lost_after_s / 2, now
+            if stalled:
+                continue
+            for identity in list(self._auditors):
+                auditor = self._auditors.get(identity)
+                if auditor is None:  # Lost with the answer of another one.
+                    continue
                 silent_s = now - auditor.last_heard
                 if silent_s > self._lost_after_s:
                     self._lose(identity, f"silent for {silent_s:.1f} s")
                 else:
-                    self._take_overdue(auditor, now)
+                    self._share_overdue(auditor, now)
             self._place()
 
     # -- state ---------------------------------------------------------------------------------------------------

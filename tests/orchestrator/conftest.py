@@ -7,9 +7,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+from audit_peers import serve_audits
 from orch_peers import MODEL, RUN_ID, PeerNode, ScriptedPool
 
 from composer_prime.config import Config
@@ -88,3 +90,9 @@ def open_run(run_dir: RunDir) -> OpenRun:
             await asyncio.gather(task, return_exceptions=True)
 
     return opened
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[tuple]]:
+    """`async with audited(**settings) as (audits, trust, connect)`: see serve_audits."""
+    return partial(serve_audits, tmp_path)

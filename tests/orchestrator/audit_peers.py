@@ -1,0 +1,141 @@
+"""Audits served over loopback, the auditors that a test plays, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from orch_peers import PeerAuditor
+
+from composer_prime.config.orchestrator import AuditConfig
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from composer_prime.wire.audit import AuditRequest, AuditVerdict, PartVerdict
+from composer_prime.wire.node import Heard, NodeWelcome, Sampling, Status
+from composer_prime.wire.types import VersionSpan
+from orchestrator.audit.audits import Audits
+from orchestrator.audit.trust import NodeTrust
+from orchestrator.gateway.chunks import ChunkServer
+from orchestrator.gateway.generation import GenerationRecord
+
+STATUS = Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.times_read = 0
+
+    def __call__(self) -> float:
+        self.times_read += 1
+        return self.now
+
+    async def look(self) -> None:
+        """Wait until the audits have looked at all auditors. Only that reads the clock while no message comes."""
+        enough = self.times_read + 2
+        while self.times_read < enough:
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serve_audits(
+    folder: Path,
+    chances: list[float] | None = None,
+    max_queued_bytes: int = 1 << 20,
+    heartbeat_s: float = 0.05,
+    lost_after_s: float = 100.0,
+    clock: Callable[[], float] = time.monotonic,
+    **settings,
+):
+    """Yield the audits, the nodes' trust, and a function that connects an auditor. `settings`: orchestrator.audit."""
+    keys = RunKeys.create(folder / "keys")
+    store = WeightStore(folder / "weights")
+    trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
+    left = list(chances or [])
+    audits = Audits(
+        AuditConfig(enabled=True, **settings),
+        keys=keys,
+        run_id="run-1",
+        store=store,
+        chunks=ChunkServer(store),
+        trust=trust,
+        max_context=512,
+        heartbeat_s=heartbeat_s,
+        lost_after_s=lost_after_s,
+        chance=lambda: left.pop(0),
+        clock=clock,
+        max_queued_bytes=max_queued_bytes,
+    )
+    failures: list[BaseException] = []
+    audits.start(failures.append)
+    peers: list[PeerAuditor] = []
+
+    def connect(role: str = "trainer") -> PeerAuditor:
+        peers.append(PeerAuditor(audits.endpoint, keys, role))
+        return peers[-1]
+
+    try:
+        yield audits, trust, connect
+        assert failures == []
+    finally:
+        for peer in peers:
+            peer.close()
+        await audits.close()
+
+
+def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
+    return GenerationRecord(
+        session="s",
+        prompt_ids=np.array([5, prompt], np.int32),
+        completion_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_spans=(VersionSpan(0, tokens, version),),
+        finish_reason="length",
+        sampling=Sampling(max_tokens=tokens, seed=3),
+        node_id=node,
+        time=0.0,
+        sampled_by=parts,
+    )
+
+
+def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
+    """`wrong`: positions in the first part."""
+    parts = [PartVerdict(tokens=count, wrong=[]) for count in request.parts]
+    parts[0] = msgspec.structs.replace(parts[0], wrong=list(wrong))
+    return AuditVerdict(audit=request.audit, parts=parts, seconds=0.01)
+
+
+async def asked_beside_another(audits, connect):
+    """Return two auditors, and the answer of n0 for r1 that the first one got before the second came."""
+    first, second = connect(), connect()
+    first.hello("a")
+    audits.offer(record("n0"), "r1")
+    request = await first.next(AuditRequest)
+    second.hello("b")
+    await second.next(NodeWelcome)
+    return first, second, request
+
+
+async def requests_until_now(auditor: PeerAuditor) -> list[AuditRequest]:
+    """Return what an auditor was asked and did not read, once all that it sent is handled."""
+    auditor.send(STATUS)
+    found: list[AuditRequest] = []
+    while not isinstance(message := await auditor.next((AuditRequest, Heard)), Heard):
+        found.append(message)
+    return found
+
+
+async def vanish(audits: Audits, auditor: PeerAuditor, name: str) -> None:
+    """End an auditor's connection without a word. The audits have yet to notice."""
+    [identity] = [identity for identity, one in audits._auditors.items() if one.name == name]
+    auditor.close()
+    while audits._send(identity, Heard()):
+        await asyncio.sleep(0.01)

@@ -1,0 +1,367 @@
+"""Auditors that are slow, hang, fail or leave, as the test plays them: other auditors get what they held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from audit_peers import STATUS, Clock, asked_beside_another, record, requests_until_now, vanish, verdict
+from orch_peers import PeerAuditor
+
+from composer_prime.wire.audit import AuditFailed, AuditRequest
+from composer_prime.wire.node import Goodbye, NodeWelcome
+
+
+async def test_an_answer_that_ends_auditors_is_given_up(audited):
+    # Two auditors are lost with it; a third one never sees it, and its rollout learns why.
+    async with audited() as (audits, _, connect):
+        audits.offer(record("n0"), "poison")
+        for name in ("a", "b"):
+            auditor = connect()
+            auditor.hello(name)
+            await auditor.next(AuditRequest)
+            auditor.send(Goodbye(reason="out of memory"))
+        objection = await audits.cleared("poison") or ""
+        assert "2 auditors were lost with it, the last one b (said goodbye: out of memory)" in objection
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (0, 1)
+
+
+async def test_an_auditor_that_had_vanished_was_not_lost_with_an_answer(audited):
+    # The answer never reached it. So one more may be lost, and the third clears the rollout.
+    async with audited() as (audits, _, connect):
+        vanished, lost, last = connect(), connect(), connect()
+        vanished.hello("v")
+        await vanished.next(NodeWelcome)
+        await vanish(audits, vanished, "v")
+        audits.offer(record("n0"), "r1")
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/auditors"]) == (1, 0)
+        lost.hello("l")
+        await lost.next(AuditRequest)
+        lost.send(Goodbye(reason="out of memory"))
+        while audits.metrics()["audit/auditors"]:
+            await asyncio.sleep(0.01)
+        last.hello("a")
+        [request] = await requests_until_now(last)
+        last.send(verdict(request))
+        assert await audits.cleared("r1") is None
+
+
+@pytest.mark.parametrize("lost_after_s", [400.0, 10_000.0], ids=["silent", "not silent"])
+async def test_an_auditor_that_vanished_is_found_by_what_another_is_late_with(audited, lost_after_s):
+    # `late` keeps its answer, and `fresh` gets what the vanished one had, once.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=lost_after_s, clock=clock) as (audits, _, connect):
+        late, vanished, fresh = connect(), connect(), connect()
+
+        async def offer_to(auditor: PeerAuditor, name: str) -> AuditRequest:
+            audits.offer(record("n0"), name)
+            return await auditor.next(AuditRequest)
+
+        late.hello("l")
+        held_late = await offer_to(late, "late")
+        vanished.hello("v", max_concurrent=8)
+        vanished.send(verdict(await offer_to(vanished, "r0")))
+        assert await audits.cleared("r0") is None
+        held = [await offer_to(vanished, name) for name in ("r1", "r2")]
+        clock.now += 100.0
+        vanished.send(verdict(held[0]))
+        assert await audits.cleared("r1") is None
+        fresh.hello("f", max_concurrent=2)
+        await fresh.next(NodeWelcome)
+        fresh.send(verdict(await offer_to(fresh, "r3")))
+        assert await audits.cleared("r3") is None
+        held_fresh = await offer_to(fresh, "r4")
+        clock.now += 200.0
+        assert await requests_until_now(late) == await requests_until_now(fresh) == []
+        await vanish(audits, vanished, "v")
+        clock.now += 201.0
+        while audits.metrics()["audit/auditors"] == 3:
+            await asyncio.sleep(0.01)
+        assert await requests_until_now(fresh) == [held[1]]
+        assert (audits.metrics()["audit/queued"], audits.metrics()["audit/failed"]) == (0, 0)
+        for auditor, request in ((late, held_late), (fresh, held[1]), (fresh, held_fresh)):
+            auditor.send(verdict(request))
+        for name in ("late", "r2", "r4"):
+            assert await audits.cleared(name) is None
+
+
+async def test_an_auditor_that_leaves_hands_its_answers_on(audited):
+    # A verdict that comes from another one than the answer was given to counts for nothing.
+    async with audited() as (audits, trust, connect):
+        first, second, request = await asked_beside_another(audits, connect)
+        second.send(verdict(request, wrong=(1, 2, 3, 4)))
+        assert await requests_until_now(second) == []
+        first.send(Goodbye(reason="test"))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].quarantines == 0
+
+
+async def test_what_one_auditor_cannot_check_another_one_may(audited):
+    # The disk of the first is full. If the second fails too, or there is none, the answer counts as not audited.
+    async with audited() as (audits, _, connect):
+        first, second, request = await asked_beside_another(audits, connect)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        second.send(verdict(await second.next(AuditRequest)))
+        assert await audits.cleared("r1") is None
+        while any(one.paused_until > time.monotonic() for one in audits._auditors.values()):
+            await asyncio.sleep(0.01)
+        audits.offer(record("n0"), "r2")
+        [holder] = [one.name for one in audits._auditors.values() if one.held]
+        for auditor in (first, second) if holder == "a" else (second, first):
+            request = await auditor.next(AuditRequest)
+            auditor.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r2") or "")
+        second.send(Goodbye(reason="test"))
+        while audits.metrics()["audit/auditors"] == 2:
+            await asyncio.sleep(0.01)
+        audits.offer(record("n0"), "r3")
+        request = await first.next(AuditRequest)
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert "no space left" in (await audits.cleared("r3") or "")
+
+
+async def test_what_is_forgotten_meanwhile_goes_to_no_other_auditor(audited):
+    # One cannot check it where another one might, but nobody waits for it any more.
+    async with audited() as (audits, _, connect):
+        first, second, request = await asked_beside_another(audits, connect)
+        audits.forget("r1")
+        first.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        assert await requests_until_now(first) == []
+        assert await requests_until_now(second) == [] and audits.metrics()["audit/queued"] == 0
+
+
+async def test_an_auditor_that_fails_gets_no_more_for_a_while(audited):
+    # It says at once that its disk is full. That must not look like an auditor that is fast.
+    async with audited(heartbeat_s=100.0) as (audits, _, connect):
+        broken, good = connect(), connect()
+        broken.hello("a", max_concurrent=8)
+        audits.offer(record("n0", prompt=0), "r0")
+        request = await broken.next(AuditRequest)
+        good.hello("b", max_concurrent=8)
+        await good.next(NodeWelcome)
+        broken.send(AuditFailed(audit=request.audit, error="no space left", retryable=True))
+        good.send(verdict(await good.next(AuditRequest)))
+        for number in range(1, 8):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            good.send(verdict(await good.next(AuditRequest)))
+        for number in range(8):
+            assert await audits.cleared(f"r{number}") is None
+
+
+async def test_an_audit_that_takes_too_long_is_given_up(audited):
+    # A hung auditor does not hold the rollouts of a known node, and a new node's fail with what was waited for.
+    async with audited(timeout_s=0.2) as (audits, _, connect):
+        audits.offer(record("n0"), "r1")
+        auditor = connect()
+        auditor.hello("a")
+        await auditor.next(AuditRequest)
+        objection = await audits.cleared("r1") or ""
+        assert "orchestrator.audit.timeout_s" in objection
+
+
+async def test_an_auditor_gets_as_much_as_it_ends_in_time(audited):
+    # One answer more than it ended in the last half of timeout_s, nothing for a late verdict, and nothing in the place
+    # of an answer that it still has, however late that is.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
+        for number in range(64):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        auditor = connect()
+        auditor.hello("a", max_concurrent=64)
+        await auditor.next(NodeWelcome)
+
+        async def asked_after(*ended: AuditRequest) -> list[AuditRequest]:
+            for request in ended:
+                auditor.send(verdict(request))
+            return await requests_until_now(auditor)
+
+        [first] = await asked_after()
+        assert first.timeout_s == 1000.0
+        two = await asked_after(first)
+        assert len(two) == 2
+        late, *rest = await asked_after(*two)
+        assert len(rest) == 3
+        clock.now += 501.0
+        assert await asked_after(late) == []
+        assert len(await asked_after(*rest)) == 1
+
+
+async def test_what_a_hanging_auditor_holds_goes_to_another(audited):
+    # It sends no verdict. Half of timeout_s later the other one clears the rollout. The first one gets no other answer
+    # until it has ended one; its late verdict counts no second time.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, trust, connect):
+        hanging, working = connect(), connect()
+
+        async def cleared_by(auditor: PeerAuditor, number: int) -> bool:
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            auditor.send(verdict(await auditor.next(AuditRequest)))
+            return await audits.cleared(f"r{number}") is None
+
+        hanging.hello("h", max_concurrent=4)
+        assert await cleared_by(hanging, 0)
+        audits.offer(record("n0"), "late")
+        request = await hanging.next(AuditRequest)
+        clock.now += 400.0
+        assert await cleared_by(hanging, 1)
+        working.hello("w")
+        await working.next(NodeWelcome)
+        clock.now += 101.0
+        assert await working.next(AuditRequest) == request
+        audits.offer(record("n0", prompt=2), "waits")
+        assert await requests_until_now(hanging) == []
+        for name, held in (("late", request), ("waits", None)):
+            working.send(verdict(held or await working.next(AuditRequest)))
+            assert await audits.cleared(name) is None
+        hanging.send(verdict(request))
+        assert await requests_until_now(hanging) == []
+        assert audits.metrics()["audit/audited"] == trust["n0"].clean == 4
+        for number in (3, 4):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        await asyncio.gather(hanging.next(AuditRequest), working.next(AuditRequest))
+
+
+async def late_beside_another(audits, connect, clock: Clock):
+    """As asked_beside_another. The first one is late, so the second one has the answer, too."""
+    first, second, request = await asked_beside_another(audits, connect)
+    clock.now += 501.0
+    assert await second.next(AuditRequest) == request
+    return first, second, request
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+async def test_the_first_of_two_verdicts_counts(audited, faster):
+    # An auditor that is slow, and does not hang, may clear the rollout itself. The other verdict counts for nothing,
+    # but whoever owes it is at work until then.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, trust, connect):
+        *both, request = await late_beside_another(audits, connect, clock)
+        fast, slow = both[faster], both[1 - faster]
+        fast.send(verdict(request))
+        assert await requests_until_now(fast) == []
+        assert audits.metrics()["audit/audited"] == 1
+        assert await audits.cleared("r1") is None
+        for number in (2, 3):
+            audits.offer(record("n0", prompt=number), f"r{number}")
+        await fast.next(AuditRequest)
+        assert await requests_until_now(slow) == []
+        slow.send(verdict(request, wrong=(1, 2, 3, 4)))
+        await slow.next(AuditRequest)
+        assert audits.metrics()["audit/audited"] == trust["n0"].clean == 1
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("how", ["leaves", "fails", "cannot check"])
+async def test_one_of_two_auditors_may_break(audited, broken, how):
+    # The other one clears the rollout, and a third one is not asked.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
+        *both, request = await late_beside_another(audits, connect, clock)
+        third = connect()
+        third.hello("c")
+        assert await requests_until_now(third) == []
+        await clock.look()
+        if how == "leaves":
+            both[broken].send(Goodbye(reason="test"))
+            while audits.metrics()["audit/auditors"] == 3:
+                await asyncio.sleep(0.01)
+        else:
+            retryable = how == "cannot check"
+            both[broken].send(AuditFailed(audit=request.audit, error="no space left", retryable=retryable))
+            assert await requests_until_now(both[broken]) == []
+        assert await requests_until_now(third) == []
+        assert audits.metrics()["audit/failed"] == 0
+        both[1 - broken].send(verdict(request))
+        assert await audits.cleared("r1") is None
+
+
+async def test_an_answer_that_two_auditors_hang_with_is_not_audited(audited):
+    # It fails once, when the second one has had it for long enough, too.
+    clock = Clock()
+    async with audited(timeout_s=1000.0, lost_after_s=10_000.0, clock=clock) as (audits, _, connect):
+        *both, _ = await late_beside_another(audits, connect, clock)
+        clock.now = 6000.0
+        for auditor in both:
+            assert await requests_until_now(auditor) == []
+        clock.now = 11_100.0
+        while sum(len(one.held) for one in audits._auditors.values()) == 2:
+            await asyncio.sleep(0.01)
+        assert audits.metrics()["audit/failed"] == 0
+        clock.now = 11_600.0
+        while any(one.held for one in audits._auditors.values()):
+            await asyncio.sleep(0.01)
+        assert audits.metrics()["audit/failed"] == 1
+        assert "b gave no verdict" in (await audits.cleared("r1") or "")
+
+
+async def test_what_the_only_auditor_hangs_with_is_not_audited(audited):
+    # It is held for a while, not for ever. A known node's rollout is used, as if its answer had not been chosen.
+    clock = Clock()
+    async with audited(chances=[0.0], timeout_s=1000.0, lost_after_s=1000.0, clock=clock) as (audits, trust, connect):
+        trust["n0"].clean = 10**6
+        hanging = connect()
+        hanging.hello("h")
+        audits.offer(record("n0"), "r1")
+        await hanging.next(AuditRequest)
+        for clock.now in (900.0, 1800.0, 2100.0):
+            assert audits.metrics()["audit/failed"] == 0
+            assert await requests_until_now(hanging) == []
+        while not audits.metrics()["audit/failed"]:
+            await asyncio.sleep(0.01)
+        assert audits.metrics()["audit/auditors"] == 1 and await audits.cleared("r1") is None
+
+
+async def test_no_auditor_is_lost_while_the_orchestrator_stands_still(audited):
+    # What auditors sent meanwhile waits in the socket. It is read before any of them counts as silent.
+    clock = Clock()
+    async with audited(lost_after_s=400.0, clock=clock) as (audits, _, connect):
+        auditor = connect()
+        auditor.hello("a")
+        assert await requests_until_now(auditor) == []
+        clock.now += 401.0
+        times_read = clock.times_read
+        while clock.times_read == times_read:
+            await asyncio.sleep(0)
+        [identity] = audits._auditors
+        audits._handle(identity, STATUS)
+        await clock.look()
+        clock.now += 399.0
+        await clock.look()
+        assert audits.metrics()["audit/auditors"] == 1
+        clock.now += 2.0
+        while audits.metrics()["audit/auditors"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_slow_auditor_clears_a_steady_share(audited):
+    # It has many places, does one answer after another, and half of those that come. The last second clears as well.
+    async with audited(timeout_s=1.0) as (audits, trust, connect):
+        trust["n0"].clean = -(10**6)
+        auditor = connect()
+        auditor.hello("a", max_concurrent=128)
+        backlog: asyncio.Queue[AuditRequest] = asyncio.Queue()
+
+        async def receive() -> None:
+            while True:
+                backlog.put_nowait(await auditor.next(AuditRequest))
+
+        async def check() -> None:
+            while True:
+                request = await backlog.get()
+                await asyncio.sleep(0.02)
+                auditor.send(verdict(request))
+
+        async def rollout(number: int) -> bool:
+            audits.offer(record("n0", prompt=number), f"r{number}")
+            return await audits.cleared(f"r{number}") is None
+
+        working = asyncio.gather(receive(), check())
+        rollouts = []
+        for number in range(300):
+            rollouts.append(asyncio.ensure_future(rollout(number)))
+            await asyncio.sleep(0.01)
+        cleared = await asyncio.gather(*rollouts)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert sum(cleared[200:]) > 20
