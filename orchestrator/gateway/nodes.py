@@ -231,6 +231,7 @@ class AttachedNode:
             return "draining"
         if now < self.trust.quarantined_until:
             return f"quarantined for {self.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
+        oldest = max(oldest, self.reports.newest)
         if not oldest <= self.version <= newest:
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {needed}"
@@ -314,6 +315,8 @@ class Nodes:
         """State (EVICTED or BANNED) and reason of names that may not attach."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         """What audits tell, by node id."""
+        self.newest_version = 0
+        """The newest that is published."""
         self.contexts: list[float] = []
         """Each context that a node has or had, ascending."""
         self._by_id: dict[str, AttachedNode] = {}
@@ -342,8 +345,8 @@ class Nodes:
         """Attach the node that sent `hello` on connection `identity`.
 
         A node that says Hello starts empty, so requests that it held before count as lost. Stalls, failures and
-        suspension belong to its name: they outlast a reconnect and a restart, or a restart would end a suspension.
-        Its measured speed belongs to its process.
+        suspension belong to its name: they outlast a reconnect and a restart, or a restart would end a suspension. So
+        do its reports of versions. Its measured speed belongs to its process.
         """
         previous = self._by_identity.get(identity)
         if previous is not None:
@@ -362,7 +365,7 @@ class Nodes:
             max_concurrent=hello.max_concurrent,
             places=hello.max_concurrent,
             version=hello.version,
-            reports=VersionReports(hello.version),
+            reports=VersionReports() if former is None else former.reports,
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
             last_delivered=time.monotonic(),
@@ -381,8 +384,8 @@ class Nodes:
             if former.places < former.max_concurrent:
                 node.places = 1
             if is_same_process:
-                node.speed, node.streams, node.reports = former.speed, former.streams, former.reports
-                node.reports.note(hello.version)
+                node.speed, node.streams = former.speed, former.streams
+        node.reports.note(min(node.version, self.newest_version))
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         self.contexts = sorted({each.context for each in self})
@@ -406,7 +409,7 @@ class Nodes:
         node.status = status
         node.cache_is_full = status.kv_used > KV_FULL
         node.version = status.version
-        node.reports.note(status.version)
+        node.reports.note(min(node.version, self.newest_version))
         if status.running or status.waiting:
             node.idle_since = None
         elif node.idle_since is None:
