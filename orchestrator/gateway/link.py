@@ -7,11 +7,11 @@
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
 enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A message is one frame of bounded
 size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py closes
-connections whose messages do not end. Bytes that do not decode to a message are counted, logged and dropped. A
-connection that sends more of them than its budget is cut off: everything else from it is ignored. The same happens
-after too many unrequested messages: heartbeats, hellos, answers to requests that the node does not hold, requests for
-chunks that yield no piece. Such a connection stays, since a new one would have a new budget: the rest is read slowly
-and waits in the sender's queue.
+connections whose messages do not end or have very many. Bytes that do not decode to a message are counted, logged and
+dropped. A connection that sends more of them than its budget is cut off: everything else from it is ignored. The same
+happens after too many unrequested messages: heartbeats, hellos, answers to requests that the node does not hold,
+requests for chunks that yield no piece. Such a connection stays, since a new one would have a new budget: the rest is
+read slowly and waits in the sender's queue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from composer_prime.wire.node import (
     ToNode,
     WeightChunk,
 )
-from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
+from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.gateway.chunks import MAX_ACCOUNTS, ChunkServer, PullAllowance
 from orchestrator.gateway.enrollment import Enrollment
@@ -148,6 +148,8 @@ class NodeLink:
     def _handle(self, received: FromConnection) -> bool:
         """Return False for a message that was not looked at: its connection is cut off, or is not its sender's."""
         identity, key = received.identity, received.key
+        if received.num_frames >= MAX_FRAMES:
+            self._enrollment.turn_away(key)
         if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
             self.garbage += 1
             return False
