@@ -292,6 +292,27 @@ async def test_a_flood_of_valid_messages_evicts_its_sender(open_gateway, node_ke
         assert {node["node_id"]: node["attached"] for node in state["nodes"]} == {"a": False, "b": True}
 
 
+async def test_a_new_connection_brings_no_new_budget_for_garbage(open_gateway, keys: RunKeys):
+    """A node with a key of its own is cut off for what its earlier connections sent, too."""
+    async with open_gateway() as gateway:
+        async with own_node(gateway, keys, "bad") as bad:
+            gateway._link._budgets = MessageBudgets(burst=40, per_s=0)
+            for _ in range(30):
+                bad.send_raw([b"\xc1"])
+            await bad.until(lambda: gateway.state()["link"]["garbage"] == 30)
+        async with PeerNode(gateway.node_endpoint, keys.client("node"), "good") as good:
+            for _ in range(20):
+                good.send_raw([b"\xc1"])
+            await good.until(lambda: gateway.state()["link"]["garbage"] == 50)
+        again = PeerNode(gateway.node_endpoint, bad.keys, "bad")
+        again.socket = dealer(again._context, gateway.node_endpoint, bad.keys)
+        for _ in range(20):
+            again.send_raw([b"\xc1"])
+        await bad.until(lambda: gateway.state()["link"]["garbage"] == 70)
+        assert gateway.state()["link"]["evicted"] == 1
+        await again.vanish()
+
+
 async def test_answers_that_were_asked_for_are_not_counted(open_gateway, node_keys):
     """A node with one place may answer any number of requests."""
     async with (
