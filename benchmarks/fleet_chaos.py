@@ -443,7 +443,7 @@ def verdict(chaos: Side, calm: Side) -> Iterator[tuple[str, bool]]:
     change = difference_interval(calm.scores(), chaos.scores())
     yield (
         f"reward of chaos - calm: {change.text(sign=True)} over {change.count} tasks, the interval reaches 0",
-        (change.high or 0.0) >= 0,
+        change.high is not None and change.high >= 0,
     )
     for name, side in (("calm", calm), ("chaos", chaos)):
         yield (

@@ -34,7 +34,7 @@ from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
-from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError, PullRefusedError
 from composer_prime.plan.machine import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
@@ -42,7 +42,16 @@ from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFile, NodeMachine
 from composer_prime.wire.tunnel import Tunnel
-from inference.enrolling import NodeState, check_room, enroll, first_version, model_files, newest, tunnels
+from inference.enrolling import (
+    EnrolledNode,
+    NodeState,
+    check_room,
+    enroll,
+    first_version,
+    model_files,
+    newest,
+    tunnels,
+)
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.serving import FAILED, LOST, Assignment, run_node
 
@@ -50,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 _END_S = 30.0
 """How long a node may take to end beside inference.drain_timeout_s."""
+_FIRST_REFUSED_S, _LONGEST_REFUSED_S = 1.0, 15.0
+"""Pause before a machine that may pull no more weights for now asks again."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -176,10 +187,7 @@ def _fault(options: argparse.Namespace, fault: ErrorDetails) -> str:
 
 
 async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState) -> Assignment:
-    """Enroll node `options.slot` and bring its model to this disk."""
-    from inference.pulling import connected, pull_model
-    from inference.sources import RankedSources
-
+    """Enroll node `options.slot` and bring its model to this disk, as soon as the run gives it the weights."""
     slot, patience_s, machine = options.slot, options.connect_timeout, find_machine(state.path)
     enrollment = await enroll(invite, state, slot, _name(options, slot), machine, patience_s)
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
@@ -191,26 +199,46 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     if inference.relay is not None:
         inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
     logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
-    # One at a time on this machine: what the first has pulled the others take.
-    with state.locked("pull"):
-        async with connected(enrollment, inference.chunk_timeout_s) as link:
-            sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from)
-            sources.learn(answer.sources, [], address.rpartition(":")[0])
-            try:
-                await pull_model(sources, invite, enrollment, state, slot, link)
-            finally:
-                await sources.close()
+    refused = 0
+    while True:
+        try:
+            await _pull(invite, state, slot, enrollment, inference)
+            break
+        except PullRefusedError as error:
+            pause_s = backoff_s(refused, first_s=_FIRST_REFUSED_S, longest_s=_LONGEST_REFUSED_S)
+            logger.warning("waiting for weights, asking for the newest again in %g s: %s", pause_s, error)
+            refused += 1
+            await asyncio.sleep(pause_s)
+            enrollment = await enroll(invite, state, slot, answer.node_id, machine, patience_s)
     return Assignment(
         node_name=answer.node_id,
         inference=inference,
         model=str(state.model),
         max_context=options.max_context or answer.max_context,
         keys=lambda: enrollment.keys,
-        address=lambda: f"tcp://{address}",
+        address=lambda: f"tcp://{enrollment.address}",
         run_dir=None,
         kept=state.chunks(slot),
-        first=(answer.manifest, invite.verify_key, invite.run_id),
+        first=(enrollment.answer.manifest, invite.verify_key, invite.run_id),
     )
+
+
+async def _pull(
+    invite: Invite, state: NodeState, slot: int, enrollment: EnrolledNode, inference: InferenceConfig
+) -> None:
+    """Pull what the run named when node `slot` enrolled. Raises what `pull_model` and a source raise."""
+    from inference.pulling import connected, pull_model
+    from inference.sources import RankedSources
+
+    # One at a time on this machine: what the first has pulled the others take.
+    with state.locked("pull"):
+        async with connected(enrollment, inference.chunk_timeout_s) as link:
+            sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from)
+            sources.learn(enrollment.answer.sources, [], enrollment.address.rpartition(":")[0])
+            try:
+                await pull_model(sources, invite, enrollment, state, slot, link)
+            finally:
+                await sources.close()
 
 
 def relay_address(relay: str, slot: int) -> str:

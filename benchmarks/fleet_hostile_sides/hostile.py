@@ -137,17 +137,20 @@ class Hostile:
             time.sleep(0.01)
 
     def hoard(self) -> None:
-        """Send a message of many frames, then one that does not end until its connection is closed, over and over."""
+        """Send a message that does not end until its connection is closed, then one of many frames, over and over.
+
+        After the second one this node may not connect for a minute.
+        """
         while True:
             sender = self.connect()
-            for _ in range(MANY_FRAMES):
-                sender.send(b"", zmq.SNDMORE)
-            sender.send(b"")
             for _ in range(ENDLESS_FRAMES):
                 sender.send(FRAME, zmq.SNDMORE, copy=False)
             sent = sender.send(FRAME, copy=False, track=True)  # Nothing leaves before the last frame is there.
             with contextlib.suppress(zmq.NotDone):
                 sent.wait(HOARD_S)
+            for _ in range(MANY_FRAMES):
+                sender.send(b"", zmq.SNDMORE)
+            sender.send(b"")
             time.sleep(PAUSE_S)
             sender.close(linger=0)
 

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import errno
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +27,7 @@ from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.node import ToNode
-from composer_prime.wire.unread import FRAME_OVERHEAD, UnreadBytes
+from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, UnreadBytes
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ _MAX_UNREAD = 64
 """Messages of one node that wait in the gateway's process."""
 _FRAMES_AT_A_TIME = 512
 """Frames of one message that are read before the event loop gets to run something else: a valid one has a single."""
+MAX_FRAMES = 2 * _FRAMES_AT_A_TIME
+"""A connection is closed at so many frames of a message."""
 _LEAST_MESSAGE_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 32
 """A token of a node's answer: id, logprob, and at worst a version span of its own."""
@@ -63,13 +66,18 @@ class _AllowList:
 
 
 class _Authenticator(ThreadAuthenticator):
-    """Sends away for now, not for good, a client whose key cannot be looked up."""
+    """Sends away for now, not for good, a client at whose key the provider of credentials raises."""
+
+    _said = ""
+    """The last reason in the log."""
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         try:
             await super().handle_zap_message(msg)
         except Exception as error:  # It must not end the thread, which admits everybody.
-            logger.error("a connection has to be made again, as its key could not be looked up: %s", error)
+            if str(error) != self._said:  # A client may try without end.
+                self._said = str(error)
+                logger.error("connections are not made for now: %s", error)
             # 300 is a temporary error: the client hears nothing, and ZMQ connects it again after its handshake's 30 s.
             self.zap_socket.send_multipart([_ZAP_VERSION, msg[1], b"300", b"", b"", b""])
 
@@ -253,8 +261,8 @@ class NodeSocket:
         """
         self.endpoint = ""
         """As bound."""
-        self.is_behind = False
-        """Whether a message of many frames is being read. Those of other nodes wait."""
+        self.behind_at = -math.inf
+        """When a message of many frames was last read, monotonic seconds. Those of other nodes wait for its end."""
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
         self._is_admitted = is_admitted
@@ -307,9 +315,10 @@ class NodeSocket:
             num_bytes += len(frame)
             more = frame.more
             if num_frames % _FRAMES_AT_A_TIME == 0:
-                self.is_behind = True
+                self.behind_at = time.monotonic()
+                if num_frames == MAX_FRAMES:
+                    unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
                 await asyncio.sleep(0)
-        self.is_behind = False
         if num_frames:
             unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
         return FromConnection(

@@ -24,6 +24,8 @@ MAX_UNREAD_BYTES = 256 << 20
 """Of all connections together. A burst of 64 whole messages is far below."""
 FRAME_OVERHEAD = 64
 """Bytes of a frame besides its content: encryption, length and flags, rounded up."""
+LEAST_FRAME_BYTES = 32
+"""The same, rounded down."""
 _FREE_BYTES_PER_S = 256.0
 """What a connection may send uncounted: heartbeats of ZMQ itself, which are not seen as messages."""
 _WATCH_S = 0.05
@@ -100,6 +102,13 @@ class UnreadBytes:
             ended += 1
         return ended
 
+    def end(self, fd: int, address: str, least_bytes: int) -> None:
+        """Close the connection of `address` that sent at least so many bytes. A new one may have its descriptor now."""
+        with suppress(OSError, AttributeError, struct.error), _socket_of(fd) as connection:
+            is_it = connection.getpeername()[0] == address and connection.getsockname()[1] == self._port
+            if is_it and _received_bytes(connection) >= least_bytes:
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _measure(self) -> None:
         now, former = time.monotonic(), self._connections
         accepted = list(self._accepted())  # It may raise: then the next look counts from the same state.
@@ -118,11 +127,15 @@ class UnreadBytes:
             try:
                 with _socket_of(int(name)) as connection:
                     if connection.getsockname()[1] == self._port:
-                        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
-                        (received,) = struct.unpack_from("<Q", info, _BYTES_RECEIVED_AT)
-                        yield int(name), connection.getpeername(), received
+                        yield int(name), connection.getpeername(), _received_bytes(connection)
             except (OSError, IndexError, struct.error):
                 continue  # Not a socket of this port, or closed meanwhile.
+
+
+def _received_bytes(connection: socket.socket) -> int:
+    """Raises OSError or struct.error where the kernel does not say."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+    return struct.unpack_from("<Q", info, _BYTES_RECEIVED_AT)[0]
 
 
 @contextmanager

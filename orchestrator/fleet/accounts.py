@@ -304,7 +304,7 @@ class NodeAccounts:
             return self._absence(node.node_id)
         if node.draining:
             return DRAINING
-        if not oldest <= node.version <= newest:
+        if not max(oldest, node.reports.newest) <= node.version <= newest:
             return LOADING
         return SERVING if node.cannot_serve(now, oldest, newest) is None else SUSPENDED
 

@@ -91,26 +91,27 @@ class PartialAnswer:
 
 
 class VersionReports:
-    """When a node's process first reported each of its last versions, monotonic seconds."""
+    """When the processes of one name first reported each of its last versions, monotonic seconds."""
 
-    def __init__(self, version: int) -> None:
-        self._newest = version
-        self._first = {version: time.monotonic()}
+    def __init__(self) -> None:
+        self.newest = 0
+        """The newest of them: with an older one it gets no request."""
+        self._first: dict[int, float] = {}
 
     def note(self, version: int) -> None:
-        """Take in a report. Only the first one of a version is a swap, however often the node goes back and forth."""
-        is_swap, first = version != self._newest, self._first
-        self._newest = version
-        if is_swap and version not in first and (len(first) < _MAX_REPORTS or version > min(first)):
-            first[version] = time.monotonic()
-            if len(first) > _MAX_REPORTS:
-                del first[min(first)]
+        """Take in a report. Versions only rise: going back to one, or to it once more, is no swap."""
+        if version > self.newest:
+            self.newest = version
+            self._first[version] = time.monotonic()
+            if len(self._first) > _MAX_REPORTS:
+                del self._first[min(self._first)]
 
     def swaps_since(self, start: float) -> set[int]:
         return {version for version, time_s in self._first.items() if time_s >= start}
 
     def forget(self, version: int) -> None:
         """Version `version` is published: a trainer that resumed may publish it, and later ones, once more."""
+        self.newest = min(self.newest, version - 1)
         self._first = {old: time_s for old, time_s in self._first.items() if old < version}
 
 

@@ -47,6 +47,8 @@ _SETTINGS = {
 """Of [inference]; the others describe machines of the run's own."""
 _OWN_SETTINGS = {"vllm": {"tensor_parallel", "extra_args"}}
 """A node counts its own GPUs, and takes no command line from elsewhere."""
+_TURNED_AWAY_S = 60.0
+"""How long a key may not connect that sent a message which delays those of all others."""
 _PASS_S = 365 * 86400
 """How long a node finds the run through relays without enrolling again; it does at each start."""
 
@@ -58,6 +60,8 @@ class Enrollment:
         """`model_dir`: the folder with config.json, tokenizer and chat template."""
         self.revoked: dict[bytes, str] = {}
         """Reasons by key, as of the last `refresh`."""
+        self._turned_away: dict[bytes, float] = {}
+        """Until when keys may not connect, monotonic seconds."""
         self.relays: Sequence[str] = ()
         """Where this host waits for nodes, as of the last `refresh`."""
         self._config = config
@@ -98,16 +102,26 @@ class Enrollment:
     def is_admitted(self, key: bytes) -> bool:
         """Return whether a connection with this key may send anything.
 
-        Raises ConfigError for a key that is not known, or no more, while the registry cannot be read.
+        Raises ConfigError for a key that is turned away, and for one that is not known, or no more, while the registry
+        cannot be read.
         """
         if key == self._shared_key:
             return True
+        if time.monotonic() < self._turned_away.get(key, 0.0):
+            raise ConfigError(f"{self.name_of(key) or 'an invite'} is turned away for {_TURNED_AWAY_S:g} s")
         try:
             return self._registry.is_known(key) or self._registry.is_invite(key)
         except ConfigError:
             if key in self.revoked or (key not in self._known and key not in self._invites):
                 raise
             return True
+
+    def turn_away(self, key: bytes) -> None:
+        """Let a key make no connection for a while, unless nodes share it."""
+        if self.is_own(key):
+            who = self.name_of(key) or "an invite"
+            logger.warning("%s is turned away for %g s: it sent a message of many frames", who, _TURNED_AWAY_S)
+            self._turned_away[key] = time.monotonic() + _TURNED_AWAY_S
 
     def is_node(self, key: bytes) -> bool:
         """Return whether `key` may do more than enroll."""

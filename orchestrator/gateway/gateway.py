@@ -57,6 +57,8 @@ _LOOPBACK = "127.0.0.1"
 _IDLE_FACTOR = 3
 """A node that reports no work for this many lost_after_s has lost what the router thinks it holds. Generous: an answer
 that waits for a weight swap to be proven is in no engine's count."""
+_BEHIND_FACTOR = 4
+"""For how many lost_after_s a node's heartbeats may wait behind messages of many frames."""
 _STALL_SHARE = 0.25
 """Share of the longest rollout's time that a node may hold requests without an answer or a token. Its requests then
 have time left for another node. A weight swap and a long prefill must fit in."""
@@ -314,8 +316,8 @@ class Gateway:
                 self.processes.end_silent()
             self._link.end_revoked()
             self._relay_legs.update(self._enrollment.relays, self._node_socket.endpoint)
-            if not self._node_socket.is_behind:
-                router.nodes.lose_silent(inference.lost_after_s)
+            is_behind = now - self._node_socket.behind_at < inference.lost_after_s
+            router.nodes.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if is_behind else 1))
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             start_twins(router)

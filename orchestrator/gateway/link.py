@@ -7,11 +7,11 @@
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
 enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A message is one frame of bounded
 size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py closes
-connections whose messages do not end. Bytes that do not decode to a message are counted, logged and dropped. A
-connection that sends more of them than its budget is cut off: everything else from it is ignored. The same happens
-after too many unrequested messages: heartbeats, hellos, answers to requests that the node does not hold, requests for
-chunks that yield no piece. Such a connection stays, since a new one would have a new budget: the rest is read slowly
-and waits in the sender's queue.
+connections whose messages do not end or have very many. Bytes that do not decode to a message are counted, logged and
+dropped. A connection that sends more of them than its budget is cut off: everything else from it is ignored. The same
+happens after too many unrequested messages: heartbeats, hellos, answers to requests that the node does not hold,
+requests for chunks that yield no piece. Such a connection stays, since a new one would have a new budget: the rest is
+read slowly and waits in the sender's queue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from composer_prime.wire.node import (
     ToNode,
     WeightChunk,
 )
-from composer_prime.wire.sockets import FromConnection, MessageBudgets, NodeSocket
+from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
 from orchestrator.gateway.enrollment import Enrollment
@@ -146,6 +146,8 @@ class NodeLink:
     def _handle(self, received: FromConnection) -> bool:
         """Return False for a message that was not looked at: its connection is cut off, or is not its sender's."""
         identity, key = received.identity, received.key
+        if received.num_frames >= MAX_FRAMES:
+            self._enrollment.turn_away(key)
         if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
             self.garbage += 1
             return False
@@ -194,19 +196,23 @@ class NodeLink:
             request = node.leases.get(message.lease)
             if request is not None and request.request_id == message.request_id and not request.done.done():
                 return True
-        cost = (_HELLO_COST if isinstance(message, NodeHello) else 1) + received.num_bytes // _UNASKED_BYTES
-        places = node.max_concurrent if node else 0
-        if self._budgets.charge(self._account(received.identity, received.key), cost, extra=2 * places):
+        if self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1):
             return True
         sender = f"node {node.node_id}" if node else "a connection"
         reason = (
             f"{sender} sent unrequested messages, the last a {type(message).__name__}: more than "
-            f"{_UNASKED_MESSAGES + 2 * places} at once and {_UNASKED_PER_S:g} a second; install the same release on "
-            "both sides, and look for a loop in that node's log"
+            f"{_UNASKED_MESSAGES + _late_answers(node)} at once and {_UNASKED_PER_S:g} a second; install the same "
+            "release on both sides, and look for a loop in that node's log"
         )
         self._garbage_bytes[received.identity] = _GARBAGE_BUDGET_BYTES + 1
         self._cut_off(received.identity, node, reason, "cut off for a flood of messages")
         return False
+
+    def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int) -> bool:
+        """Return whether the sender's account had as much left as a message of this cost and size takes."""
+        cost += received.num_bytes // _UNASKED_BYTES
+        account = self._account(received.identity, received.key)
+        return self._budgets.charge(account, cost, extra=_late_answers(node))
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
         return key if self._enrollment.is_own(key) and self._enrollment.is_node(key) else identity
@@ -288,10 +294,11 @@ class NodeLink:
         if len(self._garbage_bytes) >= _MAX_UNKNOWN:
             self._garbage_bytes.clear()
         total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
-        if total > _GARBAGE_BUDGET_BYTES:
-            self._cut_off(identity, node, f"{sender} sent {total} bytes that are not messages, and "
-                        f"{_GARBAGE_BUDGET_BYTES} is the limit: install the same release on both sides",
-                        "cut off for garbage")  # fmt: skip
+        if not self._charge(received, node, 1) or total > _GARBAGE_BUDGET_BYTES:
+            self._garbage_bytes[identity] = _GARBAGE_BUDGET_BYTES + 1
+            self._cut_off(identity, node, f"{sender} sent {total} bytes that are not messages: the limit is "
+                        f"{_GARBAGE_BUDGET_BYTES}, and {_UNASKED_MESSAGES} messages over all connections of its own key"
+                        "; install the same release on both sides", "cut off for garbage")  # fmt: skip
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
 
@@ -430,3 +437,8 @@ class NodeLink:
                 "find its caches wrong: start the node with kv_at_swap = 'keep'"
             )
         return None
+
+
+def _late_answers(node: AttachedNode | None) -> int:
+    """Return how many unrequested messages a node may send at once because of its places."""
+    return 2 * node.max_concurrent if node else 0

@@ -231,6 +231,7 @@ class AttachedNode:
             return "draining"
         if now < self.trust.quarantined_until:
             return f"quarantined for {self.trust.quarantined_until - now:.0f} s: an audit found wrong answers"
+        oldest = max(oldest, self.reports.newest)
         if not oldest <= self.version <= newest:
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {needed}"
@@ -268,10 +269,8 @@ class AttachedNode:
         return (self.engine, one.name, one.count, one.dtype) == (other.engine, two.name, two.count, two.dtype)
 
     def take_over(self, former: AttachedNode) -> None:
-        """Continue as `former`, the last attachment of the same name. Measured speed belongs to the process.
-
-        Stalls, failures and suspension belong to the name, or a restart would end a suspension.
-        """
+        """Continue as `former` of this name, or a restart would end a suspension. Speed belongs to the process."""
+        self.reports = former.reports
         for counter in _COUNTERS:
             setattr(self, counter, getattr(former, counter))
         self.attachments = former.attachments + 1
@@ -280,8 +279,7 @@ class AttachedNode:
         if former.places < former.max_concurrent:
             self.places = 1
         if self.instance and self.instance == former.instance:
-            self.speed, self.streams, self.reports = former.speed, former.streams, former.reports
-            self.reports.note(self.version)
+            self.speed, self.streams = former.speed, former.streams
 
     def note_answer(self, num_tokens: int) -> None:
         """Count an accepted answer."""
@@ -330,6 +328,8 @@ class Nodes:
         """State (EVICTED or BANNED) and reason of names that may not attach."""
         self.trust: defaultdict[str, NodeTrust] = defaultdict(NodeTrust)
         """What audits tell, by node id."""
+        self.newest_version = 0
+        """The newest that is published."""
         self.contexts: list[float] = []
         """Each context that a node has or had, ascending."""
         self._by_id: dict[str, AttachedNode] = {}
@@ -372,7 +372,7 @@ class Nodes:
             max_concurrent=hello.max_concurrent,
             places=hello.max_concurrent,
             version=hello.version,
-            reports=VersionReports(hello.version),
+            reports=VersionReports(),
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
             last_delivered=time.monotonic(),
@@ -384,6 +384,7 @@ class Nodes:
         )
         if former is not None:
             node.take_over(former)
+        node.reports.note(min(node.version, self.newest_version))
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         self.contexts = sorted({each.context for each in self})
@@ -407,7 +408,7 @@ class Nodes:
         node.status = status
         node.cache_is_full = status.kv_used > KV_FULL
         node.version = status.version
-        node.reports.note(status.version)
+        node.reports.note(min(node.version, self.newest_version))
         if status.running or status.waiting:
             node.idle_since = None
         elif node.idle_since is None:

@@ -70,7 +70,7 @@ class Router:
         self.siblings = SiblingRequests()
         self.nodes = Nodes(self._on_gone, self.placing.update)
         self.counters = RequestCounters()
-        self._oldest_version = self._newest_version = 0
+        self._oldest_version = 0
         self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
         """Requests without a node, by id, in the order in which they are placed."""
         self.open: dict[str, GatewayRequest] = {}
@@ -98,11 +98,11 @@ class Router:
     @property
     def newest_version(self) -> int:
         """Nodes with newer weights get no request: they belong to a future that was rewound."""
-        return self._newest_version
+        return self.nodes.newest_version
 
     @newest_version.setter
     def newest_version(self, version: int) -> None:
-        self._newest_version = version
+        self.nodes.newest_version = version
         self.placing.look_again()
 
     # -- requests ------------------------------------------------------------------------------------------------

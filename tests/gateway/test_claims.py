@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -10,8 +11,10 @@ from gateway_config import config_with
 from http_calls import generate_body, post
 from node_peer import PeerNode
 from pydantic import ValidationError
+from test_nodes import signed_manifest
 
-from composer_prime.wire.node import MAX_PLACES, Rejected
+from composer_prime.wire.node import MAX_PLACES, NodeHello, NodeWelcome, Rejected
+from composer_prime.wire.types import VersionSpan
 
 
 async def test_a_node_that_claims_many_places_gets_its_share_and_no_more():
@@ -99,3 +102,70 @@ async def test_an_empty_instance_takes_nobodys_name(open_gateway, node_keys):
             assert isinstance(other.welcome, Rejected)
             assert (await post(gateway.http_url, generate_body(5)))[0] == 200
             assert (len(holder.generates), len(other.generates)) == (1, 0)
+
+
+async def test_no_instance_swaps_a_version_in_again(open_gateway, node_keys, keys):
+    """A name gets no request with older weights than it reported before, whatever process it says that it is.
+
+    With a swap in each answer, most tokens of a node with old weights would not be compared with those.
+    """
+    async with (
+        open_gateway(inference={"lost_after_s": 300.0}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "cheat", version=3, heartbeat_s=300) as cheat,
+    ):
+        for version in (3, 4):
+            gateway.publish(signed_manifest(keys, version))
+        claim = lambda request: cheat.usual_answer(request, version_spans=[VersionSpan(0, 1, 3), VersionSpan(1, 6, 4)])
+        cheat.answer = lambda request: None
+        held = [asyncio.create_task(post(gateway.http_url, generate_body(5, i))) for i in range(4)]
+        await cheat.until(lambda: len(cheat.generates) == 4)
+        cheat.version = 4
+        cheat.beat()
+        for request in cheat.generates:
+            cheat.send(claim(request))
+        assert [code for code, _ in await asyncio.gather(*held)] == [200] * 4, "one swap for each version"
+
+        cheat.version, cheat.welcome = 3, None
+        cheat.say_hello(instance="another")
+        await cheat.until(lambda: isinstance(cheat.welcome, NodeWelcome))
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5, 9)))
+        await cheat.until(lambda: gateway.router.queued == 1 or len(cheat.generates) > 4)
+        assert len(cheat.generates) == 4
+        assert "has policy version 3, needs version 4" in gateway.waits.why_no_node()
+        cheat.version, cheat.answer = 4, lambda request: claim(request) if len(cheat.generates) == 5 else usual(request)
+        usual = lambda request: cheat.usual_answer(request)
+        cheat.beat()
+        assert (await call)[0] == 200 and len(cheat.generates) == 6
+        assert gateway.state()["nodes"][0]["bad_answers"] == 1, "it got this one after the swap"
+
+
+async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed():
+    """It gets requests once it is back at that version, so none of them shows the swap."""
+    fleet = Fleet(a={})
+    fleet.router.newest_version = 1
+    fleet.router.nodes.update_status(fleet.node("a"), status(version=1))
+    fleet.router.nodes.leave(fleet.node("a"), "crashed")
+    hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance="restarted")
+    fleet.router.nodes.attach(b"a2", hello)
+    await fleet.ask(4)
+    assert not fleet.sent["a"]
+    fleet.router.nodes.update_status(fleet.node("a"), status(version=1))
+    fleet.router.place()
+    for request in fleet.sent["a"]:
+        fleet.finish("a", request, [10], version=1)
+    assert [len((await call).token_ids) for call in fleet.calls] == [1] * 4
+    assert fleet.node("a").bad_answers == fleet.node("a").failures_in_row == 0
+    await fleet.close()
+
+
+async def test_a_rewound_version_is_served_again():
+    """A trainer that resumed publishes it once more: reports of it, and of later ones, mean nothing any more."""
+    fleet = Fleet(a={"version": 8})
+    fleet.router.newest_version = 8
+    fleet.router.nodes.update_status(fleet.node("a"), status(version=8))
+    fleet.router.newest_version = 5
+    fleet.node("a").reports.forget(5)
+    fleet.router.nodes.update_status(fleet.node("a"), status(version=5))
+    await fleet.ask()
+    assert len(fleet.sent["a"]) == 1
+    await fleet.close()

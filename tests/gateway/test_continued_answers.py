@@ -270,8 +270,8 @@ async def test_a_version_is_swapped_in_once():
     fleet = Fleet(a={"version": 3})
     fleet.router.newest_version = 4
     report(fleet, "a", 4)
-    report(fleet, "a", 3)
     await fleet.ask()
+    report(fleet, "a", 3)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
     assert fleet.node("a").bad_answers == 1

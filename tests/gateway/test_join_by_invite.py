@@ -98,6 +98,32 @@ async def test_a_node_that_is_turned_away_is_not_started_again(open_gateway, key
 
 
 @pytest.mark.process
+async def test_a_machine_that_may_pull_no_more_waits_for_the_next_version(open_gateway, keys, store, tmp_path):
+    """One that lost its disk again and again is refused for now. It asks again, and starts with the newest version."""
+    publisher, asked = Publisher(store.root, keys, Reference(MODEL, scale=0.01)), []
+    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+        gateway.publish(publisher.publish(3))
+        usual, refusal = gateway._link._allowance.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
+        gateway._link._allowance.refusal = refusal
+        words = ["join", invite_for(keys, gateway.node_endpoint).text(), "--state-dir", str(tmp_path), "--threads", "1"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "inference.main", *words, "--device", "cpu", stderr=asyncio.subprocess.PIPE
+        )
+        said = asyncio.create_task(process.communicate())
+        try:
+            await until(lambda: len(asked) >= 3, "the node to ask again")
+            gateway._link._allowance.refusal = usual
+            gateway.publish(publisher.publish(4))
+            await until(lambda: list(gateway.versions().values()) == [4], "the node to attach")
+            process.send_signal(signal.SIGTERM)
+            _, text = await asyncio.wait_for(said, 100)
+            assert b"it pulled 9 MB" in text and b"restarting it" not in text and process.returncode == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+@pytest.mark.process
 async def test_a_process_that_crashes_is_started_again_a_few_times_and_no_more(tmp_path):
     """It ends for good with status 0, with a wrong configuration, when it crashes too often, or when asked to."""
     script = f"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -26,6 +27,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.turns import TokenHash
 from composer_prime.wire.types import floats, ints, pack_ints
+from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.link import GatewayLink
 from inference.node import InferenceNode
@@ -43,10 +45,15 @@ def serving(folder, config, keys, publisher):
     """A started node and its gateway: `async with serving() as (gateway, node, ended)`."""
 
     @asynccontextmanager
-    async def serving(node_keys: RunKeys = keys, manifest: bytes = b"", config: InferenceConfig = config):
+    async def serving(
+        node_keys: RunKeys = keys,
+        manifest: bytes = b"",
+        config: InferenceConfig = config,
+        computer: type[Computer] = Computer,
+    ):
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = manifest
-        engine = LocalEngine(folder, config, MAX_CONTEXT)
+        engine = LocalEngine(folder, config, MAX_CONTEXT, computer)
         await engine.start()
         link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"), config.chunk_timeout_s)
         receiver = Receiver(engine, link, folder, config.canary_tolerance)
@@ -159,16 +166,30 @@ def test_weights_come_over_the_link(loop, serving, publisher, reference):
     assert (scores - reference.score(CANARY, 4)).abs().max() < 1e-4
 
 
+class HeldComputer(Computer):
+    """Samples the first tokens of answers, and no further ones before it has the weights of version `held_until`."""
+
+    held_until = 0
+
+    def _compute(self, step) -> None:
+        if self.version < self.held_until and any(self._running[slot].logprobs for slot in step.sample_slots):
+            time.sleep(0.001)
+            return
+        super()._compute(step)
+
+
 def test_a_swap_is_reported_before_the_answers_that_show_it(loop, serving, publisher):
-    # The gateway refuses an answer with a swap that it does not know of. Here many end around each swap.
+    # The gateway refuses an answer with a swap that it does not know of. Here some go on only with the new weights.
     async def scenario():
-        async with serving() as (gateway, _, _):
+        async with serving(computer=HeldComputer) as (gateway, node, _):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
-            answers, number = [], 0
+            computer, answers, number = node._engine._computer, [], 0
             for version in (1, 2, 3, 4):
+                computer.held_until, sampled = version, computer.sampled
                 for _ in range(6):
                     number += 1
                     gateway.generate(f"r{number}", PROMPT, max_tokens=20 + 11 * (number % 6), session=f"s{number}")
+                await gateway.until(lambda sampled=sampled: computer.sampled > sampled, "a first token")
                 gateway.send(NewVersion(manifest=publisher.publish(version)))
                 answers += [await gateway.next() for _ in range(6)]
                 await gateway.until(lambda version=version: gateway.statuses[-1].version == version, "the version")
@@ -178,7 +199,8 @@ def test_a_swap_is_reported_before_the_answers_that_show_it(loop, serving, publi
     assert all(isinstance(answer, Generated) for answer in answers)
     for answer in answers:
         assert {span.version for span in answer.version_spans} <= set(versions_at[answer.request_id])
-    assert any(len(answer.version_spans) > 1 for answer in answers)
+    swapped_to = {answer.version_spans[-1].version for answer in answers if len(answer.version_spans) > 1}
+    assert swapped_to == {1, 2, 3, 4}
 
 
 def test_bad_weights_are_reported_and_mended(loop, serving, publisher):

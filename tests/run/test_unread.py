@@ -75,6 +75,31 @@ def test_a_look_that_failed_changes_no_count():
         accepted.close()
 
 
+# Under the descriptor of a connection there may be another one by now: that one has sent too little, or is another's.
+def test_one_connection_is_ended_and_no_other():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        unread = UnreadBytes(server.getsockname()[1])
+        client = socket.create_connection(server.getsockname())
+        accepted = server.accept()[0]
+        client.sendall(bytes(1000))
+        _receive(accepted, 1000)
+        fd = accepted.fileno()
+        for other in (
+            (fd, "127.0.0.2", 1000),
+            (fd, "127.0.0.1", 1001),
+            (server.fileno(), "127.0.0.1", 0),
+            (1 << 20, "", 0),
+        ):
+            unread.end(*other)
+        UnreadBytes(1).end(fd, "127.0.0.1", 1000)
+        client.sendall(b"x")
+        assert accepted.recv(1) == b"x", "it is open"
+        unread.end(fd, "127.0.0.1", 1000)
+        assert client.recv(1) == b"", "it is closed"
+        client.close()
+        accepted.close()
+
+
 def _out_of_descriptors() -> Iterator[tuple[int, str, int]]:
     raise OSError(errno.EMFILE, "Too many open files")
     yield
