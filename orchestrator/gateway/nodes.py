@@ -381,7 +381,7 @@ class Nodes:
             node.attachments = former.attachments + 1
             node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
             node.failures_in_row = former.failures_in_row
-            if former.places < former.max_concurrent:
+            if node.stalls_in_row or node.failures_in_row >= _FAILURES_IN_ROW:
                 node.places = 1
             if is_same_process:
                 node.speed, node.streams = former.speed, former.streams
