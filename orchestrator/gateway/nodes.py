@@ -276,7 +276,7 @@ class AttachedNode:
         self.attachments = former.attachments + 1
         self.stalls_in_row, self.suspended_until = former.stalls_in_row, former.suspended_until
         self.failures_in_row = former.failures_in_row
-        if former.places < former.max_concurrent:
+        if self.stalls_in_row or self.failures_in_row >= _FAILURES_IN_ROW:
             self.places = 1
         if self.instance and self.instance == former.instance:
             self.speed, self.streams = former.speed, former.streams

@@ -475,6 +475,8 @@ class Router:
     def _on_gone(self, node: AttachedNode, reason: str) -> None:
         self.placing.drop(node)
         requests = list(node.leases.values())
+        if requests and node.last_delivered <= min(request.placed for request in requests):
+            node.note_failure(self._suspend_s)  # Else it could come back for them again and again.
         node.leases = {}
         for request in requests:
             request.node = None

@@ -101,6 +101,52 @@ async def test_a_suspension_outlasts_a_restart(instance):
     await fleet.close()
 
 
+@pytest.mark.parametrize("leaves", ["says hello", "says goodbye"])
+async def test_a_node_that_leaves_again_and_again_without_an_answer_is_suspended(open_gateway, node_keys, leaves):
+    """Its requests would wait on it until their deadlines: whatever it leaves by, they come back to its free places."""
+    async with (
+        open_gateway(inference={"lost_after_s": 300.0}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "hoarder", heartbeat_s=300, answer=lambda request: None) as hoarder,
+    ):
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+        for count in range(1, 5):
+            await hoarder.until(lambda count=count: len(hoarder.generates) == count)
+            hoarder.welcome = None
+            if leaves == "says goodbye":
+                hoarder.goodbye()
+            hoarder.say_hello(instance=f"life-{count}")
+            await hoarder.until(lambda: hoarder.welcome is not None)
+        assert "4 failures in a row" in gateway.waits.why_no_node() and len(hoarder.generates) == 4
+        async with PeerNode(gateway.node_endpoint, node_keys, "other"):
+            assert (await call)[0] == 200
+
+
+async def test_a_node_that_delivered_something_may_leave():
+    """One that streams, or has answered since it got its oldest request, is slow or has a bad connection."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(2)
+    for name in ("a", "b"):
+        assert len(fleet.sent[name]) == 1
+    fleet.stream("a", fleet.sent["a"][0], [10])
+    fleet.router.nodes.leave(fleet.node("a"), "reconnecting")
+    fleet.router.nodes.leave(fleet.node("b"), "reconnecting")
+    assert [fleet.node(name).failures_in_row for name in ("a", "b")] == [0, 1]
+    await fleet.close()
+
+
+async def test_a_claim_of_one_place_ends_no_probation():
+    """A suspended node that says that it has one place, and then that it has many, gets one request."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(6)
+    stall(fleet.node("a"))
+    reclaim_stalled(fleet.router, 75.0)
+    for places in (1, 64):
+        hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=places, instance="a")
+        node = fleet.router.nodes.attach(b"a2", hello)
+    assert (node.max_concurrent, node.places) == (64, 1)
+    await fleet.close()
+
+
 @pytest.mark.parametrize("obstacle", ["outdated", "draining", "suspended"])
 async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
     """An engine that hangs cannot swap weights, so it soon counts as outdated; the only other node takes over."""
