@@ -1,0 +1,77 @@
+"""Conversations to record for fleet_routing: write a function, read what its tests say, write it again.
+
+    composer tasks make toolz==1.2.0 funcy humanize inflection -o tasks/functions --kinds delete --limit 12 \\
+      --packages hypothesis,attrs
+    trainer @ benchmarks/fleet_routing_sides/repairs.toml
+    python -m benchmarks.fleet_routing --traces outputs/repairs --groups 740 --quantum-s 0.02 --seeds 0 1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+from orchestrator.environments.code.grading import grade
+from orchestrator.environments.code.harness import sandbox_failures
+from orchestrator.environments.formats.functions import with_reply
+from orchestrator.environments.formats.programs import Programs, ProgramTask
+from orchestrator.environments.tool_loop.harness import ToolExecutor, ToolLoop, _session
+
+__all__ = ["RepairLoop", "Repairs"]
+
+_REPORT_CHARS = 600
+_DONE = ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+class RepairTask(ProgramTask):
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return False
+
+    async def report(self, reply: str) -> str:
+        """Return what the tests say about a reply; empty when it solves the task."""
+        with sandbox_failures():
+            result = await grade(
+                self._task, self._settings.trees, with_reply(self._task, reply), self._settings.runtime
+            )
+        return "" if result.solved else result.report[-_REPORT_CHARS:] or "The tests fail."
+
+
+_TASKS: dict[str, RepairTask] = {}
+"""By name: a harness gets a task's data only."""
+
+
+class Repairs(Programs):
+    def load(self) -> Iterator[ProgramTask]:
+        for task in super().load():
+            repaired = _TASKS[task.data.name or ""] = RepairTask(task.data, task._settings, task._task)
+            yield repaired
+
+
+class RepairLoop(ToolLoop):
+    async def _play(
+        self,
+        model: str,
+        trace: vf.Trace,
+        endpoint: str,
+        secret: str,
+        executor: ToolExecutor | None,
+        messages: list[dict[str, Any]],
+    ) -> ProgramResult:
+        task = _TASKS[trace.task.data.name or ""]
+        body = {"model": model, "messages": messages}
+        async with _session() as session:
+            for _ in range(self.config.max_turns):
+                choice = await self._complete(session, trace, endpoint, secret, body)
+                if choice is None:
+                    return _DONE
+                report = await task.report(choice["message"].get("content") or "")
+                if not report:
+                    return _DONE
+                again = f"The tests say:\n\n{report}\n\nWrite the complete function again."
+                messages += [choice["message"], {"role": "user", "content": again}]
+        trace.stop("max_turns")
+        return _DONE
