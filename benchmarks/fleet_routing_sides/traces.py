@@ -1,9 +1,9 @@
 """What rollouts ask of a fleet: drawn from a seed, or recorded by runs.
 
-A recorded trace is a line of rollouts/step_*.jsonl or eval_*.jsonl in a run directory. A turn's new prompt is what the
-messages since the answer before added, and the template's own tokens, spread evenly over the rollout's turns. The
-tools' time is what lies between an answer and the next request. Groups are whole: one with a rollout that failed,
-branched or has no times is left out, and counted.
+A recorded trace is a line of rollouts/step_*.jsonl in a run directory. A turn's new prompt is what the messages since
+the answer before added, and the template's own tokens, spread evenly over the rollout's turns. The tools' time is what
+lies between an answer and the next request. Groups are whole: one with a rollout that failed, branched or has no times
+is left out, and counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,19 +55,14 @@ def make_groups(count: int, seed: int) -> list[Group]:
 
 
 def recorded_groups(runs: Sequence[str]) -> tuple[list[Group], int]:
-    """Return the groups that steps and evaluations of `runs` recorded, and how many were left out.
-
-    Raises ConfigError when no group is whole.
-    """
+    """Return the groups that training steps of `runs` recorded, and how many were left out. Raises ConfigError."""
     found: list[Group] = []
     left_out = 0
     for run in runs:
-        by_group: defaultdict[tuple[Path, int | str], list[list[Turn] | None]] = defaultdict(list)
-        for kind in ("step", "eval"):
-            for path in rollout_files(open_run(run), kind).values():
-                for line in read_rollouts(path):
-                    group = line["task_id"] if line["group"] is None else line["group"]
-                    by_group[path, group].append(recorded_turns(line))
+        by_group: defaultdict[int, list[list[Turn] | None]] = defaultdict(list)
+        for path in rollout_files(open_run(run), "step").values():
+            for line in read_rollouts(path):
+                by_group[line["group"]].append(recorded_turns(line))
         whole = [Group([turns for turns in rollouts if turns]) for rollouts in by_group.values()]
         whole = [group for group in whole if len(group.rollouts) == SIBLINGS]
         left_out += len(by_group) - len(whole)
