@@ -210,6 +210,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
             refused += 1
             await asyncio.sleep(pause_s)
             enrollment = await enroll(invite, state, slot, answer.node_id, machine, patience_s)
+            enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     return Assignment(
         node_name=answer.node_id,
         inference=inference,

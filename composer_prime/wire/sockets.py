@@ -315,7 +315,8 @@ class NodeSocket:
             num_bytes += len(frame)
             more = frame.more
             if num_frames % _FRAMES_AT_A_TIME == 0:
-                self.behind_at = time.monotonic()
+                if num_frames >= MAX_FRAMES:
+                    self.behind_at = time.monotonic()
                 if num_frames == MAX_FRAMES:
                     unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
                 await asyncio.sleep(0)

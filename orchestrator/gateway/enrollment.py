@@ -117,7 +117,7 @@ class Enrollment:
             return True
 
     def turn_away(self, key: bytes) -> None:
-        """Let a key make no connection for a while, unless nodes share it."""
+        """Let a key make no connection for a while, unless it is the run's shared one."""
         if self.is_own(key):
             who = self.name_of(key) or "an invite"
             logger.warning("%s is turned away for %g s: it sent a message of many frames", who, _TURNED_AWAY_S)
