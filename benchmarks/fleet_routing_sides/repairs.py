@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.runtimes import ProgramResult
 
 from orchestrator.environments.code.grading import grade
 from orchestrator.environments.code.harness import sandbox_failures
 from orchestrator.environments.formats.functions import with_reply
 from orchestrator.environments.formats.programs import Programs, ProgramTask
-from orchestrator.environments.tool_loop.harness import ToolExecutor, ToolLoop, _session
+from orchestrator.environments.tool_loop.harness import ToolExecutor, ToolLoop
 
 __all__ = ["RepairLoop", "Repairs"]
 
 _REPORT_CHARS = 600
-_DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class RepairTask(ProgramTask):
@@ -52,26 +50,9 @@ class Repairs(Programs):
 
 
 class RepairLoop(ToolLoop):
-    async def _play(
-        self,
-        model: str,
-        trace: vf.Trace,
-        endpoint: str,
-        secret: str,
-        executor: ToolExecutor | None,
-        messages: list[dict[str, Any]],
-    ) -> ProgramResult:
-        task = _TASKS[trace.task.data.name or ""]
-        body = {"model": model, "messages": messages}
-        async with _session() as session:
-            for _ in range(self.config.max_turns):
-                choice = await self._complete(session, trace, endpoint, secret, body)
-                if choice is None:
-                    return _DONE
-                report = await task.report(choice["message"].get("content") or "")
-                if not report:
-                    return _DONE
-                again = f"The tests say:\n\n{report}\n\nWrite the complete function again."
-                messages += [choice["message"], {"role": "user", "content": again}]
-        trace.stop("max_turns")
-        return _DONE
+    async def _answers(
+        self, trace: vf.Trace, executor: ToolExecutor | None, choice: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        report = await _TASKS[trace.task.data.name or ""].report(choice["message"].get("content") or "")
+        again = f"The tests say:\n\n{report}\n\nWrite the complete function again."
+        return [{"role": "user", "content": again}] if report else []

@@ -157,8 +157,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
                     if choice is None:
                         return _DONE
                     body["messages"].append(choice["message"])
-                    was_cut = choice["finish_reason"] == "length"
-                    answers = [] if was_cut else await answer_calls(executor, choice["message"])
+                    answers = await self._answers(trace, executor, choice)
                     if not answers or getattr(executor, "is_over", False):
                         return _DONE
                     body["messages"] += answers
@@ -167,6 +166,12 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             return ProgramResult(exit_code=MODEL_TRANSPORT_ERROR_EXIT_CODE, stdout="", stderr=message)
         trace.stop("max_turns")
         return _DONE
+
+    async def _answers(
+        self, trace: vf.Trace, executor: ToolExecutor | None, choice: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return the messages that follow a reply; none ends the conversation."""
+        return [] if choice["finish_reason"] == "length" else await answer_calls(executor, choice["message"])
 
     def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
