@@ -46,12 +46,15 @@ class Patch:
     """[n] words: new - old, never zero."""
 
     def __add__(self, other: Patch) -> Patch:
-        positions = np.concatenate([self.positions, other.positions])
-        order = np.argsort(positions, kind="stable")
-        positions, changes = positions[order], np.concatenate([self.changes, other.changes])[order]
-        first = np.flatnonzero(positions[1:] == positions[:-1])
-        changes[first] += changes[first + 1]
-        changes[first + 1] = 0
+        small, large = sorted((self, other), key=lambda patch: len(patch.positions))
+        if not len(small.positions):
+            return large
+        at = np.searchsorted(large.positions, small.positions)
+        is_new = np.take(large.positions, at, mode="clip") != small.positions
+        positions = np.insert(large.positions, at[is_new], small.positions[is_new])
+        changes = large.changes.copy()
+        changes[at[~is_new]] += small.changes[~is_new]
+        changes = np.insert(changes, at[is_new], small.changes[is_new])
         left = changes != 0
         return Patch(positions[left], changes[left])
 
@@ -67,10 +70,7 @@ class Patch:
     def encode(self) -> bytes:
         """Return the bytes of a frame before compression. Equal patches have equal bytes."""
         count, bits = len(self.positions), 8 * self.changes.itemsize
-        gaps = np.diff(self.positions.astype(np.int64), prepend=-1) - 1
-        ends = np.cumsum(gaps // 255 + 1) - 1
-        runs = np.full(int(ends[-1]) + 1 if count else 0, 255, np.uint8)
-        runs[ends] = gaps % 255
+        gaps = _gaps(self.positions)
         signed = self.changes.view(f"<i{self.changes.itemsize}")
         folded = ((signed << 1) ^ (signed >> (bits - 1))).view(self.changes.dtype)
         halves = np.zeros(count + count % 2, np.uint8)
@@ -78,7 +78,17 @@ class Patch:
         wide = folded[folded >= _WIDE]
         planes = wide.view(np.uint8).reshape(len(wide), self.changes.itemsize).T
         pairs = halves[0::2] | halves[1::2] << 4
-        return _HEAD.pack(count, len(runs)) + runs.tobytes() + pairs.tobytes() + planes.tobytes()
+        return b"".join([_HEAD.pack(count, len(gaps)), gaps.tobytes(), pairs.tobytes(), planes.tobytes()])
+
+
+def _gaps(positions: np.ndarray) -> np.ndarray:
+    """Return the gaps between `positions` as bytes. Numbers of 32 bits do: the bytes are about as many as the words."""
+    gaps = np.diff(positions, prepend=np.uint32(0))
+    gaps[1:] -= 1
+    ends = np.cumsum(gaps // 255 + 1, dtype=np.uint32) - 1
+    runs = np.full(int(ends[-1]) + 1 if len(ends) else 0, 255, np.uint8)
+    runs[ends] = gaps % 255
+    return runs
 
 
 def difference(old: bytes | memoryview, new: bytes | memoryview, word: np.dtype) -> Patch:
@@ -161,10 +171,11 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
     planes = np.frombuffer(raw, np.uint8, num_wide * word.itemsize, wide_at).reshape(word.itemsize, num_wide)
     folded[is_wide] = np.ascontiguousarray(planes.T).view(word).reshape(num_wide)
     runs = np.frombuffer(raw, np.uint8, gaps, _HEAD.size)
-    ends = np.flatnonzero(runs != 255)
-    if len(ends) != count or (gaps and runs[-1] == 255):
-        raise CorruptWeightsError(f"patch {index}: it has {len(ends)} positions for {count} changes")
-    positions = np.cumsum(runs, dtype=np.uint32)[ends] + np.arange(count, dtype=np.uint32)
+    is_end = runs != 255
+    num_ends = int(np.count_nonzero(is_end))
+    if num_ends != count or (gaps and not is_end[-1]):
+        raise CorruptWeightsError(f"patch {index}: it has {num_ends} positions for {count} changes")
+    positions = np.cumsum(np.add(runs, is_end, dtype=np.uint16), dtype=np.uint32)[is_end] - 1
     if count and positions[-1] >= words:
         raise CorruptWeightsError(f"patch {index}: it changes word {positions[-1]} of a chunk of {words}")
     changes = (folded >> 1) ^ np.negative(folded & 1)
