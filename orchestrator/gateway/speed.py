@@ -111,12 +111,16 @@ class FleetPace:
             )
 
     def of(self, speed: NodeSpeed, places_share: float) -> Pace:
-        """Return the pace to reckon with. A node that is not measured and has few places counts as that much slower."""
+        """Return the pace to reckon with.
+
+        A node that is not measured has no `fastest_s`: idle, it looks fast and gets requests. With few places it counts
+        as that much slower.
+        """
         usual = self.median
         if usual is None:
             return Pace(1.0 / _PREFILL_GAIN, 1.0 / places_share)
         if speed.pace is None:
-            return Pace(usual.prompt_s, usual.token_s / places_share, usual.fastest_s)
+            return Pace(usual.prompt_s, usual.token_s / places_share)
         least = 1.0 / _MOST_ABOVE_MEDIAN
         return Pace(
             max(speed.pace.prompt_s, least * usual.prompt_s),

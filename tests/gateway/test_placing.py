@@ -60,6 +60,18 @@ async def test_a_fast_node_gets_as_many_more_requests_as_it_is_faster():
     await fleet.close()
 
 
+async def test_a_node_that_comes_back_gets_requests_beside_faster_ones_with_room():
+    """Most of the fleet is slow. A node that is not measured counts as slow, but not when it is idle."""
+    fleet = Fleet(back={}, fast={}, slow={})
+    set_pace(fleet.node("fast"), Pace(1e-4, 5e-4, 1e-2), fleet)
+    set_pace(fleet.node("slow"), Pace(6e-4, 3e-3, 6e-2), fleet)
+    fleet.router.placing.fleet.median = Pace(6e-4, 3e-3, 6e-2)
+    fleet.router.placing.update(fleet.node("back"))
+    await fleet.ask(28)
+    assert (len(fleet.sent["fast"]), len(fleet.sent["back"]), len(fleet.sent["slow"])) == (24, 4, 0)
+    await fleet.close()
+
+
 @pytest.mark.parametrize(("others", "stays"), [(3, True), (40, False)])
 async def test_a_conversation_leaves_when_waiting_costs_more_than_its_prompt_elsewhere(others, stays):
     """With a few requests beside it, it stays where 4,000 tokens are warm; behind a crowd it goes."""
