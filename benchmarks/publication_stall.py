@@ -11,7 +11,7 @@ the same training steps in turn, one pair after another, so that a busy machine 
 `stall` is the time until the step continues: seconds, and CPU seconds (of the process in the synchronous way, of the
 main thread in the background way), which a busy machine does not lengthen. `step` is forward, backward and update,
 beside a publication in the background way; its CPU seconds include the publication's. The exit status is 1 when the
-stall in the background way is above 5 % of a step by itself, both in CPU seconds.
+stall in the background way is above 5 % of a step by itself or of a synchronous publication, all in CPU seconds.
 """
 
 from __future__ import annotations
@@ -111,14 +111,16 @@ def main() -> int:
     worlds.leave()
     print(f"{size / 1e6:.0f} MB a version, steps of {options.samples} x {options.tokens} tokens, medians of "
           f"{options.pairs}; stall in percent of the CPU seconds of a step by itself")  # fmt: skip
-    *_, alone_cpu_s = map(statistics.median, zip(*figures["synchronous"], strict=True))
-    for way, figures_of_way in figures.items():
-        stall_s, stall_cpu_s, step_s, cpu_s = map(statistics.median, zip(*figures_of_way, strict=True))
+    medians = {way: [*map(statistics.median, zip(*of_way, strict=True))] for way, of_way in figures.items()}
+    *_, alone_cpu_s = medians["synchronous"]
+    for way, (stall_s, stall_cpu_s, step_s, cpu_s) in medians.items():
         print(f"  {way:12} stall {stall_s:6.2f} s, {stall_cpu_s:5.2f} CPU s = {100 * stall_cpu_s / alone_cpu_s:5.1f} %"
               f"   step {step_s:6.2f} s, {cpu_s:6.2f} CPU s")  # fmt: skip
-    share = statistics.median(stall_cpu_s for _, stall_cpu_s, *_ in figures["background"]) / alone_cpu_s
-    print(f"{'met   ' if share <= TARGET else 'MISSED'} background: {share:.1%} of a step, at most {TARGET:.0%}")
-    return int(share > TARGET)
+    stall = medians["background"][1]
+    shares = {"a step": stall / alone_cpu_s, "a synchronous publication": stall / medians["synchronous"][1]}
+    for of, share in shares.items():
+        print(f"{'met   ' if share <= TARGET else 'MISSED'} background: {share:.1%} of {of}, at most {TARGET:.0%}")
+    return int(max(shares.values()) > TARGET)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ rate, of the last step:
     overlay     what a node pulls that has the anchor (the first version) but none between; beside it `full` for one
                 that has nothing
 
-`stall` is what the training step waits for (the copy), against copy and writing of a whole version, medians of three
-after all steps: the first copy also gets its memory. Made-up steps have no copy. `node memory` is the peak of a process
-that applies the last delta and reads all tensors, over that before, in sizes of the snapshot. `pause` is what sampling
-waits for: reading all tensors through the overlay into those in use, against a copy in memory. With --cut every so many
-reads of the node break off and are taken up again; --steps 200 --cut 7 is the long test of bits. Every version is
-compared bit for bit, and one that differs ends the benchmark with an error.
+`node memory` is the peak of a process that applies the last delta and reads all tensors, over that before, in sizes of
+the snapshot. `pause` is what sampling waits for: reading all tensors through the overlay into those in use, against a
+copy in memory. What the training step waits for is in benchmarks/publication_stall.py. With --cut every so many reads
+of the node break off and are taken up again; --steps 200 --cut 7 is the long test of bits. Every version is compared
+bit for bit, and one that differs ends the benchmark with an error.
 
-The exit status is 1 when the delta is more than 1/100 of the whole at a learning rate of 1e-6 or 1/30 at 1e-5, when the
-stall is above 5 % of a whole publication, or when the node's process grows by more than 1.3 snapshots (but not with the
-tiny model, whose snapshot is smaller than what a process takes anyway).
+The exit status is 1 when the delta is more than 1/100 of the whole at a learning rate of 1e-6 or 1/30 at 1e-5, or when
+the node's process grows by more than 1.3 snapshots (but not with the tiny model, whose snapshot is smaller than what a
+process takes anyway).
 
 With `--engine vllm` it measures what vLLM does instead: each version is put into one engine twice, as a patch of the
 version before and whole, and its parameters must have the published sums each time. `file` is what passes from the node
@@ -69,7 +68,7 @@ from trainer.weights.version_file import VersionWriter
 Tensors = dict[str, torch.Tensor]
 LEAST_RATIOS = {1e-6: 100.0, 1e-5: 30.0}
 """The whole over the delta, by learning rate."""
-STALL_TARGET, MEMORY_TARGET = 0.05, 1.3
+MEMORY_TARGET = 1.3
 _BLOCK = 1 << 24
 """Elements that are made or compared at a time."""
 
@@ -196,8 +195,6 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
         wrong = [n for n, t in tensors.items() if not torch.equal(snapshot[n].view(torch.int16), t.view(torch.int16))]
         if wrong:
             raise SystemExit(f"version {step} came out different in {wrong[:5]}")
-    if next(iter(masters.values())).dtype != torch.bfloat16:
-        figures |= _publication_s(masters, folder / "whole")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     figures |= {"pause": _copy_s(snapshot, shapes), "copy": _copy_s(tensors, shapes), "broken": source.broken}
     node.close()
@@ -210,28 +207,12 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
     }
 
 
-def _publication_s(masters: Tensors, folder: Path) -> dict[str, float]:
-    """Return the seconds of the copy, and of copying and writing a whole version: medians of three."""
-    stalls, wholes = [], []
-    for turn in range(3):
-        start = time.perf_counter()
-        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
-        stalls.append(time.perf_counter() - start)
-        VersionWriter(WeightStore(folder / str(turn)), 1).write(described(0), tensors)
-        wholes.append(time.perf_counter() - start)
-    return {"stall": statistics.median(stalls), "publish": statistics.median(wholes)}
-
-
 def verdicts(model: str, lr: float, of: dict[str, float]) -> list[tuple[str, bool]]:
     """Return each aim beside what was measured, in words, and whether it is met."""
     answers, name = [], f"{model}, lr {lr:g}"
     if least := LEAST_RATIOS.get(lr):
         ratio = of["full"] / of["delta"]
         answers.append((f"{name}: delta 1 : {ratio:.0f}, at least 1 : {least:.0f}", ratio >= least))
-    if "stall" in of:
-        share = of["stall"] / of["publish"]
-        text = f"{name}: stall {share:.1%} of a whole publication, at most {STALL_TARGET:.0%}"
-        answers.append((text, share <= STALL_TARGET))
     if model != "tiny":
         grown = of["memory"] / of["full"]
         answers.append((f"{name}: node memory {grown:.2f} snapshots, at most {MEMORY_TARGET}", grown <= MEMORY_TARGET))
@@ -404,8 +385,7 @@ def main() -> int:
         print(f"  {options.steps + 1} versions bit for bit, {of['broken']:.0f} reads broken off; node memory "
               f"{of['memory'] / 1e6:.1f} MB, {of['memory'] / of['full']:.2f} snapshots")  # fmt: skip
         print(f"  pause {of['pause']:.2f} s, a copy in memory {of['copy']:.2f} s")
-        stall = f"; stall {of['stall']:.2f} s of {of['publish']:.2f} s to publish whole" if "stall" in of else ""
-        print(f"  encode {of['encode']:.2f} s, pull and apply {of['apply']:.2f} s{stall}", flush=True)
+        print(f"  encode {of['encode']:.2f} s, pull and apply {of['apply']:.2f} s", flush=True)
         answers += verdicts(options.model, lr, of)
     for text, is_good in answers:
         print(f"{'met   ' if is_good else 'MISSED'} {text}")

@@ -70,6 +70,8 @@ class Publisher:
         self.version = -1
         """The version published last."""
         self._highest_version = -1
+        self._copies: dict[str, Tensor] = {}
+        """The tensors published last. The next ones take their place: fresh memory would take twice as long to fill."""
         self._thread: threading.Thread | None = None
         self._failure: ComposerError | None = None
         self._closing = threading.Event()
@@ -98,7 +100,7 @@ class Publisher:
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
-            tensors = whole_tensors(policy, self._world, self.dtype, copied=True)
+            tensors = whole_tensors(policy, self._world, self.dtype, into=self._copies)
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if tensors is None:
             return 0
@@ -115,7 +117,6 @@ class Publisher:
             canary = canary_in_step or self._canary.score(tensors)
             # some architectures are stored unfused, under other names than their parameters have
             stored = dict(written) if names else revert_weight_conversion(self._plain, dict(written))
-            tensors.clear()
             manifest = Manifest(
                 run_id=self._run_id,
                 version=version,
@@ -234,24 +235,30 @@ class Publisher:
 
 @torch.no_grad()
 def whole_tensors(
-    policy: Policy, world: World, dtype: torch.dtype, *, copied: bool = False
+    policy: Policy, world: World, dtype: torch.dtype, *, into: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor] | None:
     """Return on rank 0 every parameter of the plain model on the CPU in `dtype`, on other ranks None.
 
-    Adapters are merged, and tied parameters are there once. A collective. Unless `copied`, the tensors of one CPU rank
-    may be the masters themselves: read, never write, and not beside training.
+    Adapters are merged, and tied parameters are there once. A collective. `into`: tensors of an earlier call to copy
+    into; those that it lacks are added. Without it, the tensors of one CPU rank may be the masters themselves: read,
+    never write, and not beside training.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
             module.reshard()
     tensors = {}
     for name, tensor in merged_parameters(policy.lm) if policy.adapted else policy.lm.named_parameters():
-        cast = tensor.to(dtype)
-        gathered = cast.full_tensor() if isinstance(cast, DTensor) else cast
-        if world.first:
-            whole = gathered.detach().to("cpu").contiguous()
-            shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            tensors[name] = whole.clone() if copied and whole.data_ptr() == shard.data_ptr() else whole
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.to_local() if world.size == 1 else whole.to(dtype).full_tensor()
+        if not world.first:
+            continue
+        if into is None:
+            tensors[name] = whole.to("cpu", dtype).contiguous()
+            continue
+        if name not in into:
+            into[name] = torch.empty(whole.shape, dtype=dtype)
+        tensors[name] = into[name].copy_(whole)
     return tensors if world.first else None
 
 
