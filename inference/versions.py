@@ -261,14 +261,16 @@ class VersionFolder:
         self._overlays[manifest.state] = self.chunks.put(manifest, packed())
 
     def _summed(self, manifest: Manifest, chunks: list[ChunkRef], streams: list[list[ChunkRef]]) -> Iterator[Patch]:
-        """Return the sum of all streams' patches for each of `chunks`. It keeps none: one may take 30 MiB."""
+        """Yield the sum of all streams' patches for each of `chunks`. It holds none: one may take 30 MiB."""
         sizes, word = [ref.size for ref in chunks], WORDS[manifest.dtype]
         name = f"a patch of weights v{manifest.version}"
         read = [
             patches((piece for ref in stream for piece in self.chunks.pieces(ref, name)), sizes, word)
-            for stream in streams
+            for stream in streams or [[]]
         ]
-        return map(_sum, *(read or [patches([], sizes, word)]))
+        yield from map(_sum, *read)
+        for rest in read:
+            next(rest, None)  # Raises where a stream goes on after its last patch.
 
 
 def _sum(*parts: Patch) -> Patch:

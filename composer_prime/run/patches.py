@@ -70,7 +70,7 @@ class Patch:
     def encode(self) -> bytes:
         """Return the bytes of a frame before compression. Equal patches have equal bytes."""
         count, bits = len(self.positions), 8 * self.changes.itemsize
-        gaps = _gaps(self.positions)
+        gap_bytes = _gap_bytes(self.positions)
         signed = self.changes.view(f"<i{self.changes.itemsize}")
         folded = ((signed << 1) ^ (signed >> (bits - 1))).view(self.changes.dtype)
         halves = np.zeros(count + count % 2, np.uint8)
@@ -78,11 +78,12 @@ class Patch:
         wide = folded[folded >= _WIDE]
         planes = wide.view(np.uint8).reshape(len(wide), self.changes.itemsize).T
         pairs = halves[0::2] | halves[1::2] << 4
-        return b"".join([_HEAD.pack(count, len(gaps)), gaps.tobytes(), pairs.tobytes(), planes.tobytes()])
+        head = _HEAD.pack(count, len(gap_bytes))
+        return b"".join([head, gap_bytes.tobytes(), pairs.tobytes(), planes.tobytes()])
 
 
-def _gaps(positions: np.ndarray) -> np.ndarray:
-    """Return the gaps between `positions` as bytes. Numbers of 32 bits do: the bytes are about as many as the words."""
+def _gap_bytes(positions: np.ndarray) -> np.ndarray:
+    """Return the gaps between `positions`, [n] uint32, as bytes, [m] uint8. m <= n + last position / 255: 32 bits."""
     gaps = np.diff(positions, prepend=np.uint32(0))
     gaps[1:] -= 1
     ends = np.cumsum(gaps // 255 + 1, dtype=np.uint32) - 1
@@ -175,7 +176,7 @@ def _decode(raw: bytes, words: int, word: np.dtype, index: int) -> Patch:
     num_ends = int(np.count_nonzero(is_end))
     if num_ends != count or (gaps and not is_end[-1]):
         raise CorruptWeightsError(f"patch {index}: it has {num_ends} positions for {count} changes")
-    positions = np.cumsum(np.add(runs, is_end, dtype=np.uint16), dtype=np.uint32)[is_end] - 1
+    positions = np.cumsum(runs + is_end, dtype=np.uint32)[is_end] - 1  # An end is below 255: no byte overflows.
     if count and positions[-1] >= words:
         raise CorruptWeightsError(f"patch {index}: it changes word {positions[-1]} of a chunk of {words}")
     changes = (folded >> 1) ^ np.negative(folded & 1)

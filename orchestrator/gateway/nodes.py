@@ -273,11 +273,11 @@ class AttachedNode:
         self.reports = former.reports
         for counter in _COUNTERS:
             setattr(self, counter, getattr(former, counter))
-        self.attachments = former.attachments + 1
-        self.stalls_in_row, self.suspended_until = former.stalls_in_row, former.suspended_until
-        self.failures_in_row = former.failures_in_row
+        self.attachments, self.suspended_until = former.attachments + 1, former.suspended_until
+        self.stalls_in_row, self.failures_in_row = former.stalls_in_row, former.failures_in_row
         if self.stalls_in_row or self.failures_in_row >= _FAILURES_IN_ROW:
             self.places = 1
+        self.speed.is_hopeful = former.speed.pace is not None  # Or it could restart to be tried first, again and again.
         if self.instance and self.instance == former.instance:
             self.speed, self.streams = former.speed, former.streams
 

@@ -80,7 +80,7 @@ class Placing:
         self._remove(node.node_id)
         self._nodes[node.node_id] = node
         if node.has_room:
-            seconds = self.pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
+            seconds = self._hopeful_pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
             key = self._keys[node.node_id] = (node.cache_is_full, seconds, node.node_id)
             insort(self._order, key)
 
@@ -104,6 +104,11 @@ class Placing:
     def pace(self, node: AttachedNode) -> Pace:
         """Return the pace to reckon with for `node`."""
         return self.fleet.of(node.speed, min(node.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES)
+
+    def _hopeful_pace(self, node: AttachedNode) -> Pace:
+        """Return the pace to sort by. Without `fastest_s`, an idle node that is not measured gets requests."""
+        pace, speed = self.pace(node), node.speed
+        return Pace(pace.prompt_s, pace.token_s) if speed.pace is None and speed.is_hopeful else pace
 
     def is_measured(self, node: AttachedNode) -> bool:
         """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
@@ -161,12 +166,16 @@ class Placing:
         return best
 
     def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, bool, float, str]:
-        return node.node_id == request.avoid, node.cache_is_full, self.seconds(request, node), node.node_id
+        seconds = self._seconds(request, node, self._hopeful_pace(node))
+        return node.node_id == request.avoid, node.cache_is_full, seconds, node.node_id
 
     def seconds(self, request: GatewayRequest, node: AttachedNode) -> float:
         """Return how long `request` would take on `node`."""
+        return self._seconds(request, node, self.pace(node))
+
+    def _seconds(self, request: GatewayRequest, node: AttachedNode, pace: Pace) -> float:
         sampled = max(1.0, min(self.mean_sampled, request.num_left))
-        return self.pace(node).seconds(self.cold(request, node), sampled, len(node.leases) + 1)
+        return pace.seconds(self.cold(request, node), sampled, len(node.leases) + 1)
 
     def seconds_left(self, request: GatewayRequest, node: AttachedNode) -> float:
         """Return how long `request`, which `node` holds, still takes if it is as long as others."""

@@ -51,6 +51,8 @@ class NodeSpeed:
         """Delivered in answers and parts of answers."""
         self.pace: Pace | None = None
         """None while it is not measured."""
+        self.is_hopeful = True
+        """Whether its node counts as fast while it is idle and not measured, to be tried at all."""
         self._cc = self._cw = self._ww = self._ce = self._we = 0.0
         self._weight = 0.0
 
@@ -96,7 +98,7 @@ class NodeSpeed:
 
 @dataclass(slots=True)
 class FleetPace:
-    """What a node that is not measured counts as: the measured nodes' median; and the bound on measured ones."""
+    """The measured nodes' median: what an unmeasured node counts as, and the bound on measured ones."""
 
     median: Pace | None = None
 
@@ -111,16 +113,12 @@ class FleetPace:
             )
 
     def of(self, speed: NodeSpeed, places_share: float) -> Pace:
-        """Return the pace to reckon with.
-
-        A node that is not measured has no `fastest_s`: idle, it looks fast and gets requests. With few places it counts
-        as that much slower.
-        """
+        """Return the pace to reckon with. An unmeasured node counts as slower, the fewer places it has."""
         usual = self.median
         if usual is None:
             return Pace(1.0 / _PREFILL_GAIN, 1.0 / places_share)
         if speed.pace is None:
-            return Pace(usual.prompt_s, usual.token_s / places_share)
+            return Pace(usual.prompt_s, usual.token_s / places_share, usual.fastest_s)
         least = 1.0 / _MOST_ABOVE_MEDIAN
         return Pace(
             max(speed.pace.prompt_s, least * usual.prompt_s),

@@ -10,7 +10,7 @@ from fleet import Fleet, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.node import MAX_PLACES
+from composer_prime.wire.node import MAX_PLACES, NodeHello
 from orchestrator.gateway.nodes import AttachedNode, able_nodes
 from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
 
@@ -60,15 +60,23 @@ async def test_a_fast_node_gets_as_many_more_requests_as_it_is_faster():
     await fleet.close()
 
 
-async def test_a_node_that_comes_back_gets_requests_beside_faster_ones_with_room():
-    """Most of the fleet is slow. A node that is not measured counts as slow, but not when it is idle."""
+@pytest.mark.parametrize(("was_measured", "expected"), [(True, (24, 4, 0)), (False, (28, 0, 0))])
+async def test_a_node_that_comes_back_is_tried_beside_faster_ones_with_room(was_measured, expected):
+    """Most of the fleet is slow. A node that is not measured counts as slow, but not when it is idle.
+
+    It gets that once: a node that restarts before it is measured is not tried first again.
+    """
     fleet = Fleet(back={}, fast={}, slow={})
+    if was_measured:
+        set_pace(fleet.node("back"), Pace(1e-4, 5e-4, 1e-2), fleet)
+    hello = NodeHello(node_id="back", engine="test", run_id=None, version=0, max_concurrent=64, instance="restarted")
+    fleet.router.nodes.attach(b"back again", hello).speed.note_tokens(1 << 20)
     set_pace(fleet.node("fast"), Pace(1e-4, 5e-4, 1e-2), fleet)
     set_pace(fleet.node("slow"), Pace(6e-4, 3e-3, 6e-2), fleet)
     fleet.router.placing.fleet.median = Pace(6e-4, 3e-3, 6e-2)
     fleet.router.placing.update(fleet.node("back"))
     await fleet.ask(28)
-    assert (len(fleet.sent["fast"]), len(fleet.sent["back"]), len(fleet.sent["slow"])) == (24, 4, 0)
+    assert (len(fleet.sent["fast"]), len(fleet.sent["back"]), len(fleet.sent["slow"])) == expected
     await fleet.close()
 
 

@@ -123,9 +123,12 @@ async def test_when_one_of_two_nodes_is_gone_the_other_ones_work_goes_on(lost):
 
 
 async def test_nobody_tries_twice_while_requests_wait_or_the_node_is_as_fast():
-    """Places are for the requests that have none; and an equal node would not be done sooner."""
+    """Places are for the requests that have none; and an equal node would not be done sooner, nor one not measured."""
     fleet = await last_of_a_group()
     fleet.node("slow").speed.pace = fleet.node("fast").speed.pace
+    start_twins(fleet.router)
+    fleet.node("slow").speed.pace = fleet.router.placing.fleet.median = Pace(1e-4, 1e-3, 6e-2)
+    fleet.node("fast").speed.pace = None
     start_twins(fleet.router)
     assert not fleet.sent["fast"]
     await fleet.close()

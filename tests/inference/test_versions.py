@@ -340,6 +340,19 @@ def test_signed_nonsense_is_refused(training, open_node, stream):
     assert fetch(node, training, 1) == 0
 
 
+# A delta that goes on after its last patch is not used, though it is added to others.
+def test_a_delta_with_more_behind_it_is_refused(training, open_node, caplog):
+    node = open_node()
+    training.train(range(2))
+    fetch(node, training, 1)
+    manifest = training.train(range(2, 3))
+    *former, last = manifest.deltas
+    stream = b"".join(map(training.store.read, last.chunks)) + b"more"
+    last = msgspec.structs.replace(last, chunks=training.store.put_chunks(stream))
+    asyncio.run(node.fetch(msgspec.structs.replace(manifest, deltas=[*former, last])))
+    assert "the stream of patches continues after the last chunk" in caplog.text
+
+
 # `prune` keeps the anchor and the deltas of kept versions, and an anchor that is being pulled for a version that is
 # no longer among the newest. What the trainer itself reads is no pull.
 @pytest.mark.parametrize("pulled", [True, False])

@@ -1,6 +1,7 @@
 """Publishing a policy version: copied weights -> canary -> chunks in the store -> signed manifest -> announcement.
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
+       (over the version before: rank 0 holds one model in the published type there, unless only adapters are written)
     canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
     ---- training continues; a thread of rank 0 does the rest ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
@@ -117,6 +118,8 @@ class Publisher:
             canary = canary_in_step or self._canary.score(tensors)
             # some architectures are stored unfused, under other names than their parameters have
             stored = dict(written) if names else revert_weight_conversion(self._plain, dict(written))
+            if stored.keys() != tensors.keys():
+                tensors.clear()  # They are not what is written.
             manifest = Manifest(
                 run_id=self._run_id,
                 version=version,
@@ -239,26 +242,28 @@ def whole_tensors(
 ) -> dict[str, Tensor] | None:
     """Return on rank 0 every parameter of the plain model on the CPU in `dtype`, on other ranks None.
 
-    Adapters are merged, and tied parameters are there once. A collective. `into`: tensors of an earlier call to copy
-    into; those that it lacks are added. Without it, the tensors of one CPU rank may be the masters themselves: read,
-    never write, and not beside training.
+    Adapters are merged, and tied parameters are there once. A collective. `into`: the tensors of an earlier call,
+    overwritten and returned. Without it, the tensors of one CPU rank may be the masters themselves: read, never write,
+    and not beside training.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
             module.reshard()
-    tensors = {}
+    tensors = {} if into is None else into
     for name, tensor in merged_parameters(policy.lm) if policy.adapted else policy.lm.named_parameters():
         whole = tensor.detach()
+        if world.size > 1 or whole.device.type != "cpu":
+            whole = whole.to(dtype)  # Before it travels. On one CPU rank the copy casts.
         if isinstance(whole, DTensor):
-            whole = whole.to_local() if world.size == 1 else whole.to(dtype).full_tensor()
+            whole = whole.to_local() if world.size == 1 else whole.full_tensor()
         if not world.first:
             continue
         if into is None:
             tensors[name] = whole.to("cpu", dtype).contiguous()
-            continue
-        if name not in into:
-            into[name] = torch.empty(whole.shape, dtype=dtype)
-        tensors[name] = into[name].copy_(whole)
+        elif name in into:
+            into[name].copy_(whole)
+        else:
+            into[name] = torch.empty(whole.shape, dtype=dtype).copy_(whole)
     return tensors if world.first else None
 
 
