@@ -49,9 +49,9 @@ def make_run(tmp_path: Path, model_folder: Path):
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world():
-    """This test process as the only rank."""
+    """This test process as the only rank. Not for the session: tests elsewhere become a rank of their own."""
     from composer_prime.config.trainer import TrainerConfig
     from trainer import world as worlds
 
