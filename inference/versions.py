@@ -10,11 +10,9 @@ deltas lead to a new anchor, its chunks are made here from the old ones, and hav
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import logging
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -273,8 +271,8 @@ class VersionFolder:
             next(rest, None)  # Raises where a stream goes on after its last patch.
 
 
-def _sum(*parts: Patch) -> Patch:
-    return functools.reduce(operator.add, parts)
+def _sum(first: Patch, *others: Patch) -> Patch:
+    return sum(others, first)
 
 
 def _file_of(tensors: Snapshot, manifest: Manifest) -> Iterator[bytes | memoryview]:
