@@ -14,7 +14,7 @@ Traces come from a seed. A group has 8 rollouts of one task; its prompt has 400 
 has 1 + Poisson(5) turns. An answer has a lognormal number of tokens (median 120, sigma 0.9, at most 2,000), a tool's
 reply likewise (median 200, sigma 0.8), and a tool takes a lognormal time (median 0.5 s, sigma 1). A group begins when
 another ends, so that `--concurrent` rollouts are under way. With --traces, turns have the lengths and tool times that
-runs recorded, as they are; --groups of them are taken, each as often as the others, in an order from the seed.
+were recorded, as they are; --groups of them are taken, each as often as the others, in an order from the seed.
 
 An engine decodes n sequences at a + b n seconds a token, spends at most half of its time on prompts while others
 decode, and keeps the prefixes of conversations that fit its cache, least recently used ones leave. Fast: a = 10 ms,
@@ -442,7 +442,8 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=160)
     parser.add_argument("--concurrent", type=int, default=256, help="rollouts under way, a multiple of 8")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
-    parser.add_argument("--traces", nargs="+", metavar="RUN", help="run directories whose rollouts are the traces")
+    parser.add_argument("--traces", nargs="+", metavar="PATH",
+                        help="the traces: rollouts of run directories, or folders of mini-swe-agent's *.traj.json")  # fmt: skip
     parser.add_argument("--quantum-s", type=float, default=0.1, help="simulated seconds that engines compute at a time")
     parser.add_argument("--out", type=Path, help="write the figures as JSON, by seed")
     arguments = parser.parse_args()

@@ -1,16 +1,22 @@
-"""What rollouts ask of a fleet: drawn from a seed, or recorded by runs.
+"""What rollouts ask of a fleet: drawn from a seed, recorded by runs, or recorded by mini-swe-agent.
 
-A recorded trace is a line of rollouts/step_*.jsonl in a run directory. A turn's new prompt is what the messages since
-the answer before added, and the template's own tokens, spread evenly over the rollout's turns. The tools' time is what
-lies between an answer and the next request. Groups are whole: one with a rollout that failed, branched or has no times
-is left out, and counted.
+A run's trace is a line of rollouts/step_*.jsonl in its directory. A turn's new prompt is what the messages since the
+answer before added, and the template's own tokens, spread evenly over the rollout's turns. The tools' time is what lies
+between an answer and the next request. Groups are whole: one with a rollout that failed, branched or has no times is
+left out, and counted.
+
+A mini-swe-agent trace is a *.traj.json of its version 2. Lengths are those of the model's own usage reports. The tools'
+time is what lies between an answer and its last observation. Eight trajectories, in the order of their names, make a
+group.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,13 +60,23 @@ def make_groups(count: int, seed: int) -> list[Group]:
     return groups
 
 
-def recorded_groups(runs: Sequence[str]) -> tuple[list[Group], int]:
-    """Return the groups that training steps of `runs` recorded, and how many were left out. Raises ConfigError."""
+def recorded_groups(folders: Sequence[str]) -> tuple[list[Group], int]:
+    """Return the groups in run directories and folders of trajectories, and how many were left out.
+
+    Raises ConfigError.
+    """
     found: list[Group] = []
     left_out = 0
-    for run in runs:
+    for folder in folders:
+        if trajectories := sorted(Path(folder).rglob("*.traj.json"), key=lambda path: (path.name, path)):
+            read = [trajectory_turns(json.loads(path.read_bytes())) for path in trajectories]
+            kept = [turns for turns in read if turns]
+            groups = [Group(kept[first : first + SIBLINGS]) for first in range(0, len(kept) - SIBLINGS + 1, SIBLINGS)]
+            left_out += -(-len(read) // SIBLINGS) - len(groups)
+            found += groups
+            continue
         by_group: defaultdict[int, list[list[Turn] | None]] = defaultdict(list)
-        for path in rollout_files(open_run(run), "step").values():
+        for path in rollout_files(open_run(folder), "step").values():
             for line in read_rollouts(path):
                 by_group[line["group"]].append(recorded_turns(line))
         whole = [Group([turns for turns in rollouts if turns]) for rollouts in by_group.values()]
@@ -69,7 +85,7 @@ def recorded_groups(runs: Sequence[str]) -> tuple[list[Group], int]:
         found += whole
     if not found:
         raise ConfigError(
-            f"no group of {SIBLINGS} whole rollouts in {', '.join(runs)} ({left_out} others): record a run of this "
+            f"no group of {SIBLINGS} whole rollouts in {', '.join(folders)} ({left_out} others): record a run of this "
             f"release with orchestrator.group_size {SIBLINGS}, whose turns have the times of their requests"
         )
     return found, left_out
@@ -101,6 +117,21 @@ def recorded_turns(rollout: Mapping[str, Any]) -> list[Turn] | None:
         Turn(prompt, message["token_count"], max(0.0, end - message["answered_s"]))
         for prompt, end, (_, message) in zip(prompts, ends, asked, strict=True)
     ]
+
+
+def trajectory_turns(trajectory: Mapping[str, Any]) -> list[Turn] | None:
+    """Return a trajectory's turns; None when it has none, or a prompt does not continue the conversation before it."""
+    turns: list[Turn] = []
+    length, answered_s = 0, 0.0
+    for message in trajectory["messages"]:
+        extra = message.get("extra", {})
+        if message["role"] == "assistant":
+            usage, answered_s = extra["response"]["usage"], extra["timestamp"]
+            turns.append(Turn(usage["prompt_tokens"] - length, usage["completion_tokens"], 0.0))
+            length = usage["total_tokens"]
+        elif turns and "timestamp" in extra:
+            turns[-1] = replace(turns[-1], tool_s=max(0.0, extra["timestamp"] - answered_s))
+    return turns if turns and all(turn.new_prompt > 0 for turn in turns) else None
 
 
 def drawn(groups: Sequence[Group], count: int, seed: int) -> list[Group]:
