@@ -127,8 +127,8 @@ def join_parser() -> argparse.ArgumentParser:
                         help="with an invite: how long to try to reach the run at each start; default 60. While it "
                         "serves, the run's inference.connect_timeout_s counts")  # fmt: skip
     parser.add_argument("--wait", type=duration_s, default="12h", metavar="TIME",
-                        help="with an invite: how long nodes that lost the run try to reach it again: 45m, 2d; "
-                        "default 12h")  # fmt: skip
+                        help="with an invite: how long nodes that lost the run try to reach it again, and that may "
+                        "pull no more weights for now wait for them: 45m, 2d; default 12h")  # fmt: skip
     parser.add_argument("--model", help="with an address: the run's model.path (a model folder, a Hub id, ...)")
     parser.add_argument("--token", help=f"join token (keys/node.token of the run); prefer ${TOKEN_VARIABLE}")
     parser.add_argument("--token-file", type=Path, help="file that holds the join token")
@@ -187,7 +187,10 @@ def _fault(options: argparse.Namespace, fault: ErrorDetails) -> str:
 
 
 async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState) -> Assignment:
-    """Enroll node `options.slot` and bring its model to this disk, as soon as the run gives it the weights."""
+    """Enroll node `options.slot` and bring its model to this disk, as soon as the run gives it the weights.
+
+    Raises ConfigError when the run refuses them for all of --wait, and what `enroll` and `pull_model` raise.
+    """
     slot, patience_s, machine = options.slot, options.connect_timeout, find_machine(state.path)
     enrollment = await enroll(invite, state, slot, _name(options, slot), machine, patience_s)
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
@@ -199,12 +202,14 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     if inference.relay is not None:
         inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
     logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
-    refused = 0
+    refused, deadline = 0, time.monotonic() + options.wait
     while True:
         try:
             await _pull(invite, state, slot, enrollment, inference)
             break
         except PullRefusedError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"no weights for this machine within {options.wait:g} s (--wait): {error}") from None
             pause_s = backoff_s(refused, first_s=_FIRST_REFUSED_S, longest_s=_LONGEST_REFUSED_S)
             logger.warning("waiting for weights, asking for the newest again in %g s: %s", pause_s, error)
             refused += 1

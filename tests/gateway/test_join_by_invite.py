@@ -124,6 +124,24 @@ async def test_a_machine_that_may_pull_no_more_waits_for_the_next_version(open_g
 
 
 @pytest.mark.process
+async def test_a_machine_that_gets_no_weights_gives_up_after_wait(open_gateway, keys, store, tmp_path):
+    """The command ends with what it waited for, for how long, and the gateway's reason. It is not started again."""
+    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
+    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+        gateway.publish(publisher.publish(3))
+        gateway._link._allowance.refusal = lambda account: "it pulled 9 MB"
+        words = ["join", invite_for(keys, gateway.node_endpoint).text(), "--state-dir", str(tmp_path), "--threads", "1"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "inference.main", *words, "--device", "cpu", "--wait", "1s",
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, said = await asyncio.wait_for(process.communicate(), 250)
+        assert process.returncode == 2
+        assert b"no weights for this machine within 1 s (--wait): it pulled 9 MB" in said
+        assert b"restarting it" not in said
+
+
+@pytest.mark.process
 async def test_a_process_that_crashes_is_started_again_a_few_times_and_no_more(tmp_path):
     """It ends for good with status 0, with a wrong configuration, when it crashes too often, or when asked to."""
     script = f"""
