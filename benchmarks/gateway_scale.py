@@ -9,8 +9,9 @@
 turns     CPU of the gateway's process a turn, its threads included, with prompts of 205, 4k and 32k tokens, and over a
           conversation of 100 turns. Each in both forms of the request: whole prompts as JSON, and packed, where a
           turn carries only its new tokens. Both forms run by turns in one gateway; the median run counts. A tool takes
-          .1 s, so that short and long prompts come at one rate: the slower turns come, the fewer the gateway handles
-          at each wake-up. What it takes without any request is measured before and left out.
+          .1 s and rollouts begin evenly over that time, so that short and long prompts come at one rate, one by one:
+          the more turns the gateway handles at a wake-up, the less each costs. What it takes without any request is
+          measured before and left out.
 placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
 processes turns per second and CPU a turn with 1 and 2 gateway processes (orchestrator.gateway_processes), by
           turns in one run. The router's share is what one core has to carry, however many processes there are.
@@ -128,7 +129,7 @@ def _driver(case: Case, form: str, tool_s: float = 0.0) -> HttpDriver:
 
 
 def _load(case: Case) -> Load:
-    return Load(concurrent=case.concurrent, rollouts_per_slot=case.rollouts_per_slot, turns=case.turns, spread_s=0.0)
+    return Load(concurrent=case.concurrent, rollouts_per_slot=case.rollouts_per_slot, turns=case.turns, spread_s=_TOOL_S)
 
 
 async def measure_placing(levels: list[int], requests: int) -> dict[int, float]:
