@@ -16,9 +16,10 @@ reply likewise (median 200, sigma 0.8), and a tool takes a lognormal time (media
 another ends, so that `--concurrent` rollouts are under way. With --traces, turns have the lengths and tool times that
 were recorded, as they are; --groups of them are taken, each as often as the others, in an order from the seed.
 
-An engine decodes n sequences at a + b n seconds a token, spends at most half of its time on prompts while others
-decode, and keeps the prefixes of conversations that fit its cache, least recently used ones leave. Fast: a = 10 ms,
-b = 0.5 ms, 8,000 prompt tokens a second; slow: a sixth of that. Both hold 64 requests and 300,000 tokens.
+An engine decodes n sequences at a + b n seconds a token, and spends at most half of its time on prompts while others
+decode. Its memory is for the requests that run. What is left keeps the prefixes of conversations, least recently used
+ones leave. A request that does not fit waits there. Fast: a = 10 ms, b = 0.5 ms, 8,000 prompt tokens a second; slow: a
+sixth of that. Both hold 64 requests and 300,000 tokens.
 
 After each fifth of the groups a fast node is killed. It is noticed after 10 s and comes back, cold, after 60 s. Lost at
 a kill are tokens that the node had sampled and not streamed; `whole` is `ours` with engines that stream nothing. Wasted
@@ -70,6 +71,8 @@ from orchestrator.gateway.twins import start_twins
 PLACES = 64
 RATIO_TARGET = 1.6
 SLOWNESS = 6.0
+MEMORY = 300_000
+"""Tokens."""
 NOTICED_S, AWAY_S = 10.0, 60.0
 STREAM_S = 2.0
 BEAT_S, TWINS_S = 2.0, 1.0
@@ -102,7 +105,8 @@ class Running:
     target: int
     """Tokens that it samples here."""
     cold: float
-    cached: int
+    """Prompt tokens that are still to be computed."""
+    cached: int = 0
     sampled: float = 0.0
     streamed: int = 0
     streamed_at: float = 0.0
@@ -116,6 +120,7 @@ class SimulatedEngine:
     slowness: float
     fleet: SimulatedFleet
     running: dict[int, Running] = field(default_factory=dict)
+    waiting: dict[int, Running] = field(default_factory=dict)
     cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
     alive: bool = True
     node: AttachedNode | None = None
@@ -124,7 +129,7 @@ class SimulatedEngine:
     """Tokens that it had sampled and not streamed when it was killed."""
 
     def attach(self) -> None:
-        self.alive, self.running = True, {}
+        self.alive, self.running, self.waiting = True, {}, {}
         self.cache.clear()
         hello = NodeHello(node_id=self.name, engine="local", run_id=None, version=0, max_concurrent=PLACES,
                           device=ComputeDevice(name="alike", dtype="bfloat16"),
@@ -134,13 +139,35 @@ class SimulatedEngine:
 
     def take(self, message: Generate) -> None:
         num_prompt = len(message.prompt_ids) // INT.itemsize
-        cached = min(self.cache.get(message.session, 0), num_prompt - 1)
         target = self.fleet.targets[message.request_id] - message.sampling.resumed
-        work = Running(message, num_prompt, target, num_prompt - cached, cached, streamed_at=self.fleet.loop.now)
-        self.running[message.lease] = work
+        self.waiting[message.lease] = Running(message, num_prompt, target, num_prompt, streamed_at=self.fleet.loop.now)
+
+    def cancel(self, lease: int) -> None:
+        self.waiting.pop(lease, None)
+        if (work := self.running.pop(lease, None)) is not None:
+            self._remember(work.message.session, int(work.num_prompt - work.cold + work.sampled))
+
+    def held(self) -> float:
+        """Return the tokens of requests that run."""
+        return sum(work.num_prompt + work.sampled for work in self.running.values())
+
+    def _begin(self) -> None:
+        """Begin the requests that fit, in order. A request that is alone begins in any case."""
+        held = self.held() if self.waiting else 0.0
+        for lease, work in list(self.waiting.items()):
+            held += work.num_prompt
+            if self.running and held > MEMORY:
+                return
+            self.running[lease] = self.waiting.pop(lease)
+            work.cached = min(self.cache.pop(work.message.session, 0), work.num_prompt - 1)
+            work.cold -= work.cached
+            self._evict(held)
+            self.fleet.cached += work.cached
+            self.fleet.prompts += work.num_prompt
 
     def advance(self, seconds: float) -> None:
         """Compute for `seconds`: prompts first, for half of the time while others decode."""
+        self._begin()
         decoding = [work for work in self.running.values() if work.cold <= 0]
         left = seconds * (0.5 if decoding else 1.0)
         rate = 8000.0 / self.slowness
@@ -184,8 +211,17 @@ class SimulatedEngine:
     def _remember(self, session: str, tokens: int) -> None:
         self.cache[session] = tokens
         self.cache.move_to_end(session)
-        while sum(self.cache.values()) > 300_000:
-            self.cache.popitem(last=False)
+        self._evict(self.held())
+
+    def _evict(self, held: float) -> None:
+        """Take what is too much from the conversations used least recently, the end of each first."""
+        excess = held + sum(self.cache.values()) - MEMORY
+        while self.cache and excess > 0:
+            session, tokens = self.cache.popitem(last=False)
+            if tokens > excess:
+                self.cache[session] = int(tokens - excess)
+                self.cache.move_to_end(session, last=False)
+            excess -= tokens
 
 
 def _tokens(count: int) -> tuple[bytes, bytes, list[VersionSpan]]:
@@ -210,10 +246,8 @@ class SimulatedFleet:
         engine = self.engines[node.node_id]
         if engine.alive and isinstance(message, Generate):
             engine.take(message)
-            work = engine.running[message.lease]
-            self.cached, self.prompts = self.cached + work.cached, self.prompts + work.num_prompt
         elif isinstance(message, CancelGenerate):
-            engine.running.pop(message.lease, None)
+            engine.cancel(message.lease)
         return True
 
     async def run(self) -> None:
@@ -234,9 +268,9 @@ class SimulatedFleet:
     def _beat(self) -> None:
         for engine in self.engines.values():
             if engine.alive and engine.node is not None:
-                held = sum(work.num_prompt + work.sampled for work in engine.running.values())
                 self.router.nodes.update_status(engine.node, Status(
-                    version=0, running=len(engine.running), waiting=0, kv_used=min(1.0, held / 300_000),
+                    version=0, running=len(engine.running), waiting=len(engine.waiting),
+                    kv_used=min(1.0, engine.held() / MEMORY), kv_tokens=MEMORY,
                     tokens_per_s=1.0, canary_error=None))  # fmt: skip
         self.router.place()
 
@@ -244,7 +278,7 @@ class SimulatedFleet:
         """Let a node vanish, have it noticed, and let it come back."""
         engine = self.engines[name]
         engine.lost += sum(int(work.sampled) - work.streamed for work in engine.running.values())
-        engine.alive, engine.running = False, {}
+        engine.alive, engine.running, engine.waiting = False, {}, {}
         await asyncio.sleep(NOTICED_S)
         if engine.node is not None:
             self.router.nodes.leave(engine.node, "silent")
@@ -443,7 +477,7 @@ def main() -> int:
     parser.add_argument("--concurrent", type=int, default=256, help="rollouts under way, a multiple of 8")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
     parser.add_argument("--traces", nargs="+", metavar="PATH",
-                        help="the traces: rollouts of run directories, or folders of mini-swe-agent's *.traj.json")  # fmt: skip
+                        help="the traces: run directories, or folders of mini-swe-agent's *.traj.json")  # fmt: skip
     parser.add_argument("--quantum-s", type=float, default=0.1, help="simulated seconds that engines compute at a time")
     parser.add_argument("--out", type=Path, help="write the figures as JSON, by seed")
     arguments = parser.parse_args()

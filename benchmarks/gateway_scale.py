@@ -129,7 +129,9 @@ def _driver(case: Case, form: str, tool_s: float = 0.0) -> HttpDriver:
 
 
 def _load(case: Case) -> Load:
-    return Load(concurrent=case.concurrent, rollouts_per_slot=case.rollouts_per_slot, turns=case.turns, spread_s=_TOOL_S)
+    return Load(
+        concurrent=case.concurrent, rollouts_per_slot=case.rollouts_per_slot, turns=case.turns, spread_s=_TOOL_S
+    )
 
 
 async def measure_placing(levels: list[int], requests: int) -> dict[int, float]:

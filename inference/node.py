@@ -276,6 +276,7 @@ class InferenceNode:
                 running=stats.running,
                 waiting=stats.waiting,
                 kv_used=stats.kv_used,
+                kv_tokens=stats.kv_tokens,
                 tokens_per_s=stats.tokens_per_s,
                 canary_error=self._receiver.canary_error,
                 weight_error=self._weight_error,

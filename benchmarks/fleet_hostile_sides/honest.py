@@ -53,7 +53,7 @@ class PacedEngine:
         return done
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=self.running, waiting=0, kv_used=0.1, tokens_per_s=float(self.running))
+        return EngineStats(running=self.running, waiting=0, kv_used=0.1, kv_tokens=0, tokens_per_s=float(self.running))
 
 
 async def serve(invite: Invite, root: Path, count: int) -> None:

@@ -186,6 +186,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     waiting: Count
     kv_used: Share
     """Share of the KV cache in use, 0..1."""
+    kv_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    """Tokens that its KV cache holds; 0 when it does not say."""
     tokens_per_s: Annotated[float, Meta(ge=0)]
     canary_error: float | None
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""

@@ -40,6 +40,8 @@ class EngineStats:
     waiting: int
     kv_used: float
     """0..1."""
+    kv_tokens: int
+    """Tokens that the KV cache holds; 0 while it is not known."""
     tokens_per_s: float
     """Sampled tokens per second since the last call."""
 

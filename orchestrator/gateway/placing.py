@@ -9,12 +9,14 @@ serve for now (old weights, draining, suspended) leave the order when they are m
 changed. So a placement costs the logarithm of the number of nodes, however many of them wait for weights.
 
 A conversation stays where its prompt is cached, until a turn there would take much longer than elsewhere with the whole
-prompt to compute.
+prompt to compute, or that node has more conversations than its KV cache holds and another has room for this one.
+Conversations that push one another out of the cache are computed again at each turn, which is slower than any node.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -29,8 +31,12 @@ _CANDIDATES = 4
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
 """A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
 loads fluctuate, and leaving loses the cache."""
-_MEAN_OVER = 0.05
-"""Weight of the newest answer in the running means."""
+_IDLE_S = 600.0
+"""A conversation without a turn for so long takes no memory, and its node is forgotten."""
+_FULL_FROM = 0.9
+"""A KV cache counts as full for a new conversation from this share on."""
+_MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
+"""Weight of the newest answer in the running means. Turns of one conversation are alike in their contexts."""
 _UPDATE_EVERY = 32
 """The order is updated to the fleet's current pace after this many answers, or as many as there are nodes."""
 
@@ -41,8 +47,24 @@ class WarmPrefix:
 
     node_id: str
     tokens: int
+    size: int
+    """Tokens that it takes there: with those of a prompt that is still to be computed."""
     version: int
     """Weights that computed the end of it. Most nodes do not use a cache of older ones."""
+    since: float
+    """Monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Those of one node that are under way."""
+
+    count: int = 0
+    size: int = 0
+    """Tokens that they take, without what is being sampled."""
+
+
+_NONE = Conversations()
 
 
 class Placing:
@@ -54,18 +76,23 @@ class Placing:
         """Tokens of an answer; a running mean."""
         self.mean_cold = 512.0
         """Prompt tokens that an answer needs computed; a running mean."""
+        self.mean_context = 0.0
+        """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
         """Over all placements: prompt tokens, and those of them that were cached where the request went."""
         self.moved = 0
         """Turns that went elsewhere though their conversation's node was free."""
         self._nodes: dict[str, AttachedNode] = {}
-        self._order: list[tuple[bool, float, str]] = []
-        """(cache is full, expected seconds, node id) of the nodes with a free place."""
-        self._keys: dict[str, tuple[bool, float, str]] = {}
+        self._order: list[tuple[float, float, str]] = []
+        """(excess of one more conversation, expected seconds, node id) of the nodes with a free place."""
+        self._keys: dict[str, tuple[float, float, str]] = {}
         self._aside: set[str] = set()
         """Nodes with a free place that could not serve when they were met."""
         self._look_again = math.inf
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
+        """The one that had a turn last comes last."""
+        self._conversations: dict[str, Conversations] = {}
+        """By node id."""
         self._answers = 0
 
     @property
@@ -81,7 +108,7 @@ class Placing:
         self._nodes[node.node_id] = node
         if node.has_room:
             seconds = self._hopeful_pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
-            key = self._keys[node.node_id] = (node.cache_is_full, seconds, node.node_id)
+            key = self._keys[node.node_id] = (self._excess(node, 1.0), seconds, node.node_id)
             insort(self._order, key)
 
     def drop(self, node: AttachedNode) -> None:
@@ -109,6 +136,24 @@ class Placing:
         """Return the pace to sort by. Without `fastest_s`, an idle node that is not measured gets requests."""
         pace, speed = self.pace(node), node.speed
         return Pace(pace.prompt_s, pace.token_s) if speed.pace is None and speed.is_hopeful else pace
+
+    def _excess(self, node: AttachedNode, more: float = 0.0) -> float:
+        """Return which share of its KV cache the conversations on `node` lack, with one of `more` tokens that is new.
+
+        Where one joins, some room is left, and each counts as long as the average: it will grow.
+        """
+        if node.status is None or not node.status.kv_tokens:
+            return float(node.cache_is_full)
+        held, room = self._conversations.get(node.node_id, _NONE), node.status.kv_tokens
+        if not more:
+            return max(0.0, held.size / room - 1.0)
+        expected = max(held.size, held.count * self.mean_context) + max(more, self.mean_context)
+        return max(0.0, expected / (_FULL_FROM * room) - 1.0)
+
+    def excess(self, request: GatewayRequest, node: AttachedNode) -> float:
+        """Return which share of its KV cache `node` lacks with `request`."""
+        warm = self._sessions.get(request.session)
+        return self._excess(node, 0.0 if warm is not None and warm.node_id == node.node_id else request.num_prompt)
 
     def is_measured(self, node: AttachedNode) -> bool:
         """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
@@ -156,18 +201,21 @@ class Placing:
         best = min(free, key=lambda node: self._rank(request, node))
         warm_id = self._sessions[request.session].node_id if request.session in self._sessions else None
         warm = next((node for node in free if node.node_id == warm_id), best)
-        if warm is best or warm.node_id == request.avoid or warm.cache_is_full > best.cache_is_full:
+        if warm is best or warm.node_id == request.avoid:
             return best
-        if not (self.is_measured(warm) and self.is_measured(best)):
+        if self.excess(request, best):
             return warm
-        if self.seconds(request, warm) <= _STAY_FACTOR * self.seconds(request, best) + _STAY_S:
-            return warm
+        if not self.excess(request, warm):
+            if not (self.is_measured(warm) and self.is_measured(best)):
+                return warm
+            if self.seconds(request, warm) <= _STAY_FACTOR * self.seconds(request, best) + _STAY_S:
+                return warm
         self.moved += 1
         return best
 
-    def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, bool, float, str]:
+    def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, float, float, str]:
         seconds = self._seconds(request, node, self._hopeful_pace(node))
-        return node.node_id == request.avoid, node.cache_is_full, seconds, node.node_id
+        return node.node_id == request.avoid, self.excess(request, node), seconds, node.node_id
 
     def seconds(self, request: GatewayRequest, node: AttachedNode) -> float:
         """Return how long `request` would take on `node`."""
@@ -207,7 +255,8 @@ class Placing:
         self.warm_tokens += request.num_prompt - request.cold
         warm = self._sessions.get(request.session)
         if warm is None or warm.node_id != node.node_id:
-            self._remember(request.session, WarmPrefix(node.node_id, 0, node.version))
+            started = WarmPrefix(node.node_id, 0, request.num_prompt, node.version, time.monotonic())
+            self._remember(request.session, started)
 
     def note_answer(self, request: GatewayRequest, node: AttachedNode, elapsed_s: float, sampled: int) -> None:
         """Take in the answer of `node`, of `sampled` tokens, which no longer holds the request."""
@@ -215,7 +264,10 @@ class Placing:
         node.speed.note(max(elapsed_s, 1e-6), cold=request.cold, sampled=sampled, load=load)
         self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
         self.mean_cold += _MEAN_OVER * (request.cold - self.mean_cold)
-        self._remember(request.session, WarmPrefix(node.node_id, request.num_prompt + sampled, node.version))
+        weight = max(_MEAN_CONTEXT_OVER, 1 / (len(self._sessions) + 1))
+        self.mean_context += weight * (request.num_prompt + sampled - self.mean_context)
+        size = request.num_prompt + sampled
+        self._remember(request.session, WarmPrefix(node.node_id, size, size, node.version, time.monotonic()))
         self._answers += 1
         if self._answers >= max(_UPDATE_EVERY, len(self._nodes)):
             self._answers = 0
@@ -224,11 +276,17 @@ class Placing:
                 self.update(other)
 
     def _remember(self, session: str, warm: WarmPrefix) -> None:
+        self.forget(session)
         self._sessions[session] = warm
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > _MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        held = self._conversations.get(warm.node_id, _NONE)
+        self._conversations[warm.node_id] = Conversations(held.count + 1, held.size + warm.size)
+        oldest = next(iter(self._sessions))
+        if len(self._sessions) > _MAX_SESSIONS or self._sessions[oldest].since < warm.since - _IDLE_S:
+            self.forget(oldest)
 
     def forget(self, session: str) -> None:
         """Forget a conversation that is over."""
-        self._sessions.pop(session, None)
+        if (warm := self._sessions.pop(session, None)) is not None:
+            held = self._conversations.pop(warm.node_id)
+            if held.count > 1:
+                self._conversations[warm.node_id] = Conversations(held.count - 1, held.size - warm.size)

@@ -149,6 +149,8 @@ class Router:
             raise
         finally:
             self._drop(request)
+            if session == request_id:  # It is of no conversation.
+                self.placing.forget(session)
 
     def _drop(self, request: GatewayRequest) -> None:
         """Forget a request that has ended for its caller, and cancel it where it is."""

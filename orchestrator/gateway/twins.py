@@ -104,7 +104,7 @@ def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
         slow, twin = request.node, twin_of(request, request.node)
         is_silent = _is_overdue(router, request, slow, now) and slow.stalled_s(now) > _QUIET_S
         free = router.placing.free(twin, now, router.oldest_version, router.newest_version)
-        free = [node for node in free if node is not slow and not node.cache_is_full]
+        free = [node for node in free if node is not slow and not router.placing.excess(twin, node)]
         free = [node for node in free if is_silent or _samples_the_same(slow, node)]
         if not free:
             continue

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node import MAX_PLACES, NodeHello
 from orchestrator.gateway.nodes import AttachedNode, able_nodes
+from orchestrator.gateway.placing import Conversations, Placing, WarmPrefix
 from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
 
 
@@ -113,6 +114,88 @@ async def test_a_conversation_stays_until_the_fleet_is_measured():
         fleet.node(name).speed.pace = Pace(1e-4, 1e-3)
     await fleet.ask(session="s")
     assert fleet.sent["a"][-1].session == "s" and fleet.router.placing.moved == 0
+    await fleet.close()
+
+
+async def turn(fleet: Fleet, session: str, prompt: int) -> str:
+    """Play a turn; return the node it went to."""
+    await fleet.ask(prompt=prompt, session=session)
+    name = next(name for name, sent in fleet.sent.items() if sent and sent[-1].request_id == f"g{len(fleet.calls) - 1}")
+    fleet.answer(name, fleet.sent[name][-1])
+    await asyncio.sleep(0)
+    return name
+
+
+def fast_and_slow(fast_tokens: int, slow_tokens: int) -> Fleet:
+    """Two nodes whose KV caches hold this many tokens."""
+    fleet = Fleet(fast={}, slow={})
+    for name, tokens in (("fast", fast_tokens), ("slow", slow_tokens)):
+        fleet.router.nodes.update_status(fleet.node(name), status(kv_tokens=tokens))
+    set_pace(fleet.node("fast"), Pace(1e-4, 5e-3), fleet)
+    set_pace(fleet.node("slow"), Pace(6e-4, 3e-2), fleet)
+    return fleet
+
+
+async def test_a_conversation_goes_where_the_cache_has_room_for_it():
+    """The fast node takes what fits into nine tenths of its KV cache, and more when a conversation there is over.
+
+    When no node has room, a new one goes where the least is missing.
+    """
+    fleet = fast_and_slow(1000, 1000)
+    assert [await turn(fleet, f"s{number}", 400) for number in range(4)] == ["fast", "fast", "slow", "slow"]
+    assert await turn(fleet, "s0", 410) == "fast"
+    assert await turn(fleet, "s4", 400) == "slow"
+    fleet.router.forget("s1")
+    fleet.router.placing.update(fleet.node("fast"))
+    assert await turn(fleet, "s5", 400) == "fast"
+    await fleet.close()
+
+
+async def test_as_many_conversations_leave_a_full_cache_as_must():
+    """They grow until they are larger than the KV cache: the one that has the next turn goes, and the others stay."""
+    fleet = fast_and_slow(1000, 2000)
+    assert [await turn(fleet, f"s{number}", 100) for number in range(4)] == ["fast"] * 4
+    assert [await turn(fleet, f"s{number}", 260) for number in range(4)] == ["fast"] * 4
+    assert [await turn(fleet, f"s{number}", 270) for number in range(4)] == ["slow", "fast", "fast", "fast"]
+    assert fleet.router.placing.moved == 1
+    await fleet.close()
+
+
+async def test_a_conversation_stays_where_it_is_when_no_node_has_room():
+    """Two conversations that are each larger than either KV cache stay apart."""
+    fleet = fast_and_slow(100, 100)
+    names = [await turn(fleet, f"s{number}", 400) for number in range(2)]
+    assert sorted(names) == ["fast", "slow"]
+    assert [await turn(fleet, f"s{number}", 450) for number in range(2)] == names
+    await fleet.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(1, 50), st.booleans()), max_size=40))
+def test_a_nodes_conversations_are_those_that_are_warm_there(events):
+    """Whatever turns and ends come, sizes and counts are the sums over the conversations; none is left of an end."""
+    placing, sizes = Placing(), {}
+    for name, session, size, ends in events:
+        if ends:
+            placing.forget(str(session))
+            sizes.pop(session, None)
+        else:
+            placing._remember(str(session), WarmPrefix(name, size, size, 0, 0.0))
+            sizes[session] = (name, size)
+    expected: dict[str, list[int]] = {}
+    for name, size in sizes.values():
+        expected.setdefault(name, []).append(size)
+    assert placing._conversations == {name: Conversations(len(all), sum(all)) for name, all in expected.items()}
+
+
+async def test_a_request_without_a_session_is_no_conversation():
+    """Its cache is of no use to a later request, so it takes no room from those that have one."""
+    fleet = fast_and_slow(1000, 1000)
+    for _ in range(4):
+        await fleet.ask(prompt=800)
+        fleet.answer("fast", fleet.sent["fast"][-1])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert len(fleet.sent["fast"]) == 4
     await fleet.close()
 
 

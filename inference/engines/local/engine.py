@@ -165,7 +165,7 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         computer, now = self._computer, time.monotonic()
         if computer is None:
-            return EngineStats(running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0)
+            return EngineStats(running=0, waiting=0, kv_used=0.0, kv_tokens=0, tokens_per_s=0.0)
         then, before = self._counted
         self._counted = (now, computer.sampled)
         running = min(computer.running, len(self._active))
@@ -173,6 +173,7 @@ class LocalEngine:
             running=running,
             waiting=len(self._active) - running,
             kv_used=computer.kv_used,
+            kv_tokens=computer.kv_tokens,
             tokens_per_s=(computer.sampled - before) / max(now - then, 1e-6),
         )
 

@@ -67,7 +67,7 @@ class VllmEngine:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._generating: dict[str, int] = {}
-        self._progress = messages.EngineProgress(running=0, kv_used=0.0, sampled=0)
+        self._progress = messages.EngineProgress(running=0, kv_used=0.0, kv_tokens=0, sampled=0)
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
@@ -218,6 +218,7 @@ class VllmEngine:
             running=running,
             waiting=requests - running,
             kv_used=min(1.0, self._progress.kv_used),
+            kv_tokens=self._progress.kv_tokens,
             tokens_per_s=(sampled - before) / max(now - then, 1e-6),
         )
 

@@ -127,6 +127,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     running: int
     kv_used: float
+    kv_tokens: int
+    """Tokens that the KV cache holds."""
     sampled: int
     """Tokens sampled since the start."""
 
