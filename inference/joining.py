@@ -202,13 +202,14 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     if inference.relay is not None:
         inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
     logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
-    refused, deadline = 0, time.monotonic() + options.wait
+    refused, first_refused = 0, 0.0
     while True:
         try:
             await _pull(invite, state, slot, enrollment, inference)
             break
         except PullRefusedError as error:
-            if time.monotonic() > deadline:
+            first_refused = first_refused or time.monotonic()
+            if time.monotonic() - first_refused > options.wait:
                 raise ConfigError(f"no weights for this machine within {options.wait:g} s (--wait): {error}") from None
             pause_s = backoff_s(refused, first_s=_FIRST_REFUSED_S, longest_s=_LONGEST_REFUSED_S)
             logger.warning("waiting for weights, asking for the newest again in %g s: %s", pause_s, error)

@@ -86,7 +86,8 @@ def recorded_groups(folders: Sequence[str]) -> tuple[list[Group], int]:
     if not found:
         raise ConfigError(
             f"no group of {SIBLINGS} whole rollouts in {', '.join(folders)} ({left_out} others): record a run of this "
-            f"release with orchestrator.group_size {SIBLINGS}, whose turns have the times of their requests"
+            f"release with orchestrator.group_size {SIBLINGS}, whose turns have the times of their requests, or pass "
+            f"{SIBLINGS} trajectories or more"
         )
     return found, left_out
 
@@ -120,13 +121,15 @@ def recorded_turns(rollout: Mapping[str, Any]) -> list[Turn] | None:
 
 
 def trajectory_turns(trajectory: Mapping[str, Any]) -> list[Turn] | None:
-    """Return a trajectory's turns; None when it has none, or a prompt does not continue the conversation before it."""
+    """Return a trajectory's turns; None without any, or when one lacks its lengths or does not continue the last."""
     turns: list[Turn] = []
     length, answered_s = 0, 0.0
     for message in trajectory["messages"]:
         extra = message.get("extra", {})
-        if message["role"] == "assistant":
-            usage, answered_s = extra["response"]["usage"], extra["timestamp"]
+        if message.get("role") == "assistant":
+            usage, answered_s = extra.get("response", {}).get("usage"), extra.get("timestamp", 0.0)
+            if usage is None:
+                return None
             turns.append(Turn(usage["prompt_tokens"] - length, usage["completion_tokens"], 0.0))
             length = usage["total_tokens"]
         elif turns and "timestamp" in extra:

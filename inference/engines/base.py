@@ -41,7 +41,7 @@ class EngineStats:
     kv_used: float
     """0..1."""
     kv_tokens: int
-    """Tokens that the KV cache holds; 0 while it is not known."""
+    """Tokens of conversations that the KV cache holds; 0 while it is not known, or not a matter of tokens."""
     tokens_per_s: float
     """Sampled tokens per second since the last call."""
 

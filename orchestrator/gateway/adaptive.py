@@ -6,10 +6,9 @@
 This is additive increase, multiplicative decrease, as in congestion control. Too few rollouts leave nodes idle. Too
 many only wait inside the engines and grow stale there.
 
-Each node has a part of its own in the sum. A single full one changes the sum by its part only, and the router gives it
-no further conversations. The parts bound the sum, not what a node gets: placing.py goes by expected seconds. A node
-that joins adds to the sum. One that leaves takes its part with it, after some time: a node that swaps weights is back
-soon.
+Each node has a part of its own in the sum. A single full one changes the sum by its part only. The parts bound the sum,
+not what a node gets: placing.py goes by expected seconds, and by the room in its cache. A node that joins adds to the
+sum. One that leaves takes its part with it, after some time: a node that swaps weights is back soon.
 """
 
 from __future__ import annotations

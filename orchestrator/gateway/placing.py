@@ -9,8 +9,8 @@ serve for now (old weights, draining, suspended) leave the order when they are m
 changed. So a placement costs the logarithm of the number of nodes, however many of them wait for weights.
 
 A conversation stays where its prompt is cached, until a turn there would take much longer than elsewhere with the whole
-prompt to compute, or that node has more conversations than its KV cache holds and another has room for this one.
-Conversations that push one another out of the cache are computed again at each turn, which is slower than any node.
+prompt to compute. Conversations that are more than a KV cache holds push one another out of it, and each turn computes
+its whole prompt again. So a node without room counts as many times as slow, for a new conversation as for its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
 from orchestrator.gateway.speed import FleetPace, Pace
@@ -33,8 +33,8 @@ _STAY_FACTOR, _STAY_S = 1.5, 1.0
 loads fluctuate, and leaving loses the cache."""
 _IDLE_S = 600.0
 """A conversation without a turn for so long takes no memory, and its node is forgotten."""
-_FULL_FROM = 0.9
-"""A KV cache counts as full for a new conversation from this share on."""
+_FULL_FROM, _CROWDED = 0.9, 16.0
+"""A KV cache counts as full for a new conversation from this share on, and its node as so many times as slow."""
 _MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
 """Weight of the newest answer in the running means. Turns of one conversation are alike in their contexts."""
 _UPDATE_EVERY = 32
@@ -78,14 +78,15 @@ class Placing:
         """Prompt tokens that an answer needs computed; a running mean."""
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
+        self._turns = 0
         self.warm_tokens = self.prompt_tokens = 0
         """Over all placements: prompt tokens, and those of them that were cached where the request went."""
         self.moved = 0
         """Turns that went elsewhere though their conversation's node was free."""
         self._nodes: dict[str, AttachedNode] = {}
-        self._order: list[tuple[float, float, str]] = []
-        """(excess of one more conversation, expected seconds, node id) of the nodes with a free place."""
-        self._keys: dict[str, tuple[float, float, str]] = {}
+        self._order: list[tuple[float, str]] = []
+        """(expected seconds, more without room in the KV cache; node id) of the nodes with a free place."""
+        self._keys: dict[str, tuple[float, str]] = {}
         self._aside: set[str] = set()
         """Nodes with a free place that could not serve when they were met."""
         self._look_again = math.inf
@@ -108,7 +109,7 @@ class Placing:
         self._nodes[node.node_id] = node
         if node.has_room:
             seconds = self._hopeful_pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
-            key = self._keys[node.node_id] = (self._excess(node, 1.0), seconds, node.node_id)
+            key = self._keys[node.node_id] = (seconds * self._crowding(node, 1), node.node_id)
             insort(self._order, key)
 
     def drop(self, node: AttachedNode) -> None:
@@ -137,23 +138,24 @@ class Placing:
         pace, speed = self.pace(node), node.speed
         return Pace(pace.prompt_s, pace.token_s) if speed.pace is None and speed.is_hopeful else pace
 
-    def _excess(self, node: AttachedNode, more: float = 0.0) -> float:
-        """Return which share of its KV cache the conversations on `node` lack, with one of `more` tokens that is new.
+    def _crowding(self, node: AttachedNode, new: int) -> float:
+        """Return how many times as slow `node` counts for lack of room in its KV cache; 1 where all fits.
 
-        Where one joins, some room is left, and each counts as long as the average: it will grow.
+        `new`: tokens of a conversation that would join those that are there, 0 for one of them. Where one joins, some
+        room is left, and each counts as long as the average: it will grow.
         """
-        if node.status is None or not node.status.kv_tokens:
-            return float(node.cache_is_full)
-        held, room = self._conversations.get(node.node_id, _NONE), node.status.kv_tokens
-        if not more:
-            return max(0.0, held.size / room - 1.0)
-        expected = max(held.size, held.count * self.mean_context) + max(more, self.mean_context)
-        return max(0.0, expected / (_FULL_FROM * room) - 1.0)
+        room = node.status.kv_tokens if node.status is not None else 0
+        lack = float(node.cache_is_full and (new > 0 or not room))
+        if room:
+            held = self._conversations.get(node.node_id, _NONE)
+            expected = max(held.size, held.count * self.mean_context) + max(new, self.mean_context)
+            lack = max(lack, expected / (_FULL_FROM * room) - 1.0 if new else held.size / room - 1.0)
+        return _CROWDED * (1.0 + lack) if lack > 0 else 1.0
 
-    def excess(self, request: GatewayRequest, node: AttachedNode) -> float:
-        """Return which share of its KV cache `node` lacks with `request`."""
+    def crowding(self, request: GatewayRequest, node: AttachedNode) -> float:
+        """Return how many times as slow `node` counts for `request` for lack of room in its KV cache."""
         warm = self._sessions.get(request.session)
-        return self._excess(node, 0.0 if warm is not None and warm.node_id == node.node_id else request.num_prompt)
+        return self._crowding(node, 0 if warm is not None and warm.node_id == node.node_id else request.num_prompt)
 
     def is_measured(self, node: AttachedNode) -> bool:
         """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
@@ -171,7 +173,7 @@ class Placing:
         fitting: list[AttachedNode] = []
         avoided: list[AttachedNode] = []
         unable: list[AttachedNode] = []
-        for _, _, node_id in self._order:
+        for _, node_id in self._order:
             node = self._nodes[node_id]
             if node.cannot_serve(now, oldest, newest) is not None:
                 unable.append(node)
@@ -203,19 +205,19 @@ class Placing:
         warm = next((node for node in free if node.node_id == warm_id), best)
         if warm is best or warm.node_id == request.avoid:
             return best
-        if self.excess(request, best):
+        here, there = self.crowding(request, warm), self.crowding(request, best)
+        if there > 1:  # It would take the room of others, so its own lack of room is no reason.
+            here = 1.0
+        if here == 1 and not (self.is_measured(warm) and self.is_measured(best)):
             return warm
-        if not self.excess(request, warm):
-            if not (self.is_measured(warm) and self.is_measured(best)):
-                return warm
-            if self.seconds(request, warm) <= _STAY_FACTOR * self.seconds(request, best) + _STAY_S:
-                return warm
+        if here * self.seconds(request, warm) <= _STAY_FACTOR * there * self.seconds(request, best) + _STAY_S:
+            return warm
         self.moved += 1
         return best
 
-    def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, float, float, str]:
+    def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, float, str]:
         seconds = self._seconds(request, node, self._hopeful_pace(node))
-        return node.node_id == request.avoid, self.excess(request, node), seconds, node.node_id
+        return node.node_id == request.avoid, seconds * self.crowding(request, node), node.node_id
 
     def seconds(self, request: GatewayRequest, node: AttachedNode) -> float:
         """Return how long `request` would take on `node`."""
@@ -253,10 +255,11 @@ class Placing:
         request.cold, request.load = self.cold(request, node), len(node.leases) + 1
         self.prompt_tokens += request.num_prompt
         self.warm_tokens += request.num_prompt - request.cold
-        warm = self._sessions.get(request.session)
+        warm, size, now = self._sessions.get(request.session), request.num_prompt, time.monotonic()
         if warm is None or warm.node_id != node.node_id:
-            started = WarmPrefix(node.node_id, 0, request.num_prompt, node.version, time.monotonic())
-            self._remember(request.session, started)
+            self._remember(request.session, WarmPrefix(node.node_id, 0, size, node.version, now))
+        else:
+            self._remember(request.session, replace(warm, size=max(warm.size, size), since=now))
 
     def note_answer(self, request: GatewayRequest, node: AttachedNode, elapsed_s: float, sampled: int) -> None:
         """Take in the answer of `node`, of `sampled` tokens, which no longer holds the request."""
@@ -264,7 +267,8 @@ class Placing:
         node.speed.note(max(elapsed_s, 1e-6), cold=request.cold, sampled=sampled, load=load)
         self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
         self.mean_cold += _MEAN_OVER * (request.cold - self.mean_cold)
-        weight = max(_MEAN_CONTEXT_OVER, 1 / (len(self._sessions) + 1))
+        self._turns += 1
+        weight = max(_MEAN_CONTEXT_OVER, 1 / self._turns)
         self.mean_context += weight * (request.num_prompt + sampled - self.mean_context)
         size = request.num_prompt + sampled
         self._remember(request.session, WarmPrefix(node.node_id, size, size, node.version, time.monotonic()))
@@ -276,17 +280,27 @@ class Placing:
                 self.update(other)
 
     def _remember(self, session: str, warm: WarmPrefix) -> None:
-        self.forget(session)
+        self._take_off(session)
         self._sessions[session] = warm
         held = self._conversations.get(warm.node_id, _NONE)
         self._conversations[warm.node_id] = Conversations(held.count + 1, held.size + warm.size)
         oldest = next(iter(self._sessions))
-        if len(self._sessions) > _MAX_SESSIONS or self._sessions[oldest].since < warm.since - _IDLE_S:
-            self.forget(oldest)
+        while len(self._sessions) > _MAX_SESSIONS or self._sessions[oldest].since < warm.since - _IDLE_S:
+            self._take_off(oldest)
+            oldest = next(iter(self._sessions))
+
+    def _take_off(self, session: str) -> str | None:
+        """Take a conversation off its node, and return that node's id."""
+        warm = self._sessions.pop(session, None)
+        if warm is None:
+            return None
+        held = self._conversations.pop(warm.node_id)
+        if held.count > 1:
+            self._conversations[warm.node_id] = Conversations(held.count - 1, held.size - warm.size)
+        return warm.node_id
 
     def forget(self, session: str) -> None:
         """Forget a conversation that is over."""
-        if (warm := self._sessions.pop(session, None)) is not None:
-            held = self._conversations.pop(warm.node_id)
-            if held.count > 1:
-                self._conversations[warm.node_id] = Conversations(held.count - 1, held.size - warm.size)
+        node = self._nodes.get(self._take_off(session) or "")
+        if node is not None:
+            self.update(node)

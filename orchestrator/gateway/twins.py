@@ -104,8 +104,8 @@ def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
         slow, twin = request.node, twin_of(request, request.node)
         is_silent = _is_overdue(router, request, slow, now) and slow.stalled_s(now) > _QUIET_S
         free = router.placing.free(twin, now, router.oldest_version, router.newest_version)
-        free = [node for node in free if node is not slow and not router.placing.excess(twin, node)]
-        free = [node for node in free if is_silent or _samples_the_same(slow, node)]
+        free = [node for node in free if node is not slow and not node.cache_is_full]
+        free = [node for node in free if is_silent or _can_hedge(router, twin, slow, node)]
         if not free:
             continue
         node = min(free, key=lambda node: router.placing.seconds(twin, node))
@@ -115,11 +115,13 @@ def start_twins(router: Router, max_looks: int = _MAX_LOOKS) -> None:
             router.assign(twin, node)
 
 
-def _samples_the_same(slow: AttachedNode, other: AttachedNode) -> bool:
-    """Whether `other` continues the tokens that `slow` streams, and samples the same ones as `slow` would.
+def _can_hedge(router: Router, twin: GatewayRequest, slow: AttachedNode, other: AttachedNode) -> bool:
+    """Whether `other` has room, continues the tokens that `slow` streams, and samples the same ones as `slow` would.
 
     Otherwise the shorter of two answers would win, and training would see too many short answers.
     """
+    if router.placing.crowding(twin, other) > 1:
+        return False
     return slow.streams and slow.continues and slow.rounds_like(other) and slow.version == other.version
 
 

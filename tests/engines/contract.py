@@ -406,7 +406,7 @@ async def stats_say_what_runs(subject: Subject) -> None:
     await asyncio.gather(*tasks)
     assert max(stats.running + stats.waiting for stats in seen) == 5
     assert all(0.0 <= stats.kv_used <= 1.0 for stats in seen)
-    assert seen[-1].kv_tokens >= MAX_CONTEXT
+    assert seen[-1].kv_tokens == 0 or seen[-1].kv_tokens >= MAX_CONTEXT
     rates = [stats.tokens_per_s for stats in [*seen, subject.engine.stats()]]
     assert max(rates) > 0 and all(math.isfinite(rate) for rate in rates)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 from fleet import Fleet, status
@@ -118,42 +119,48 @@ async def test_a_conversation_stays_until_the_fleet_is_measured():
 
 
 async def turn(fleet: Fleet, session: str, prompt: int) -> str:
-    """Play a turn; return the node it went to."""
-    await fleet.ask(prompt=prompt, session=session)
+    """Play a turn on a fast and a six times slower node; return the name of the one it went to."""
+    set_pace(fleet.node("fast"), Pace(1e-4, 5e-3), fleet)
+    set_pace(fleet.node("slow"), Pace(6e-4, 3e-2), fleet)
+    await fleet.ask(prompt=prompt, session=session, max_tokens=200)
     name = next(name for name, sent in fleet.sent.items() if sent and sent[-1].request_id == f"g{len(fleet.calls) - 1}")
     fleet.answer(name, fleet.sent[name][-1])
     await asyncio.sleep(0)
     return name
 
 
-def fast_and_slow(fast_tokens: int, slow_tokens: int) -> Fleet:
+def fast_and_slow(**kv_tokens: int) -> Fleet:
     """Two nodes whose KV caches hold this many tokens."""
     fleet = Fleet(fast={}, slow={})
-    for name, tokens in (("fast", fast_tokens), ("slow", slow_tokens)):
+    for name, tokens in kv_tokens.items():
         fleet.router.nodes.update_status(fleet.node(name), status(kv_tokens=tokens))
-    set_pace(fleet.node("fast"), Pace(1e-4, 5e-3), fleet)
-    set_pace(fleet.node("slow"), Pace(6e-4, 3e-2), fleet)
     return fleet
 
 
 async def test_a_conversation_goes_where_the_cache_has_room_for_it():
-    """The fast node takes what fits into nine tenths of its KV cache, and more when a conversation there is over.
-
-    When no node has room, a new one goes where the least is missing.
-    """
-    fleet = fast_and_slow(1000, 1000)
+    """The fast node takes what fits into nine tenths of its KV cache, and more when a conversation there is over."""
+    fleet = fast_and_slow(fast=1000, slow=1000)
     assert [await turn(fleet, f"s{number}", 400) for number in range(4)] == ["fast", "fast", "slow", "slow"]
     assert await turn(fleet, "s0", 410) == "fast"
-    assert await turn(fleet, "s4", 400) == "slow"
     fleet.router.forget("s1")
-    fleet.router.placing.update(fleet.node("fast"))
-    assert await turn(fleet, "s5", 400) == "fast"
+    assert await turn(fleet, "s4", 400) == "fast"
+    await fleet.close()
+
+
+@pytest.mark.parametrize(("slow_tokens", "expected"), [(0, "fast"), (1 << 20, "slow")])
+async def test_a_node_that_reports_no_size_has_room_until_it_reports_a_full_cache(slow_tokens, expected):
+    """It counts as any other beside nodes that report theirs."""
+    fleet = fast_and_slow(fast=0, slow=slow_tokens)
+    assert await turn(fleet, "s0", 400) == "fast"
+    fleet.router.nodes.update_status(fleet.node("fast"), status(kv_used=0.97))
+    fleet.router.nodes.update_status(fleet.node("slow"), status(kv_used=0.0 if slow_tokens else 0.97))
+    assert await turn(fleet, "s1", 400) == expected
     await fleet.close()
 
 
 async def test_as_many_conversations_leave_a_full_cache_as_must():
     """They grow until they are larger than the KV cache: the one that has the next turn goes, and the others stay."""
-    fleet = fast_and_slow(1000, 2000)
+    fleet = fast_and_slow(fast=1000, slow=2000)
     assert [await turn(fleet, f"s{number}", 100) for number in range(4)] == ["fast"] * 4
     assert [await turn(fleet, f"s{number}", 260) for number in range(4)] == ["fast"] * 4
     assert [await turn(fleet, f"s{number}", 270) for number in range(4)] == ["slow", "fast", "fast", "fast"]
@@ -162,11 +169,21 @@ async def test_as_many_conversations_leave_a_full_cache_as_must():
 
 
 async def test_a_conversation_stays_where_it_is_when_no_node_has_room():
-    """Two conversations that are each larger than either KV cache stay apart."""
-    fleet = fast_and_slow(100, 100)
-    names = [await turn(fleet, f"s{number}", 400) for number in range(2)]
-    assert sorted(names) == ["fast", "slow"]
-    assert [await turn(fleet, f"s{number}", 450) for number in range(2)] == names
+    """Two conversations that have outgrown the KV caches stay apart, though one is on the slower node."""
+    fleet = fast_and_slow(fast=1000, slow=1000)
+    for prompt in (800, 1200, 1300, 1400):
+        assert [await turn(fleet, f"s{number}", prompt) for number in range(2)] == ["fast", "slow"]
+    await fleet.close()
+
+
+async def test_a_node_without_room_is_better_than_a_far_slower_one():
+    """Crowding counts as being 16 times as slow or more, not as being of no use."""
+    fleet = fast_and_slow(fast=1000, slow=1 << 20)
+    for number in range(2):
+        assert await turn(fleet, f"s{number}", 400) == "fast"
+    set_pace(fleet.node("slow"), Pace(1e-1, 5.0), fleet)
+    await fleet.ask(prompt=400, session="s2")
+    assert fleet.sent["fast"][-1].session == "s2"
     await fleet.close()
 
 
@@ -181,21 +198,21 @@ def test_a_nodes_conversations_are_those_that_are_warm_there(events):
         else:
             placing._remember(str(session), WarmPrefix(name, size, size, 0, 0.0))
             sizes[session] = (name, size)
-    expected: dict[str, list[int]] = {}
+    by_node: dict[str, list[int]] = {}
     for name, size in sizes.values():
-        expected.setdefault(name, []).append(size)
-    assert placing._conversations == {name: Conversations(len(all), sum(all)) for name, all in expected.items()}
+        by_node.setdefault(name, []).append(size)
+    assert placing._conversations == {name: Conversations(len(held), sum(held)) for name, held in by_node.items()}
 
 
-async def test_a_request_without_a_session_is_no_conversation():
-    """Its cache is of no use to a later request, so it takes no room from those that have one."""
-    fleet = fast_and_slow(1000, 1000)
-    for _ in range(4):
-        await fleet.ask(prompt=800)
-        fleet.answer("fast", fleet.sent["fast"][-1])
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert len(fleet.sent["fast"]) == 4
+async def test_what_is_over_takes_no_room(monkeypatch):
+    """Neither a request without a session does, nor a conversation that had no turn for ten minutes."""
+    fleet, now = fast_and_slow(fast=1000, slow=1000), time.monotonic()
+    await fleet.ask(prompt=800)
+    fleet.answer("fast", fleet.sent["fast"][-1])
+    await fleet.calls[-1]
+    assert await turn(fleet, "s0", 800) == "fast" and await turn(fleet, "s1", 800) == "slow"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 601.0)
+    assert await turn(fleet, "s1", 810) == "slow" and await turn(fleet, "s2", 800) == "fast"
     await fleet.close()
 
 

@@ -114,7 +114,7 @@ class Computer:
         self.version = 0
         self.sampled = 0
         """Tokens sampled so far; the event loop computes its rate from it."""
-        self.kv_used, self.kv_tokens = 0.0, 0
+        self.kv_used = 0.0
         self.on_token: Callable[[str, int, float], None] | None = None
         """Called on the event loop with session, token and log-probability of each draw."""
         self.ready: asyncio.Future = self._loop.create_future()
@@ -295,7 +295,6 @@ class Computer:
         keep_idle = self._config.local.kv_at_swap == "keep_conversations"
         reuse = self._config.local.prefix_cache
         self._table = SlotTable(capacity, self._context, reuse=reuse, keep_idle=keep_idle)
-        self.kv_tokens = self._table.tokens.size
 
     def _capacity(self) -> int:
         """Return the number of slots: two per running sequence when conversations are kept, if they fit the memory."""
@@ -403,7 +402,7 @@ class Computer:
             self._resolved += [(future, None) for future in self._drains]
             self._drains.clear()
         held = self._table.computed[self._table.running]  # Idle slots are given up when needed.
-        self.kv_used = float(held.sum()) / self.kv_tokens
+        self.kv_used = float(held.sum()) / self._table.tokens.size
         self._deliver()
 
     def _resolve(self, future: asyncio.Future, outcome: object) -> None:

@@ -173,7 +173,7 @@ class LocalEngine:
             running=running,
             waiting=len(self._active) - running,
             kv_used=computer.kv_used,
-            kv_tokens=computer.kv_tokens,
+            kv_tokens=0,  # A conversation takes a slot, however short it is.
             tokens_per_s=(computer.sampled - before) / max(now - then, 1e-6),
         )
 

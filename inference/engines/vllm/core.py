@@ -185,11 +185,10 @@ class Core:
     def progress(self) -> EngineProgress:
         scheduler = self._llm.engine_core.engine_core.scheduler
         sampled = self._finished_tokens + sum(self._sampled(running) for running in self._calls.values())
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)  # Each takes blocks of its own for a token.
         return EngineProgress(
             running=len(scheduler.running),
             kv_used=float(scheduler.kv_cache_manager.usage),
-            kv_tokens=scheduler.kv_cache_config.num_blocks // max(1, groups) * scheduler.block_size,
+            kv_tokens=scheduler.cache_config.kv_cache_size_tokens,
             sampled=sampled,
         )
 
