@@ -188,7 +188,7 @@ class Core:
         return EngineProgress(
             running=len(scheduler.running),
             kv_used=float(scheduler.kv_cache_manager.usage),
-            kv_tokens=scheduler.cache_config.kv_cache_size_tokens,
+            kv_tokens=scheduler.cache_config.kv_cache_size_tokens or 0,
             sampled=sampled,
         )
 
