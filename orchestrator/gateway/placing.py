@@ -32,7 +32,7 @@ _STAY_FACTOR, _STAY_S = 1.5, 1.0
 """A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
 loads fluctuate, and leaving loses the cache."""
 _IDLE_S = 600.0
-"""A conversation without a turn for so long takes no memory, and its node is forgotten."""
+"""A conversation of which no turn began or ended for so long takes no memory, and its node is forgotten."""
 _FULL_FROM, _CROWDED = 0.9, 16.0
 """A KV cache counts as full for a new conversation from this share on, and its node as so many times as slow."""
 _MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
@@ -57,7 +57,7 @@ class WarmPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Those of one node that are under way."""
+    """Those that a node is taken to hold."""
 
     count: int = 0
     size: int = 0
@@ -142,13 +142,15 @@ class Placing:
         """Return how many times as slow `node` counts for lack of room in its KV cache; 1 where all fits.
 
         `new`: tokens of a conversation that would join those that are there, 0 for one of them. Where one joins, some
-        room is left, and each counts as long as the average: it will grow.
+        room is left, and together they count as long as so many average ones: conversations grow.
         """
         room = node.status.kv_tokens if node.status is not None else 0
         lack = float(node.cache_is_full and (new > 0 or not room))
         if room:
             held = self._conversations.get(node.node_id, _NONE)
-            expected = max(held.size, held.count * self.mean_context) + max(new, self.mean_context)
+            expected = float(new)
+            if held.count:  # Else it pushes nobody out.
+                expected = max(held.size, held.count * self.mean_context) + max(new, self.mean_context)
             lack = max(lack, expected / (_FULL_FROM * room) - 1.0 if new else held.size / room - 1.0)
         return _CROWDED * (1.0 + lack) if lack > 0 else 1.0
 
@@ -271,7 +273,10 @@ class Placing:
         weight = max(_MEAN_CONTEXT_OVER, 1 / self._turns)
         self.mean_context += weight * (request.num_prompt + sampled - self.mean_context)
         size = request.num_prompt + sampled
-        self._remember(request.session, WarmPrefix(node.node_id, size, size, node.version, time.monotonic()))
+        if request.session == request.request_id:  # It is of no conversation.
+            self._take_off(request.session)
+        else:
+            self._remember(request.session, WarmPrefix(node.node_id, size, size, node.version, time.monotonic()))
         self._answers += 1
         if self._answers >= max(_UPDATE_EVERY, len(self._nodes)):
             self._answers = 0

@@ -149,7 +149,7 @@ class Router:
             raise
         finally:
             self._drop(request)
-            if session == request_id:  # It is of no conversation.
+            if session == request_id:  # It is of no conversation, and may have failed.
                 self.placing.forget(session)
 
     def _drop(self, request: GatewayRequest) -> None:

@@ -204,6 +204,16 @@ def test_a_nodes_conversations_are_those_that_are_warm_there(events):
     assert placing._conversations == {name: Conversations(len(held), sum(held)) for name, held in by_node.items()}
 
 
+async def test_an_empty_node_has_room_for_one_conversation_however_small_its_cache():
+    """A GPU that holds about one average conversation gets one, not none."""
+    fleet = fast_and_slow(fast=40_000, slow=1 << 20)
+    fleet.router.placing.mean_context = 38_000.0
+    assert await turn(fleet, "s0", 500) == "fast"
+    fleet.router.placing.mean_context = 38_000.0
+    assert await turn(fleet, "s1", 500) == "slow"
+    await fleet.close()
+
+
 async def test_what_is_over_takes_no_room(monkeypatch):
     """Neither a request without a session does, nor a conversation that had no turn for ten minutes."""
     fleet, now = fast_and_slow(fast=1000, slow=1000), time.monotonic()
