@@ -9,8 +9,8 @@ serve for now (old weights, draining, suspended) leave the order when they are m
 changed. So a placement costs the logarithm of the number of nodes, however many of them wait for weights.
 
 A conversation stays where its prompt is cached, until a turn there would take much longer than elsewhere with the whole
-prompt to compute. Conversations that are more than a KV cache holds push one another out of it, and each turn computes
-its whole prompt again. So a node without room counts as many times as slow, for a new conversation as for its own.
+prompt to compute. When a KV cache cannot hold all conversations of its node, they push one another out of it, and each
+turn computes its whole prompt again. So a node without room counts as many times slower than it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ loads fluctuate, and leaving loses the cache."""
 _IDLE_S = 600.0
 """A conversation of which no turn began or ended for so long takes no memory, and its node is forgotten."""
 _FULL_FROM, _CROWDED = 0.9, 16.0
-"""A KV cache counts as full for a new conversation from this share on, and its node as so many times as slow."""
+"""A KV cache counts as full for a new conversation from this share on, and its node as so many times slower."""
 _MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
 """Weight of the newest answer in the running means. Turns of one conversation are alike in their contexts."""
 _UPDATE_EVERY = 32
@@ -78,7 +78,6 @@ class Placing:
         """Prompt tokens that an answer needs computed; a running mean."""
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
-        self._turns = 0
         self.warm_tokens = self.prompt_tokens = 0
         """Over all placements: prompt tokens, and those of them that were cached where the request went."""
         self.moved = 0
@@ -269,17 +268,14 @@ class Placing:
         node.speed.note(max(elapsed_s, 1e-6), cold=request.cold, sampled=sampled, load=load)
         self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
         self.mean_cold += _MEAN_OVER * (request.cold - self.mean_cold)
-        self._turns += 1
-        weight = max(_MEAN_CONTEXT_OVER, 1 / self._turns)
-        self.mean_context += weight * (request.num_prompt + sampled - self.mean_context)
+        self._answers += 1
         size = request.num_prompt + sampled
+        self.mean_context += max(_MEAN_CONTEXT_OVER, 1 / self._answers) * (size - self.mean_context)
         if request.session == request.request_id:  # It is of no conversation.
             self._take_off(request.session)
         else:
             self._remember(request.session, WarmPrefix(node.node_id, size, size, node.version, time.monotonic()))
-        self._answers += 1
-        if self._answers >= max(_UPDATE_EVERY, len(self._nodes)):
-            self._answers = 0
+        if self._answers % max(_UPDATE_EVERY, len(self._nodes)) == 0:
             self.fleet.update(other.speed for other in self._nodes.values())
             for other in list(self._nodes.values()):
                 self.update(other)
