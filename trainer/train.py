@@ -91,7 +91,9 @@ class Trainer:
             reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
             figures=TokenFigures() if config.monitor.tokens else None,
         )
-        self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)
+        self.publisher = Publisher(
+            config, run_dir, self.run_id, self.model_folder, self.world, self.outer, self.optimizer
+        )
         self.checkpoints = Checkpoints(
             run_dir=run_dir,
             world=self.world,

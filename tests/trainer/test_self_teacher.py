@@ -19,7 +19,7 @@ from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
 from trainer.teacher.reference import ReferenceLogprobs
 from trainer.teacher.self_teacher import SelfTeacher, WeightSnapshot, adapters_off
-from trainer.weights.publish import whole_tensors
+from trainer.weights.publish import whole_parameters
 
 
 def setup(model_folder, tmp_path, world, **trainer):
@@ -35,8 +35,8 @@ def cache_of(model_folder, tmp_path, world) -> ReferenceLogprobs:
 def copy_of(policy, world) -> AutoModelForCausalLM:
     """A plain transformers model with the policy's weights."""
     lm = AutoModelForCausalLM.from_config(policy.lm.config, attn_implementation="sdpa")
-    lm.load_state_dict({name: value.clone() for name, value in whole_tensors(policy, world, torch.float32).items()},
-                       strict=False)  # fmt: skip
+    wholes = whole_parameters(policy, world, torch.float32)
+    lm.load_state_dict({name: value.clone() for name, value in wholes}, strict=False)
     lm.tie_weights()
     return lm.eval()
 

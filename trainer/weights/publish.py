@@ -2,6 +2,7 @@
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
        (over the version before: rank 0 holds one model in the published type there, unless only adapters are written)
+       (one CPU rank that only its optimizer changes: the thread copies, and the next update waits for it)
     canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
     ---- training continues; a thread of rank 0 does the rest ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from composer_prime.config import Config
+from composer_prime.config.channels import weight_sets
 from composer_prime.errors import CheckpointError, ComposerError, WeightError
 from composer_prime.model_source import tensor_shapes
 from composer_prime.run.keys import RunKeys
@@ -41,6 +43,7 @@ from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import factors, merged_parameters
 from trainer.model.build import empty_model
 from trainer.model.policy import Policy
+from trainer.step import Optimizer
 from trainer.weights.version_file import VersionWriter
 from trainer.world import World
 
@@ -57,8 +60,10 @@ class Publisher:
     """
 
     def __init__(
-        self, config: Config, run_dir: RunDir, run_id: str, folder: Path, world: World, outer: StreamingDiLoCo | None
-    ) -> None:
+        self, config: Config, run_dir: RunDir, run_id: str, folder: Path, world: World, outer: StreamingDiLoCo | None,
+        optimizer: Optimizer | None = None,
+    ) -> None:  # fmt: skip
+        """`optimizer`: its updates wait for a copy under way. Without it every copy is made in `publish`."""
         self._config = config
         self._folder = folder
         self._run_id = run_id
@@ -73,6 +78,13 @@ class Publisher:
         self._highest_version = -1
         self._copies: dict[str, Tensor] = {}
         """The tensors published last. The next ones take their place: fresh memory would take twice as long to fill."""
+        self._copied = threading.Event()
+        self._copied.set()
+        others = outer or lora or weight_sets(config.channels).needed
+        self._copies_beside = optimizer is not None and world.size == 1 and world.device.type == "cpu" and not others
+        """Whether the thread copies: nothing but the optimizer changes the parameters, which are whole here."""
+        for part in optimizer.parts if optimizer else ():
+            part.register_step_pre_hook(self.wait_for_copy)
         self._thread: threading.Thread | None = None
         self._failure: ComposerError | None = None
         self._closing = threading.Event()
@@ -100,10 +112,11 @@ class Publisher:
         if version < self.version:  # took over the state of a peer that is further behind
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
+        tensors = self._copies
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
-            tensors = whole_tensors(policy, self._world, self.dtype, into=self._copies)
+            uncopied = self._copy(policy)
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
-        if tensors is None:
+        if not self._world.first:
             return 0
         # Beside a backward pass a GPU may have no room for it.
         canary_in_step = self._canary.score(tensors) if self._world.device.type != "cpu" else None
@@ -115,6 +128,9 @@ class Publisher:
         size = sum(tensor.nbytes for tensor in written.values())
 
         def write_and_announce() -> None:
+            for copy, master in uncopied:
+                copy.copy_(master)
+            self._copied.set()
             canary = canary_in_step or self._canary.score(tensors)
             # some architectures are stored unfused, under other names than their parameters have
             stored = dict(written) if names else revert_weight_conversion(self._plain, dict(written))
@@ -134,14 +150,33 @@ class Publisher:
             self._write(manifest, stored, size)
             announce(version)
 
+        self._copied.clear()
         self._begin(write_and_announce)
         return size
+
+    def _copy(self, policy: Policy) -> list[tuple[Tensor, Tensor]]:
+        """Copy the parameters over the version before. Return what the thread is to copy: (copy, parameter)."""
+        uncopied = []
+        for name, whole in whole_parameters(policy, self._world, self.dtype):
+            if not self._world.first:
+                continue
+            copy = self._copies.get(name)
+            copy = self._copies[name] = torch.empty(whole.shape, dtype=self.dtype) if copy is None else copy
+            if self._copies_beside:
+                uncopied.append((copy, whole))
+            else:
+                copy.copy_(whole)
+        return uncopied
 
     def wait(self) -> None:
         """Wait until the publication under way is complete and announced, then `check`."""
         if self._thread is not None:
             self._thread.join()
         self.check()
+
+    def wait_for_copy(self, *_: object) -> None:
+        """Wait until the parameters may change: the publication under way has its own copy of them."""
+        self._copied.wait()
 
     def is_idle(self) -> bool:
         """Return whether no publication is under way here, then `check`."""
@@ -179,6 +214,8 @@ class Publisher:
                 if not self.is_closing():
                     self._failure = WeightError(f"{publication} failed: {type(error).__name__}: {error}")
                     self._failure.__cause__ = error
+            finally:
+                self._copied.set()
 
         self._thread = threading.Thread(target=run, name="publication", daemon=True)
         self._thread.start()
@@ -237,34 +274,22 @@ class Publisher:
 
 
 @torch.no_grad()
-def whole_tensors(
-    policy: Policy, world: World, dtype: torch.dtype, *, into: dict[str, Tensor] | None = None
-) -> dict[str, Tensor] | None:
-    """Return on rank 0 every parameter of the plain model on the CPU in `dtype`, on other ranks None.
+def whole_parameters(policy: Policy, world: World, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of the plain model, gathered in `dtype`, on its device. A collective.
 
-    Adapters are merged, and tied parameters are there once. A collective. `into`: the tensors of an earlier call,
-    overwritten and returned. Without it, the tensors of one CPU rank may be the masters themselves: read, never write,
-    and not beside training.
+    Adapters are merged, and tied parameters are there once. One CPU rank gets its parameters themselves, in their own
+    type, unless they are merged: read, never write.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
             module.reshard()
-    tensors = {} if into is None else into
     for name, tensor in merged_parameters(policy.lm) if policy.adapted else policy.lm.named_parameters():
         whole = tensor.detach()
         if world.size > 1 or whole.device.type != "cpu":
             whole = whole.to(dtype)  # Before it travels. On one CPU rank the copy casts.
         if isinstance(whole, DTensor):
             whole = whole.to_local() if world.size == 1 else whole.full_tensor()
-        if not world.first:
-            continue
-        if into is None:
-            tensors[name] = whole.to("cpu", dtype).contiguous()
-        elif name in into:
-            into[name].copy_(whole)
-        else:
-            into[name] = torch.empty(whole.shape, dtype=dtype).copy_(whole)
-    return tensors if world.first else None
+        yield name, whole
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
@@ -336,8 +361,9 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     configured chat template takes precedence. A collective; rank 0 writes. Raises CheckpointError when `target` cannot
     be written.
     """
-    tensors = whole_tensors(policy, world, dtype)
-    if tensors is None:
+    wholes = whole_parameters(policy, world, dtype)
+    tensors = {name: whole.to("cpu", dtype).contiguous() for name, whole in wholes if world.first}
+    if not world.first:
         return
     unfinished = target.with_name(f".{target.name}.partial")
     try:
