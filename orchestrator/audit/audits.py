@@ -395,6 +395,9 @@ class Audits:
                 auditor.is_overdue = False
                 if (held := auditor.held.pop(message.audit, None)) is not None:
                     answer, since = held
+                    if isinstance(message, AuditVerdict) and len(message.parts) != len(answer.parts):
+                        error = f"its verdict has {len(message.parts)} parts, the answer {len(answer.parts)}"
+                        message = AuditFailed(audit=message.audit, error=f"{error}: use one release", retryable=True)
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
                     elif auditor.last_heard - since < self._config.timeout_s / 2:

@@ -182,6 +182,22 @@ async def test_a_rollout_of_many_answers_is_remembered_once(audited):
         assert list(audits._recent["n0"]) == ["r1", "r2", "r3"]
 
 
+async def test_a_verdict_on_too_few_parts_is_no_verdict(audited, caplog):
+    # The answer goes to the other auditor, as when the first cannot check it. The run goes on.
+    async with audited() as (audits, trust, connect):
+        confused, sound = connect(), connect()
+        confused.hello("a")
+        await confused.next(NodeWelcome)
+        audits.offer(record("n1", ("n0", 4), ("n1", 4)), "r1")
+        request = await confused.next(AuditRequest)
+        sound.hello("b")
+        await sound.next(NodeWelcome)
+        confused.send(msgspec.structs.replace(verdict(request), parts=verdict(request).parts[:1]))
+        sound.send(verdict(await sound.next(AuditRequest)))
+        assert await audits.cleared("r1") is None and trust["n0"].clean == trust["n1"].clean == 1
+        assert "its verdict has 1 parts, the answer 2: use one release" in caplog.text
+
+
 async def test_an_auditor_of_another_run_is_rejected(audited):
     # The message names both runs. Started anew it names none, and may return.
     async with audited() as (audits, _, connect):
