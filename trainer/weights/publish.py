@@ -205,8 +205,8 @@ class Publisher:
         publication = f"the publication of policy version {self.version}"
 
         def run() -> None:
-            torch.set_num_threads(self._config.trainer.threads)  # an OpenMP setting of each thread
             try:
+                torch.set_num_threads(self._config.trainer.threads)  # an OpenMP setting of each thread
                 work()
             except ComposerError as error:
                 self._failure = error
