@@ -1,4 +1,4 @@
-"""How long publication keeps the trainer from its next step: all of it is in the step, or the copy, or nothing.
+"""Measure how long a training step waits for publication: for all of it, for the copy, or for nothing.
 
     uv run python -m benchmarks.publication_stall
 
@@ -6,14 +6,14 @@ Model: SmolLM2-135M's shape with random weights, published in bfloat16 (270 MB) 
 the same training steps in turn, so that a busy machine meets all alike:
 
     whole     the step waits until the version is written and announced
-    copy      the step waits for the copy: several ranks, a GPU, adapters, or teachers and references of other weights
+    copy      the step waits until the weights are copied, as with adapters, other clusters or other sets of weights
     nothing   the copy is made beside the next forward and backward too, and the update waits for it
 
-`stall` is the time until the step continues, and what its update waits: seconds, and CPU seconds (of the process in the
-first way, of the main thread in the others; a wait for the copy counts in full).
-`step` is forward, backward and update, beside a publication in the last two ways; its CPU seconds include the
-publication's. The exit status is 1 when the stall is above 5 % of a step by itself in either of the last two ways, or
-above 5 % of a whole publication in the last one, all in CPU seconds.
+`stall` is the time until the step begins, and what its update waits: seconds, and CPU seconds (of the process in the
+first way, of the main thread in the others; a wait for the copy counts in full). `step` is forward, backward and
+update, beside a publication in the last two ways; its CPU seconds include the publication's. The exit status is 1 when
+the stall is above 5 % of a step by itself in either of the last two ways, or above 5 % of a whole publication in the
+last one, all in CPU seconds.
 """
 
 from __future__ import annotations

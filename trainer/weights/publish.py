@@ -2,7 +2,7 @@
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
        (over the version before: rank 0 holds one model in the published type there, unless only adapters are written)
-       (one CPU rank that only its optimizer changes: the thread copies, and the next update waits for it)
+       (where one CPU rank's optimizer alone changes parameters: the thread copies, and the next update waits for it)
     canary: logprobs of a fixed prompt, on the GPU (on a CPU the background thread computes them)
     ---- training continues; a thread of rank 0 does the rest ----
     safetensors bytes -> whole, or what differs from the versions before -> chunks -> manifest, signed -> prune
