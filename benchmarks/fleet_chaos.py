@@ -50,6 +50,7 @@ from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.process import terminate
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
+from composer_prime.wire.enrollment import Invite
 
 RETURN_S, FREEZE_S, HANG_S, MOST_DELAY_S = 5.0, 20.0, 60.0, 20.0
 ROLLOUT_S = 160.0
@@ -212,7 +213,7 @@ class Side:
             if time.monotonic() > deadline:
                 raise SideFailedError(f"the run opened no port for nodes within {START_S:g} s\n{self._tail('run')}")
             time.sleep(0.5)
-        words = ["invite", str(self.run_dir.root), "--nodes", str(len(self.nodes)), "--quiet"]
+        words = ["invite", str(self.run_dir.root), "--nodes", str(len(self.nodes)), "--trust-nodes", "--quiet"]
         words += [] if self._star else ["--allow-loopback"]
         made = subprocess.run(
             [*console_script("orchestrator"), *words], cwd=ROOT, env=environment(), capture_output=True, text=True
@@ -397,7 +398,7 @@ class Side:
     def identities(self) -> tuple[int, int, int]:
         """Return the nodes that the run knows, the uses of the invite, and the machines that got an answer."""
         registry = RunKeys(self.run_dir.keys).registry
-        used = sum(len(self.nodes) - (registry.uses_left(key) or 0) for key in registry.invites())
+        used = len(self.nodes) - (registry.uses_left(Invite.read(self._invite).keys.own.public) or 0)
         return len(registry.list()), used, sum(any(node.folder.glob("*/node-0.enrolled")) for node in self.nodes)
 
     def found_hangs(self) -> int:

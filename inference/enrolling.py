@@ -60,6 +60,10 @@ _FIRST_VERSION_S = 1800.0
 _ASK_AGAIN_S = 5.0
 
 
+class _UnknownKeyError(InviteError):
+    """The run admits no connection with the key that was shown."""
+
+
 class NodeState:
     """The folder of one run on this machine, and what each of its nodes keeps there."""
 
@@ -203,6 +207,11 @@ async def enroll(
             try:
                 limit_s = max(0.1, min(_ADDRESS_S + (DIAL_S if way else 0), left_s))
                 answer = await _ask(address, way, own_keys if enrolled else invite.keys, message, limit_s)
+            except _UnknownKeyError:
+                if enrolled:
+                    raise
+                enrolled = True  # The invite is spent, perhaps by this node itself, whose answer was lost.
+                break
             except (WireError, DeadlineError) as error:
                 if limit_s >= faults.get(address, (0.0,))[0]:
                     lost_way = isinstance(error, DeadlineError) and way is not None and way.fault
@@ -250,10 +259,11 @@ async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enro
                 if way and way.fault and event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
                     raise DeadlineError(way.fault)
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise InviteError(
-                        f"the run at {name} does not know this key: the invite is too old, the node was turned "
-                        "away for good, or the run has new keys; join with a fresh invite (and another "
-                        "--state-dir, if this machine joined before)"
+                    raise _UnknownKeyError(
+                        f"the run at {name} knows neither this invite nor this node: the invite was used up by other "
+                        "nodes, expired or was withdrawn, the node was turned away for good, or the run has new keys; "
+                        "make another with `orchestrator invite RUN_DIR --nodes N` (and pass another --state-dir, if "
+                        "this machine joined before)"
                     )
     finally:
         socket.disable_monitor()

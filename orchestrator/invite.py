@@ -49,6 +49,7 @@ def main(words: list[str]) -> int:
     if options.iroh is not None:
         load_iroh()
     addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
+    _require_audits(run_dir, trusted=options.trust_nodes)
     package = options.package or release_package("" if options.iroh is None else "iroh")
     invite = create_invite(
         run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, relays=relays,
@@ -86,17 +87,23 @@ def _notes(run_dir: RunDir, options: argparse.Namespace, addresses: list[str], p
             "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
         )
     config = load.read_config(run_dir.config).orchestrator
-    if not config.audit.enabled:
-        yield (
-            "orchestrator.audit.enabled is false: nothing checks what these nodes say they sampled. Invite machines "
-            "that you trust, or start the run with --orchestrator.audit.enabled"
-        )
     if addresses and not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
         yield (
             f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
             "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
         )
     yield from filter(None, map(_private, addresses))
+
+
+def _require_audits(run_dir: RunDir, *, trusted: bool) -> None:
+    """Raise ConfigError for a run that does not audit answers, unless the nodes are `trusted`."""
+    read_run_id(run_dir)
+    if not trusted and not load.read_config(run_dir.config).orchestrator.audit.enabled:
+        raise ConfigError(
+            "orchestrator.audit.enabled is false: nothing would check what these nodes say they sampled, and one that "
+            "answers fast and wrong takes the work of all others. Start the run with --orchestrator.audit.enabled "
+            "(also with --resume), or pass --trust-nodes if every machine that gets the invite is your own"
+        )
 
 
 def create_invite(
@@ -289,6 +296,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="also use iroh, before relays; needs the extra iroh on both sides. Without an address: "
                         "the public servers of n0; with one: that UDP port of the run's host")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
+    parser.add_argument("--trust-nodes", action="store_true", help="invite nodes to a run without orchestrator.audit: "
+                        "what they answer is trained unchecked")  # fmt: skip
     parser.add_argument("--package", metavar="SPEC", help="what uv installs on the other machines; default: this "
                         "release, from where it was installed here")  # fmt: skip
     parser.add_argument("--image", help="also print a docker line with this image (infra/images/Dockerfile)")

@@ -101,17 +101,22 @@ class NodeRegistry:
             database.execute("insert into invites (key, uses, expires) values (?, ?, ?)", (key, uses, expires))
 
     def is_invite(self, key: bytes) -> bool:
-        """Return whether `key` is an invite's. Expired and used ones count: their holder hears the reason."""
+        """Return whether `key` is an invite's: open, used up, expired or withdrawn."""
         return bool(self._read("select 1 from invites where key = ?", key))
+
+    def is_open_invite(self, key: bytes) -> bool:
+        """Return whether nodes may still enroll with `key`."""
+        return key in self.open_invites()
 
     def uses_left(self, key: bytes) -> int | None:
         """Return how many nodes the invite's public `key` still admits, None where the run has no such invite."""
         rows = self._read("select max(0, uses - taken) from invites where key = ?", key)
         return rows[0][0] if rows else None
 
-    def invites(self) -> Sequence[bytes]:
-        """Return the keys for which `is_invite` holds."""
-        return [key for (key,) in self._read("select key from invites")]
+    def open_invites(self) -> Sequence[bytes]:
+        """Return the keys of all invites with which nodes may still enroll."""
+        sql = "select key from invites where uses > taken and expires > ?"
+        return [key for (key,) in self._read(sql, self._clock())]
 
     def withdraw(self, key: bytes | None = None) -> int:
         """Let no further node enroll with the invite `key`; None for all. Return how many invites were still open.
@@ -136,6 +141,8 @@ class NodeRegistry:
                 node = _node(row)
                 if node.revoked is not None:
                     raise InviteError(f"node {node.name} was turned away for good: {node.reason or 'no reason given'}")
+                if invite not in (key, node.invite):
+                    raise InviteError(f"node {node.name} did not come by this invite: start it with its state folder")
                 return node
             found = database.execute("select uses, taken, expires from invites where key = ?", (invite,)).fetchone()
             if found is None:
@@ -191,7 +198,7 @@ class NodeRegistry:
             database.execute(sql, (key, free, machine, self._clock(), invite))
         return _node(database.execute("select * from nodes where key = ?", (key,)).fetchone())
 
-    def _read(self, sql: str, *values: bytes | str) -> Sequence[tuple]:
+    def _read(self, sql: str, *values: bytes | str | float) -> Sequence[tuple]:
         if not self.path.exists():
             return []
         with self._open(_READ_WAIT_S) as database:

@@ -1,6 +1,7 @@
 """Inference nodes on Modal: each call of `node` is one container with one GPU that joins the run of an invite.
 
-    modal secret create composer-invite COMPOSER_INVITE="$(orchestrator invite outputs/RUN --nodes 8 --quiet)"
+    orchestrator invite outputs/RUN --nodes 8 --trust-nodes --quiet > invite.txt
+    modal secret create composer-invite COMPOSER_INVITE="$(cat invite.txt)"
     export COMPOSER_PACKAGE='composer-prime[vllm] @ git+https://...'
     modal run --detach infra/modal_app/nodes.py --count 8
     modal app stop composer-nodes                           # ends them and their billing

@@ -15,8 +15,9 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from composer_prime.config import Config
 from composer_prime.errors import ComposerError, ConfigError, InviteError
@@ -91,7 +92,7 @@ class Enrollment:
     def refresh(self) -> None:
         """Learn what other processes changed. What is known stays when the registry cannot be read."""
         try:
-            nodes, self._invites = self._registry.list(), self._registry.invites()
+            nodes, self._invites = self._registry.list(), self._registry.open_invites()
             self.relays = self._registry.relays()
         except ConfigError as error:
             logger.error("nodes are those known before: %s", error)
@@ -102,6 +103,7 @@ class Enrollment:
     def is_admitted(self, key: bytes) -> bool:
         """Return whether a connection with this key may send anything.
 
+        The key of an invite that is used up, expired or withdrawn is a stranger's.
         Raises ConfigError for a key that is turned away, and for one that is not known, or no more, while the registry
         cannot be read.
         """
@@ -110,7 +112,7 @@ class Enrollment:
         if time.monotonic() < self._turned_away.get(key, 0.0):
             raise ConfigError(f"{self.name_of(key) or 'an invite'} is turned away for {_TURNED_AWAY_S:g} s")
         try:
-            return self._registry.is_known(key) or self._registry.is_invite(key)
+            return self._registry.is_known(key) or self._registry.is_open_invite(key)
         except ConfigError:
             if key in self.revoked or (key not in self._known and key not in self._invites):
                 raise
@@ -120,7 +122,7 @@ class Enrollment:
         """Let a key make no connection for a while, unless it is the run's shared one."""
         if self.is_own(key):
             who = self.name_of(key) or "an invite"
-            logger.warning("%s is turned away for %g s: it sent a message of many frames", who, _TURNED_AWAY_S)
+            logger.warning("%s is turned away for %g s: its messages delay those of others", who, _TURNED_AWAY_S)
             self._turned_away[key] = time.monotonic() + _TURNED_AWAY_S
 
     def is_node(self, key: bytes) -> bool:
@@ -164,15 +166,23 @@ class Enrollment:
     # -- answers to nodes ----------------------------------------------------------------------------------------------
 
     async def answer(
-        self, key: bytes, message: Enroll, manifest: bytes, taken_names: Collection[str] = ()
+        self,
+        key: bytes,
+        message: Enroll,
+        manifest: bytes,
+        taken_names: Collection[str] = (),
+        sent_away: Mapping[str, str] = MappingProxyType({}),
     ) -> Enrolled | Rejected | None:
         """Enroll the sender, whose connection has proven `key`: an invite's, or its own.
 
-        `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry. Return
-        None for a fault of this machine, such as a full disk: a node without an answer asks again.
+        `manifest`: the newest, signed. `taken_names`: names that it may not get, besides those in the registry.
+        `sent_away`: why nodes with these names may not serve in this run; they hear it before they pull. Return None
+        for a fault of this machine, such as a full disk: a node without an answer asks again.
         """
         try:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)
+            if node.name in sent_away:
+                raise InviteError(sent_away[node.name])
             relay_pass = await asyncio.to_thread(self._sign_pass) if self.relays else b""
             async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)

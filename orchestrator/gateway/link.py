@@ -74,8 +74,10 @@ _IGNORED_PAUSE_S = 0.01
 """Pause after a burst of messages most of which came from connections that are cut off."""
 _MAX_RELAYS = 32
 """The most relays that a node gets: the latest ones."""
-_MAX_ENROLLING = 16
-"""Enrollments answered at a time. Others are dropped, and their nodes ask again."""
+_MAX_ENROLLING = 256
+"""Enrollments of one key that wait for an answer. Others are dropped, and their nodes ask again."""
+_SAY_AGAIN_S = 10.0
+"""Between two lines in the log about enrollments of one key that were rejected."""
 _MAX_UNSENT_REPLIES = 4
 """Replies with a manifest under way to one node. Further ones are not sent; a node asks again."""
 
@@ -112,8 +114,11 @@ class NodeLink:
         self._chunks = chunks
         self._allowance = PullAllowance(lambda: enrollment.num_model_bytes)
         self._enrollment = enrollment
-        self._enrolling: dict[bytes, asyncio.Task[None]] = {}
-        """By connection; each has at most one."""
+        self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
+        """What waits for an answer, by key and connection; each connection has at most one."""
+        self._answering: asyncio.Task[None] | None = None
+        self._said: dict[bytes, float] = {}
+        """When the log last named a rejected enrollment, by key."""
         self._run_id = run_id
         self._verify_key = verify_key
         self._heartbeat_s = heartbeat_s
@@ -190,7 +195,7 @@ class NodeLink:
     def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
         """Count an unrequested message. Cut its sender off, and return False, when its budget is spent.
 
-        A node with a key of its own keeps its account over a reconnect.
+        A node with a key of its own, or the holders of one invite, keep their account over a reconnect.
         """
         if isinstance(message, Generated | GenerateFailed | Progress) and node:
             request = node.leases.get(message.lease)
@@ -204,14 +209,13 @@ class NodeLink:
             f"{_UNASKED_MESSAGES + _late_answers(node)} at once and {_UNASKED_PER_S:g} a second; install the same "
             "release on both sides, and look for a loop in that node's log"
         )
-        self._garbage_bytes[received.identity] = _GARBAGE_BUDGET_BYTES + 1
-        self._cut_off(received.identity, node, reason, "cut off for a flood of messages")
+        self._cut_off(received, node, reason, "cut off for a flood of messages")
         return False
 
     def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int) -> bool:
         """Return whether the sender's account had as much left as a message of this cost and size takes."""
         cost += received.num_bytes // _UNASKED_BYTES
-        account = self._account(received.identity, received.key)
+        account = received.key if self._enrollment.is_own(received.key) else received.identity
         return self._budgets.charge(account, cost, extra=_late_answers(node))
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
@@ -295,8 +299,7 @@ class NodeLink:
             self._garbage_bytes.clear()
         total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
         if not self._charge(received, node, 1) or total > _GARBAGE_BUDGET_BYTES:
-            self._garbage_bytes[identity] = _GARBAGE_BUDGET_BYTES + 1
-            self._cut_off(identity, node, f"{sender} sent {total} bytes that are not messages: the limit is "
+            self._cut_off(received, node, f"{sender} sent {total} bytes that are not messages: the limit is "
                         f"{_GARBAGE_BUDGET_BYTES}, and {_UNASKED_MESSAGES} messages over all connections of its own key"
                         "; install the same release on both sides", "cut off for garbage")  # fmt: skip
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
@@ -309,33 +312,51 @@ class NodeLink:
             self._impostors.add(key)
             logger.warning("dropped what key %s sent in the name of node %s's connection", key.decode(), node.node_id)
 
-    def _cut_off(self, identity: bytes, node: AttachedNode | None, reason: str, why: str) -> None:
+    def _cut_off(self, received: FromConnection, node: AttachedNode | None, reason: str, why: str) -> None:
+        """Ignore a connection from now on. An invite's key also makes no new one for a while."""
+        self._garbage_bytes[received.identity] = _GARBAGE_BUDGET_BYTES + 1
         self.cut_off += 1
         logger.warning("cut off: %s", reason)
-        self._socket.send(identity, Rejected(reason=reason, may_return=True))
+        self._socket.send(received.identity, Rejected(reason=reason, may_return=True))
+        if not self._enrollment.is_node(received.key):
+            self._enrollment.turn_away(received.key)
         if node is not None:
             self._router.nodes.leave(node, why)
 
     def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
-        """Answer as soon as registry and files are read. What a connection asks meanwhile is dropped."""
-        if identity in self._enrolling or len(self._enrolling) >= _MAX_ENROLLING:
-            return
+        waiting = self._enrolling.setdefault(key, {})
+        if len(waiting) < _MAX_ENROLLING:
+            waiting.setdefault(identity, message)
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(self._answer_enrollments())
+
+    async def _answer_enrollments(self) -> None:
+        """Answer one enrollment of each key in turn: the holders of one invite delay nobody else."""
+        while self._enrolling:
+            for key in list(self._enrolling):
+                waiting = self._enrolling[key]
+                identity, message = next(iter(waiting.items()))
+                try:
+                    await self._answer_enrollment(identity, key, message)
+                except Exception:
+                    logger.exception("an enrollment could not be answered")
+                del waiting[identity]
+                if not waiting:
+                    del self._enrolling[key]
+
+    async def _answer_enrollment(self, identity: bytes, key: bytes, message: Enroll) -> None:
         nodes = self._router.nodes
         taken_names = {node.node_id for node in nodes if not self._enrollment.is_own(node.key)}.union(nodes.refused)
-
-        async def answer() -> None:
-            reply = self._second_process(message.key)
-            reply = reply or await self._enrollment.answer(key, message, self.newest_manifest, taken_names)
-            if reply is None:
-                return
-            if isinstance(reply, Rejected):
+        sent_away = {name: reason for name, (_, reason) in nodes.refused.items()}
+        reply = self._second_process(message.key)
+        reply = reply or await self._enrollment.answer(key, message, self.newest_manifest, taken_names, sent_away)
+        if isinstance(reply, Rejected):
+            if time.monotonic() - self._said.get(key, -math.inf) > _SAY_AGAIN_S:
+                self._said[key] = time.monotonic()
                 logger.warning("rejected an enrollment: %s", reply.reason)
-                self._socket.send(identity, reply)
-            else:
-                self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self._sources))
-
-        self._enrolling[identity] = task = asyncio.create_task(answer())
-        task.add_done_callback(lambda _: self._enrolling.pop(identity, None))
+            self._socket.send(identity, reply)
+        elif reply is not None:
+            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self._sources))
 
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""

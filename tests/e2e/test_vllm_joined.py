@@ -43,7 +43,15 @@ def test_a_string_brings_a_vllm_node(tmp_path: Path) -> None:
     try:
         run.start()
         wait_for(run.run_dir.endpoints.exists, run, log)
-        command = ["-m", "orchestrator.main", "invite", str(run.run_dir.root), "--allow-loopback", "--quiet"]
+        command = [
+            "-m",
+            "orchestrator.main",
+            "invite",
+            str(run.run_dir.root),
+            "--allow-loopback",
+            "--trust-nodes",
+            "--quiet",
+        ]
         invited = subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True)
         words = ["-m", "inference.main", "join", invited.stdout.strip(), "--engine", "vllm", "--name", "box"]
         environment = {**os.environ, MARK: run.name, "XDG_STATE_HOME": str(tmp_path / "state")}

@@ -180,6 +180,46 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
         assert "turned away for good: lied" in (await link.ask(enroll(first))).reason
 
 
+async def test_a_spent_invite_is_a_strangers_key(open_gateway, keys, joined):
+    """Used up, expired or withdrawn: the handshake fails, so nothing that its holders send is read."""
+    now, secrets = time.time(), []
+    for uses, expires in ((1, now + 1000), (1, now - 1), (1, now + 1000)):
+        public, secret = zmq.curve_keypair()
+        keys.registry.invite(public, uses=uses, expires=expires)
+        secrets.append(ClientKeys(keys.curve("server").public, CurvePair(public, secret)))
+    used, _, withdrawn = secrets
+    keys.registry.enroll(used.own.public, b"k" * 40, "box", "")
+    keys.registry.withdraw(withdrawn.own.public)
+    async with open_gateway() as gateway:
+        for spent in secrets:
+            link = joined(gateway, spent)
+            async with asyncio.timeout(100):
+                await link.until_refused()
+        assert gateway.state()["link"]["garbage"] == 0
+
+
+async def test_no_invite_stops_the_enrollment_of_another(open_gateway, keys, invite, joined):
+    """Neither many connections that ask at once nor one that asks without end."""
+    public, secret = zmq.curve_keypair()
+    keys.registry.invite(public, uses=1, expires=time.time() + 1000)
+    hostile = ClientKeys(keys.curve("server").public, CurvePair(public, secret))
+    refused = enroll(own_keys(invite), run_id="run-2")
+    async with open_gateway() as gateway:
+        links = [joined(gateway, hostile) for _ in range(40)]
+        for link in links:
+            assert isinstance(await link.ask(refused), Rejected)
+        for _ in range(50):
+            for link in links:
+                await link._socket.send(msgspec.msgpack.encode(refused))
+        assert isinstance(await joined(gateway, invite.keys).ask(enroll(own_keys(invite))), Enrolled)
+        async with asyncio.timeout(100):
+            while not gateway.state()["link"]["cut_off"]:
+                for _ in range(500):
+                    await links[0]._socket.send(msgspec.msgpack.encode(refused))
+                await asyncio.sleep(0.02)
+        assert isinstance(await joined(gateway, invite.keys).ask(enroll(own_keys(invite))), Enrolled)
+
+
 async def test_keys_that_are_not_a_nodes_own_are_not_enrolled(open_gateway, keys, invite, joined):
     """The shared key would get a name that locks out all who hold it, an invite's key the rights of a node."""
     public, _ = zmq.curve_keypair()
@@ -205,7 +245,12 @@ async def test_a_node_gets_no_name_that_was_sent_away(open_gateway, invite, join
     """Its first hello would be refused for what another one did."""
     async with open_gateway() as gateway:
         gateway.router.nodes.refused["box"] = ("banned", "lied")
-        assert (await joined(gateway, invite.keys).ask(enroll(own_keys(invite)))).node_id == "box-2"
+        own = own_keys(invite)
+        assert (await joined(gateway, invite.keys).ask(enroll(own))).node_id == "box-2"
+        # A node that was sent away hears it before it pulls anything.
+        gateway.router.nodes.refused["box-2"] = ("evicted", "evicted by the operator")
+        answer = await joined(gateway, own).ask(enroll(own))
+        assert isinstance(answer, Rejected) and not answer.may_return
 
 
 async def test_what_an_invite_sends_is_looked_up_once(open_gateway, invite, joined, monkeypatch):

@@ -48,6 +48,7 @@ def started(tmp_path):
 def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(started, capsys):
     run_dir = started()
     words = ["--nodes", "3", "--expires", "2h", "--package", "composer-prime @ git+https://example.org/c@abc"]
+    words.append("--trust-nodes")
     assert main([str(run_dir.root), *words, "--image", "example.org/composer:1"]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
     assert string.startswith(INVITE_PREFIX) and len(lines) == 3
@@ -70,6 +71,19 @@ def test_it_prints_one_string_that_holds_everything_and_three_lines_around_it(st
         keys.registry.enroll(invite.keys.own.public, b"one more", "n", "")
 
 
+def test_strangers_are_not_invited_to_a_run_without_audits(started):
+    """Nothing would check what their nodes answer. The refusal names the setting and the flag, and makes no invite."""
+    run_dir = started()
+    with pytest.raises(ConfigError) as refusal:
+        main([str(run_dir.root)])
+    assert "orchestrator.audit.enabled" in str(refusal.value) and "--trust-nodes" in str(refusal.value)
+    assert not RunKeys(run_dir.keys).registry.open_invites()
+    config = json.loads(run_dir.config.read_text())
+    config["orchestrator"]["audit"]["enabled"] = True
+    run_dir.config.write_text(json.dumps(config))
+    assert main([str(run_dir.root)]) == 0
+
+
 def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
     """The package is what another machine can install; of a folder of this machine there is none."""
     git = {"url": "https://example.org/c.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
@@ -79,12 +93,11 @@ def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
     assert package_of(json.dumps(wheel), "iroh") == "composer-prime[iroh] @ https://example.org/c-1-py3-none-any.whl"
     for url in ("file:///home/me/composer", "file:///tmp/c-1-py3-none-any.whl"):
         assert package_of(json.dumps({"url": url, "dir_info": {"editable": True}})) is None
-    assert main([str(started().root)]) == 0
+    assert main([str(started().root), "--trust-nodes"]) == 0
     shown = capsys.readouterr()
     if release_package() is None:
         assert "uvx --from" not in shown.out and "no uvx line, because" in shown.err and "--package SPEC" in shown.err
     assert "docker run" not in shown.out
-    assert "orchestrator.audit.enabled is false: nothing checks what these nodes" in shown.err
 
 
 def test_the_secret_of_an_invite_is_in_its_string_only(started):
@@ -100,7 +113,7 @@ def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys)
     """Its loopback address is left out. The run learns the relay; the line that starts the relay holds no secret."""
     run_dir = started("tcp://127.0.0.1:0")
     keys = RunKeys(run_dir.keys)
-    assert main([str(run_dir.root), "--relay", "192.0.2.9:5600"]) == 0
+    assert main([str(run_dir.root), "--relay", "192.0.2.9:5600", "--trust-nodes"]) == 0
     string, _, *lines = capsys.readouterr().out.splitlines()
     invite = Invite.read(string)
     assert (invite.addresses, invite.relays) == ([], ["192.0.2.9:5600"]) and len(invite.relay_pass) == 72
@@ -108,7 +121,10 @@ def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys)
     key = keys.verifier().public_bytes_raw().hex()
     assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --name 192.0.2.9:5600 --run {key}"
     assert keys.registry.relays() == ["192.0.2.9:5600"]
-    assert main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--relay", "192.0.2.9:5600", "--quiet"]) == 0
+    assert (
+        main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--relay", "192.0.2.9:5600", "--quiet", "--trust-nodes"])
+        == 0
+    )
     iroh, relay = Invite.read(capsys.readouterr().out.strip()).relays
     assert re.fullmatch("iroh:[0-9a-f]{64}@192.0.2.7:5601", iroh) and relay == "192.0.2.9:5600"
     assert keys.registry.relays() == ["192.0.2.9:5600", "iroh@192.0.2.7:5601"]
@@ -199,7 +215,7 @@ def test_the_address_is_where_the_run_listens(started, capsys):
         node_addresses(started("tcp://192.0.2.7:0"), [])
     assert node_addresses(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000"), []) == ["192.0.2.7:41000"]
     # Nodes keep the address for as long as they live, so a port that changes with each start is worth a note.
-    assert main([str(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000").root)]) == 0
+    assert main([str(started("tcp://192.0.2.7:0", bound="tcp://192.0.2.7:41000").root), "--trust-nodes"]) == 0
     assert "the port of 192.0.2.7:41000 changes when the run is started again" in capsys.readouterr().err
 
 

@@ -33,6 +33,7 @@ def test_an_invite_admits_as_many_nodes_as_it_says(registry):
     first = registry.enroll(b"invite", b"a", "box", "1 GPU")
     assert registry.enroll(b"invite", b"a", "box", "1 GPU") == first
     assert registry.enroll(b"invite", b"b", "other", "").name == "other"
+    assert registry.is_open_invite(b"invite") is False
     with pytest.raises(InviteError, match="for 2 nodes and 2 have used it"):
         registry.enroll(b"invite", b"c", "late", "")
     assert [node.name for node in registry.list()] == ["box", "other"]
@@ -43,7 +44,7 @@ def test_an_expired_invite_is_refused_with_both_times_and_not_counted(registry, 
     clock.now += 100
     with pytest.raises(InviteError, match=r"expired at 2023-11-14 22:15 UTC, it is 2023-11-14 22:15"):
         registry.enroll(b"invite", b"a", "box", "")
-    assert registry.is_invite(b"invite") and not registry.list()
+    assert registry.is_invite(b"invite") and not registry.is_open_invite(b"invite") and not registry.list()
     clock.now += 31 * 86400  # no invite stays in the file for ever
     registry.invite(b"another", uses=1, expires=clock.now + 1)
     assert not registry.is_invite(b"invite")
@@ -80,7 +81,8 @@ def test_a_withdrawn_invite_admits_no_further_node(registry, clock):
         registry.enroll(b"invite", b"c", "late", "")
     assert registry.enroll(b"invite", b"a", "box", "").name == "box" and registry.is_known(b"a")
     registry.enroll(b"second", b"d", "second", "")
-    assert registry.withdraw() == 1 and set(registry.invites()) == {b"invite", b"second", b"third"}
+    assert registry.open_invites() == [b"third"]
+    assert registry.withdraw() == 1 and registry.open_invites() == [] and registry.is_invite(b"third")
     with pytest.raises(InviteError, match="withdrawn"):
         registry.enroll(b"third", b"e", "third", "")
 
@@ -112,6 +114,16 @@ def test_another_process_sees_every_change_and_the_file_is_private(tmp_path):
     keys.registry.admit(b"a", "box")
     assert keys.registry.is_known(b"a")
     assert keys.registry.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_node_enrolls_again_by_its_own_key_or_its_own_invite(registry, clock):
+    """The holder of another invite who knows the node's public key gets nothing."""
+    registry.invite(b"other", uses=1, expires=clock.now + 100)
+    node = registry.enroll(b"invite", b"a", "box", "")
+    assert registry.enroll(b"a", b"a", "box", "") == node
+    with pytest.raises(InviteError):
+        registry.enroll(b"other", b"a", "box", "")
+    assert registry.uses_left(b"other") == 1
 
 
 def test_an_unknown_invite_is_refused(registry):
