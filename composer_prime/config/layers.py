@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from composer_prime.config.removed import without_removed
 from composer_prime.errors import ConfigError
 
 
@@ -112,7 +113,7 @@ def read_table_file(name: str) -> dict[str, Any]:
         raise ConfigError(f"{name} is not a configuration file: its name must end in .toml (or .json)")
     try:
         text = path.read_bytes().decode()
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        return tomllib.loads(text) if path.suffix == ".toml" else without_removed(json.loads(text), name)
     except FileNotFoundError:
         raise ConfigError(f"configuration file {name} does not exist{_files_near(path)}") from None
     except OSError as error:

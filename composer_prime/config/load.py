@@ -30,6 +30,7 @@ from pydantic_config import ConfigFileError, cli
 
 from composer_prime.config.layers import Layer, flag_layer, merge_layers, read_layers
 from composer_prime.config.problems import describe_problems, spell_flag, split_wrong_flags
+from composer_prime.config.removed import without_removed
 from composer_prime.config.root import Config
 from composer_prime.console import columns, fail, pluralize, program, what_is_wrong
 from composer_prime.errors import ConfigError
@@ -128,10 +129,11 @@ def read_config(path: Path) -> Config:
     """Return the configuration that the launcher wrote to `path` (config.json of a run directory).
 
     The caller makes run.import_from importable where it runs the run's code; one that only reads does not.
-    Raises ConfigError when the file is missing or has keys of another release.
+    Keys that this release no longer has are left out, with a warning. Raises ConfigError when the file is missing or
+    has keys that no release had.
     """
     try:
-        values = json.loads(path.read_text())
+        values = without_removed(json.loads(path.read_text()), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: start the run with `trainer @ file.toml`") from None
     except ValueError as error:

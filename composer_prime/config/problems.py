@@ -17,6 +17,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from composer_prime.config.layers import Layer
+from composer_prime.config.removed import what_holds_now
 from composer_prime.config.root import Config, DisagreementError
 
 Location = tuple[str | int, ...]
@@ -67,6 +68,8 @@ def _wrong_flag(word: str, following: str) -> str | None:
     name, equals, value = word[2:].partition("=")
     location = _flag_location(word)
     if not _is_known(location):
+        if (now := what_holds_now(location)) is not None:
+            return f"--{name} was removed: {now}"
         switch = _flag_location(f"--{name.removeprefix('no-')}")
         return None if _is_known(switch) else f"unknown option --{name}{_suggest_key(location, '--')}"
     value = value if equals else following
@@ -85,6 +88,8 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
     key = _dotted(location)
     origin = next((f" ({layer.origin})" for layer in reversed(layers) if layer.sets(location)), "")
     if first["type"] == "extra_forbidden":
+        if (now := what_holds_now(location)) is not None:
+            return f"{key}{origin} was removed: {now}"
         return f"unknown key {key}{origin}{_suggest_key(location)}"
     if first["type"] == "missing":
         return f"{key} is required: set it in the TOML file or pass --{key} VALUE"

@@ -1,0 +1,51 @@
+"""Keys that earlier releases had, and what holds now.
+
+In a TOML file or a flag such a key is an error that names what holds now. In the config.json of an older run it is left
+out with a warning, so that the run can be read, shown and resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+REMOVED: dict[str, str] = {}
+"""By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all
+its keys."""
+_SHOWN = 6
+
+
+def what_holds_now(location: Sequence[str | int]) -> str | None:
+    """Return what holds in place of the key at `location`; None where it was not removed."""
+    names = [str(segment) for segment in location if not str(segment).isdecimal()]
+    prefixes = (".".join(names[: depth + 1]) for depth in range(len(names)))
+    return next((REMOVED[prefix] for prefix in prefixes if prefix in REMOVED), None)
+
+
+def without_removed(values: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Return the tables of an older run's config.json without removed keys. Warn of those that had a value."""
+    dropped: dict[str, None] = {}
+    kept = _kept(values, (), dropped)
+    if dropped:
+        shown = [f"{key} ({what_holds_now(key.split('.'))})" for key in list(dropped)[:_SHOWN]]
+        more = f", and {len(dropped) - _SHOWN} more" if len(dropped) > _SHOWN else ""
+        logger.warning("%s has settings that this release no longer has: %s%s", origin, ", ".join(shown), more)
+    return kept
+
+
+def _kept(node: Any, location: tuple[str, ...], dropped: dict[str, None]) -> Any:
+    if isinstance(node, list):
+        return [_kept(element, location, dropped) for element in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {}
+    for key, value in node.items():
+        where = (*location, key)
+        if what_holds_now(where) is None:
+            kept[key] = _kept(value, where, dropped)
+        elif value not in (None, False, 0, "", [], {}):
+            dropped[".".join(where)] = None
+    return kept

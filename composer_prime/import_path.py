@@ -1,0 +1,47 @@
+"""Find a part by its short name or import path: the one way in which settings name code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from composer_prime.errors import ConfigError
+
+
+def find_part(name: str, known: Mapping[str, str], setting: str) -> Any:
+    """Return what `name` names: a key of `known`, whose value is an import path, or an import path itself.
+
+    `setting`: the dotted key that holds the name. Raises ConfigError for a name that leads nowhere.
+    """
+    path = known.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        choices = ", ".join(known) or "none"
+        raise ConfigError(f"{setting} is {name!r}; expected one of {choices}, or `module:name` of your own{hint}")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{setting} is {name!r}, which cannot be imported: {error}; give `module:name`") from None
+
+
+def build_part(
+    name: str, settings: Mapping[str, Any], known: Mapping[str, str], setting: str, given: Mapping[str, Any]
+) -> Any:
+    """Return the part that `name` names, called with `settings` and those of `given` that it takes.
+
+    Raises ConfigError for a name that leads nowhere, and for settings that the part does not take.
+    """
+    factory = find_part(name, known, setting)
+    parameters = inspect.signature(factory).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {key: value for key, value in given.items() if takes_all or key in parameters} | dict(settings)
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{setting} is {name!r}, which does not take {dict(settings)}: {error}") from None
+    return factory(**arguments)
