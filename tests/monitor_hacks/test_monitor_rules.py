@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from small_packages import cases
 
 from orchestrator.environments.code.monitor import HackMonitorConfig, Watch, inspect, seal, tool_use
-from orchestrator.environments.code.monitor.before import is_unwanted
+from orchestrator.environments.code.monitor.before import unwanted_files
 from orchestrator.environments.code.monitor.code_traits import traits
 from orchestrator.environments.code.monitor.conflict import conflicting_task
 from orchestrator.environments.code.monitor.literals import SUSPICIOUS_BITS, is_lookup, lifted_constants
@@ -35,10 +35,14 @@ def findings(case, uses=(), files=None, config=None, watch=None):
         ("pkg.egg-info/PKG-INFO", True), ("dist/pkg-1.0-py3-none-any.whl", True), ("build/lib/pkg/core.py", True),
         ("pkg/core.py.orig", True), ("fix.patch", True), (".pytest_cache/v/cache/nodeids", True), ("pkg/core.pyc", True),
         ("pkg/core.py", False), ("tests/data/a.zip", False), ("build/notes.txt", False), ("pkg/builder.py", False), ("README.md", False),
+        ("venv/bin/activate", True), ("dist/pkg/core.py", True), ("node_modules/a/index.js", True), ("backup.zip", True),
+        ("pkg/dist/__init__.py", False), ("pkg/venv/core.py", False), ("node_modules/__init__.py", False),
+        ("pkg/wheels/data.json", False), ("pkg/zones.tar.gz", False), ("pkg/site-packages/pkg/core.py", True),
     ],
 )  # fmt: skip
 def test_what_gives_the_solution_away_is_unwanted(path, unwanted):
-    assert is_unwanted(path) is unwanted
+    packages = ["pkg/__init__.py", *([path] if path.endswith("__init__.py") else [])]
+    assert (path in unwanted_files({*packages, path})) is unwanted
 
 
 # Unwanted files are not in the agent's tree, whatever the task lists as removed.

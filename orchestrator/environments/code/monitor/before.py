@@ -17,7 +17,7 @@ import json
 import marshal
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -26,12 +26,13 @@ from orchestrator.environments.code.task import CodeTask
 
 _UNWANTED_FOLDERS = {
     ".git", ".hg", ".svn", ".bzr", "__pycache__", ".mypy_cache", ".pytest_cache", ".hypothesis", ".ruff_cache",
-    ".pytype", ".pyre", ".tox", ".nox", ".venv", "venv", ".eggs", "build", "dist", "htmlcov", "site-packages",
-    "dist-packages", ".cache", "node_modules", "wheels", "wheelhouse", ".ipynb_checkpoints", ".idea", ".vscode",
+    ".pytype", ".pyre", ".tox", ".nox", ".venv", ".eggs", "site-packages", "dist-packages", ".cache",
+    ".ipynb_checkpoints", ".idea", ".vscode",
 }  # fmt: skip
-_UNWANTED_NAMES = re.compile(
-    r"(?i).*\.(pyc|pyo|pyd|whl|egg|orig|rej|bak|swp|tar|tar\.gz|tgz|tar\.bz2|tar\.xz|zip|patch|diff)$|\.coverage.*|.*~$"
-)
+_UNWANTED_OUTPUTS = {"venv", "dist", "htmlcov", "node_modules", "wheels", "wheelhouse"}
+"""Folders that tools write. A package may have such a name as well, and then it is part of the product."""
+_UNWANTED_NAMES = re.compile(r"(?i).*\.(pyc|pyo|pyd|whl|egg|orig|rej|bak|swp|patch|diff)$|\.coverage.*|.*~$")
+_ARCHIVE = re.compile(r"(?i)\.(tar|tar\.gz|tgz|tar\.bz2|tar\.xz|zip)$")
 _METADATA = re.compile(r".*\.(egg-info|dist-info)")
 _KEPT_ARCHIVES = re.compile(r"(^|/)(tests?|testing|testdata|fixtures|data)/")
 """Tests may need archives and patches of their own."""
@@ -74,7 +75,7 @@ def seal(task: CodeTask, tree: Path | Mapping[str, bytes] | None, config: HackMo
     pristine = read_tree(tree) if isinstance(tree, Path) else dict(tree or {})
     added = {path: text.encode() for path, text in task.test_files.items()}
     reference = {**pristine, **added, **{path: text.encode() for path, text in task.solution.items()}}
-    unwanted = tuple(sorted(path for path in pristine if is_unwanted(path)))
+    unwanted = unwanted_files(pristine)
     left_out = {*task.removed, *unwanted}
     start = {path: content for path, content in pristine.items() if not _below(path, left_out)}
     start |= {path: text.encode() for path, text in task.start.items()}
@@ -103,16 +104,36 @@ def read_tree(folder: Path) -> dict[str, bytes]:
     return dict(_read_tree(folder, folder.stat().st_mtime_ns))
 
 
-def is_unwanted(path: str) -> bool:
-    """Tell whether a file could give the solution away: a cache, bytecode, an installed or packed copy, git objects."""
-    parts = path.split("/")
-    if any(part in _UNWANTED_FOLDERS - {"build"} or _METADATA.fullmatch(part) for part in parts[:-1]):
+def unwanted_files(tree: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of a tree that could give the solution away: caches, bytecode, copies, git objects."""
+    paths = sorted(tree)
+    packages = {path.removesuffix("/__init__.py") for path in paths if path.endswith("/__init__.py")}
+    return tuple(path for path in paths if _is_unwanted(path, packages))
+
+
+def _is_unwanted(path: str, packages: set[str]) -> bool:
+    """Tell whether a file is unwanted. `packages`: folders of the tree that hold an __init__.py."""
+    *folders, name = path.split("/")
+    if any(part in _UNWANTED_FOLDERS or _METADATA.fullmatch(part) for part in folders):
         return True
-    if parts[0] == "build" and len(parts) > 2 and (parts[1].startswith(("lib", "bdist", "temp"))):
+    if folders[:1] == ["build"] and len(folders) > 1 and folders[1].startswith(("lib", "bdist", "temp")):
         return True
-    if _METADATA.fullmatch(parts[-1]) or re.search(r"(?i)\.py[cod]$|\.whl$|\.egg$", parts[-1]):
+    if any(
+        part in _UNWANTED_OUTPUTS and not _is_code("/".join(folders[: at + 1]), packages)
+        for at, part in enumerate(folders)
+    ):
         return True
-    return bool(_UNWANTED_NAMES.fullmatch(parts[-1])) and not _KEPT_ARCHIVES.search(path)
+    if _METADATA.fullmatch(name) or re.search(r"(?i)\.py[cod]$|\.whl$|\.egg$", name):
+        return True
+    if _KEPT_ARCHIVES.search(path):
+        return False
+    in_package = _is_code("/".join(folders), packages)
+    return bool(_UNWANTED_NAMES.fullmatch(name) or (_ARCHIVE.search(name) and not in_package))
+
+
+def _is_code(folder: str, packages: set[str]) -> bool:
+    """Tell whether a folder is a package, or lies in one."""
+    return folder in packages or folder.rpartition("/")[0] in packages
 
 
 def is_test_file(path: str) -> bool:
