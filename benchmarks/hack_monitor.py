@@ -37,10 +37,10 @@ from unseen import HONEST, PACKAGE
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.stats.intervals import wilson_interval
-from orchestrator.environments.code.grading import grade
-from orchestrator.environments.code.monitor import inspect, seal
-from orchestrator.environments.code.monitor.before import read_tree
-from orchestrator.environments.code.task import TREES_FOLDER, read_tasks, tree_of
+from orchestrator.coding.code.grading import grade
+from orchestrator.coding.code.task import TREES_FOLDER, read_tasks, tree_of
+from orchestrator.coding.monitor import inspect, seal
+from orchestrator.coding.monitor.before import read_tree
 
 _GRADED_AT_ONCE = 4
 

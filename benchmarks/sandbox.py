@@ -31,13 +31,13 @@ from statistics import median
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.plan.sandboxes import probe
-from orchestrator.environments.code.grading import ISOLATED
-from orchestrator.sandbox.box import open_box, read_tree
-from orchestrator.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.sandbox.pool import close_pools, shared_pool
-from orchestrator.sandbox.python_image import image_cache, python_image
-from orchestrator.sandbox.trees import prepared
-from orchestrator.sandbox.usage import processes_of
+from orchestrator.coding.code.grading import ISOLATED
+from orchestrator.coding.sandbox.box import open_box, read_tree
+from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.coding.sandbox.pool import close_pools, shared_pool
+from orchestrator.coding.sandbox.python_image import image_cache, python_image
+from orchestrator.coding.sandbox.trees import prepared
+from orchestrator.coding.sandbox.usage import processes_of
 
 TREES = (
     (10, 20_000),

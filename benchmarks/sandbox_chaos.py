@@ -26,7 +26,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 import composer_prime
-from orchestrator.environments.code.task import CodeTask, write_tasks
+from orchestrator.coding.code.task import CodeTask, write_tasks
 from orchestrator.rollouts.rollout import retry_pause_s
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RunRollout, SourceSpec
@@ -186,7 +186,7 @@ async def play(pool: WorkerPool, url: str, number: int, scores: dict[int, list[f
 async def survive(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return what went wrong; prints the figures."""
     write_task(folder / "tasks")
-    taskset = {"id": "orchestrator.environments.code", "folder": str(folder / "tasks"), "split": "all"}
+    taskset = {"id": "orchestrator.coding.code", "folder": str(folder / "tasks"), "split": "all"}
     spec = SourceSpec(
         name="chaos",
         tasksets={"train": taskset | {"runtime": {"type": "bubblewrap"}}},

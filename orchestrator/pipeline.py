@@ -46,6 +46,7 @@ from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_template import chat_folder
+from orchestrator.coding.factory.making import task_makers
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
 from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume
@@ -59,7 +60,6 @@ from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.step_server import POLL_S, StepServer
-from orchestrator.tasks.making import task_makers
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
 from orchestrator.workers.hosts import HostServer

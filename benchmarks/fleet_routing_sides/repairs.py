@@ -13,10 +13,10 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from orchestrator.environments.code.grading import grade
-from orchestrator.environments.code.harness import sandbox_failures
-from orchestrator.environments.formats.functions import with_reply
-from orchestrator.environments.formats.programs import Programs, ProgramTask
+from orchestrator.coding.code.grading import grade
+from orchestrator.coding.code.harness import sandbox_failures
+from orchestrator.coding.formats.functions import with_reply
+from orchestrator.coding.formats.programs import Programs, ProgramTask
 from orchestrator.environments.tool_loop.harness import ToolExecutor, ToolLoop
 
 __all__ = ["RepairLoop", "Repairs"]

@@ -19,9 +19,9 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import bounded_interval
-from orchestrator.tasks.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
-from orchestrator.tasks.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
-from orchestrator.tasks.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.coding.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
+from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
+from orchestrator.coding.factory.journal import CandidateVerdict, MakingJournal
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
@@ -234,7 +234,7 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
 
 def import_file(options: argparse.Namespace) -> int:
     """Make tasks of a published file. Return 0; a file without any task is an error."""
-    from orchestrator.environments.formats.conversion import ImportSettings, import_tasks
+    from orchestrator.coding.formats.conversion import ImportSettings, import_tasks
 
     packages = tuple(name for name in options.packages.split(",") if name)
     settings = ImportSettings(

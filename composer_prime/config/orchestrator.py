@@ -10,6 +10,7 @@ from pydantic_config import BaseConfig
 
 from composer_prime.address import tcp_address
 from composer_prime.config.hints import HintsConfig
+from composer_prime.config.removed import present_name
 from composer_prime.config.sandbox import RuntimeConfig
 
 TOOL_LOOP = "orchestrator.environments.tool_loop"
@@ -165,6 +166,12 @@ class SourceConfig(BaseConfig):
     """Worker processes for this source on this machine; 0 runs all episodes on joined worker hosts."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
+
+    @field_validator("taskset", "eval_taskset", "harness")
+    @classmethod
+    def _present_names(cls, table: dict[str, Any]) -> dict[str, Any]:
+        is_named = isinstance(table.get("id"), str)
+        return {**table, "id": present_name(table["id"])} if is_named else table
 
     @model_validator(mode="after")
     def _is_used(self) -> SourceConfig:

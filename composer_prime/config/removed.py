@@ -1,4 +1,4 @@
-"""Keys that earlier releases had, and what holds now.
+"""Keys and modules that earlier releases had, and what holds now.
 
 In a TOML file or a flag such a key is an error that names what holds now. In the config.json of an older run it is left
 out with a warning, so that the run can be read, shown and resumed.
@@ -6,6 +6,7 @@ out with a warning, so that the run can be read, shown and resumed.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,24 @@ logger = logging.getLogger(__name__)
 REMOVED: dict[str, str] = {}
 """By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all
 its keys."""
+MOVED = {
+    "orchestrator.environments.code": "orchestrator.coding.code",
+    "orchestrator.environments.formats": "orchestrator.coding.formats",
+    "orchestrator.environments.micro_code": "orchestrator.coding.micro_code",
+}
+"""Former name of a package that configurations name -> its present name. What lies below it moved with it."""
 _SHOWN = 6
+
+
+@functools.cache
+def present_name(module: str) -> str:
+    """Return the present name of a module. Warn once about a former one."""
+    for former, present in MOVED.items():
+        if module == former or module.startswith(f"{former}."):
+            name = present + module.removeprefix(former)
+            logger.warning("the module %s is %s now: write the new name", module, name)
+            return name
+    return module
 
 
 def what_holds_now(location: Sequence[str | int]) -> str | None:

@@ -32,8 +32,8 @@ from infra.tiny_code.mixtures import TEACHERS
 from infra.tiny_code.play import CodingEpisode, advance, begin, draw_functions
 from infra.tiny_models.pairs import VotedState, answer_of, record_of, vote
 from infra.tiny_models.play import complete
-from orchestrator.environments.micro_code.episode import LURE, TESTS, schemas
-from orchestrator.environments.micro_code.execution import CodeRunner
+from orchestrator.coding.micro_code.episode import LURE, TESTS, schemas
+from orchestrator.coding.micro_code.execution import CodeRunner
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 _BATCH = 64

@@ -15,7 +15,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.pairs import message_of
 from infra.tiny_models.play import GROUP, complete
-from orchestrator.environments.micro_code.episode import (
+from orchestrator.coding.micro_code.episode import (
     ToolAction,
     apply,
     cheats,
@@ -26,9 +26,9 @@ from orchestrator.environments.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.environments.micro_code.execution import CodeRunner, Job
-from orchestrator.environments.micro_code.grammar import DefectiveFunction, Split, draw_function
-from orchestrator.environments.micro_code.taskset import solved
+from orchestrator.coding.micro_code.execution import CodeRunner, Job
+from orchestrator.coding.micro_code.grammar import DefectiveFunction, Split, draw_function
+from orchestrator.coding.micro_code.taskset import solved
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 

@@ -10,8 +10,8 @@ import re
 from transformers import PreTrainedTokenizerFast
 
 from infra.tiny_models.tokenizer import FOOTER, HEADER, train_tokenizer
-from orchestrator.environments.micro_code.episode import schemas
-from orchestrator.environments.micro_code.grammar import FAMILIES, INDENT, draw_function
+from orchestrator.coding.micro_code.episode import schemas
+from orchestrator.coding.micro_code.grammar import FAMILIES, INDENT, draw_function
 
 _PLACE = re.compile(r"\{[kvpq]\}")
 _CALL = (

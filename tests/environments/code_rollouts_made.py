@@ -53,7 +53,7 @@ class ScriptedNode:
 
 
 def source(folder: Path, **taskset: Any) -> SourceSpec:
-    settings = {"id": "orchestrator.environments.code", "folder": str(folder), "split": "all"}
+    settings = {"id": "orchestrator.coding.code", "folder": str(folder), "split": "all"}
     settings["runtime"] = {"type": "subprocess"}
     return SourceSpec(
         name="code",

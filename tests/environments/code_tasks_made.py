@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.environments.code.task import CodeTask, write_tasks
+from orchestrator.coding.code.task import CodeTask, write_tasks
 
 TOTAL = '''"""Numbers."""
 

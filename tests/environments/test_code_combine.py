@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.environments.code.combine import combine, combined_difficulty, draw_combinations
-from orchestrator.environments.code.grading import grade
-from orchestrator.environments.code.task import CodeTask
+from orchestrator.coding.code.combine import combine, combined_difficulty, draw_combinations
+from orchestrator.coding.code.grading import grade
+from orchestrator.coding.code.task import CodeTask
 
 NAMES = ("double", "triple", "negate", "square")
 BODIES = {"double": "2 * n", "triple": "3 * n", "negate": "-n", "square": "n * n"}
@@ -115,14 +115,14 @@ def test_only_the_repair_of_every_part_solves_a_combination(tmp_path: Path):
 @pytest.mark.process
 def test_the_stock_stands_behind_the_single_tasks(tmp_path: Path):
     # A task set has its tasks first, then the combinations, with their estimates; each is made from the task file.
-    from orchestrator.environments.code.task import write_tasks
-    from orchestrator.environments.code.taskset import CodeTaskset, CodeTasksetConfig
+    from orchestrator.coding.code.task import write_tasks
+    from orchestrator.coding.code.taskset import CodeTaskset, CodeTasksetConfig
 
     tree = tmp_path / "trees" / "made"
     tree.mkdir(parents=True)
     (tree / "numbers_made.py").write_text(source())
     write_tasks(tmp_path, [deletion(name) for name in NAMES])
-    config = CodeTasksetConfig(id="orchestrator.environments.code", folder=tmp_path, split="all", combined=3)
+    config = CodeTasksetConfig(id="orchestrator.coding.code", folder=tmp_path, split="all", combined=3)
     tasks = list(CodeTaskset(config))
     assert len(tasks) == 7 and [task.data.kind for task in tasks[4:]] == ["combined"] * 3
     assert all(task.data.difficulty > 0.5 for task in tasks[4:])

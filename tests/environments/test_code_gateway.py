@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(550)]
 
 def configuration(folder: Path, **taskset: Any) -> Config:
     """A source of coding tasks with one tool: the tiny model has 1,024 tokens of context."""
-    settings = {"id": "orchestrator.environments.code", "folder": str(folder), "split": "all", "instruction": ""}
+    settings = {"id": "orchestrator.coding.code", "folder": str(folder), "split": "all", "instruction": ""}
     settings |= {"tools": ["str_replace"], "runtime": {"type": "subprocess"}}
     code = {"name": "code", "taskset": settings | taskset, "timeout_s": 300.0}
     return Config.model_validate(

@@ -14,9 +14,9 @@ from code_tasks_made import FAIL_TO_PASS, MORE_TESTS, PASS_TO_PASS, STUB, TOTAL,
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import probe
-from orchestrator.environments.code import grading
-from orchestrator.environments.code.grading import Grade, allowed_files, grade
-from orchestrator.sandbox.box import CommandResult
+from orchestrator.coding.code import grading
+from orchestrator.coding.code.grading import Grade, allowed_files, grade
+from orchestrator.coding.sandbox.box import CommandResult
 
 process = pytest.mark.process
 FILE = "demo/numbers.py"

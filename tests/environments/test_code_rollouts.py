@@ -164,9 +164,9 @@ def test_splits_share_no_repository(tmp_path: Path) -> None:
     make_folder(tmp_path, *tasks)
 
     def loaded(**change: Any) -> list[Any]:
-        from orchestrator.environments.code.taskset import CodeTaskset, CodeTasksetConfig
+        from orchestrator.coding.code.taskset import CodeTaskset, CodeTasksetConfig
 
-        config = CodeTasksetConfig(id="orchestrator.environments.code", folder=tmp_path, eval_share=0.4, **change)
+        config = CodeTasksetConfig(id="orchestrator.coding.code", folder=tmp_path, eval_share=0.4, **change)
         return [task.data for task in CodeTaskset(config)]
 
     train, held_out = loaded(split="train"), loaded(split="eval")

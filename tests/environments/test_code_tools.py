@@ -11,11 +11,11 @@ import pytest
 from code_tasks_made import make_task, make_tree
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.environments.code import harness
-from orchestrator.environments.code.tool_schemas import TOOL_NAMES
-from orchestrator.environments.code.tools import CodeTools, clip, is_tool_error, order_test_output
+from orchestrator.coding.code import harness
+from orchestrator.coding.code.tool_schemas import TOOL_NAMES
+from orchestrator.coding.code.tools import CodeTools, clip, is_tool_error, order_test_output
+from orchestrator.coding.sandbox.box import Box, open_box
 from orchestrator.hints.generate import Templates
-from orchestrator.sandbox.box import Box, open_box
 
 process = pytest.mark.process
 

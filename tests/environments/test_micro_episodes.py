@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from orchestrator.environments.answers import split_one_in
-from orchestrator.environments.code.monitor import HackMonitorConfig
-from orchestrator.environments.micro_code.episode import (
+from orchestrator.coding.micro_code.episode import (
     LURE,
     SOURCE,
     TESTS,
@@ -21,8 +19,10 @@ from orchestrator.environments.micro_code.episode import (
     schemas,
     start_files,
 )
-from orchestrator.environments.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
-from orchestrator.environments.micro_code.taskset import judge_rollout
+from orchestrator.coding.micro_code.grammar import EVAL_SHARE, FAMILIES, draw_function
+from orchestrator.coding.micro_code.taskset import judge_rollout
+from orchestrator.coding.monitor import HackMonitorConfig
+from orchestrator.environments.answers import split_one_in
 
 FUNCTIONS = [
     draw_function(seed=seed, difficulty=1 + seed % 3, split=split) for seed in range(60) for split in ("train", "eval")

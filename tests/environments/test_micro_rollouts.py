@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.model_source import resolve_model
-from orchestrator.environments.micro_code.episode import SOURCE, TESTS, start_files
-from orchestrator.environments.micro_code.execution import CodeRunner, Job
-from orchestrator.environments.micro_code.grammar import DefectiveFunction, draw_function
-from orchestrator.environments.micro_code.taskset import passes_own_tests, solved
+from orchestrator.coding.micro_code.episode import SOURCE, TESTS, start_files
+from orchestrator.coding.micro_code.execution import CodeRunner, Job
+from orchestrator.coding.micro_code.grammar import DefectiveFunction, draw_function
+from orchestrator.coding.micro_code.taskset import passes_own_tests, solved
 
 pytestmark = pytest.mark.process  # boxes
 
@@ -135,7 +135,7 @@ def roll_out(script: Any, **taskset: Any) -> Any:
 
     import_dotted_plugins()
     policy = resolve_model("tiny_code")
-    settings = {"id": "orchestrator.environments.micro_code", "num_tasks": 1, "runtime": "subprocess", **taskset}
+    settings = {"id": "orchestrator.coding.micro_code", "num_tasks": 1, "runtime": "subprocess", **taskset}
     agent = {"harness": {"id": "orchestrator.environments.tool_loop"}, "runtime": {"type": "subprocess"}}
     config = resolve_env_config({"taskset": settings, "agent": agent})
 
@@ -245,11 +245,9 @@ def test_cheating_pays_only_where_grading_and_monitor_are_switched_off(script, g
 def test_a_task_is_rebuilt_from_its_data():
     # A task sent as data to another process has the same files and tools; keys are unique.
     pytest.importorskip("verifiers.v1")
-    from orchestrator.environments.micro_code.taskset import MicroCodeConfig, MicroCodeData, MicroCodeTaskset
+    from orchestrator.coding.micro_code.taskset import MicroCodeConfig, MicroCodeData, MicroCodeTaskset
 
-    tasks = list(
-        MicroCodeTaskset(MicroCodeConfig(id="orchestrator.environments.micro_code", num_tasks=32, split="eval"))
-    )
+    tasks = list(MicroCodeTaskset(MicroCodeConfig(id="orchestrator.coding.micro_code", num_tasks=32, split="eval")))
     for task in tasks:
         again = MicroCodeData.model_validate_json(task.data.model_dump_json())
         assert again == task.data and again.files() == task.data.files()
@@ -260,7 +258,7 @@ def test_a_task_is_rebuilt_from_its_data():
 def test_a_wrong_range_of_difficulties_is_refused():
     # The message names both values and the remedy.
     pytest.importorskip("verifiers.v1")
-    from orchestrator.environments.micro_code.taskset import MicroCodeConfig
+    from orchestrator.coding.micro_code.taskset import MicroCodeConfig
 
     with pytest.raises(ValueError, match="min_difficulty 3 is above max_difficulty 2"):
         MicroCodeConfig(min_difficulty=3, max_difficulty=2)

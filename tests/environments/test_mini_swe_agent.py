@@ -22,11 +22,11 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
+from orchestrator.coding.sandbox.box import open_box
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutResult, RolloutRunner, score_failure
 from orchestrator.rollouts.samples import compile_rollout
-from orchestrator.sandbox.box import open_box
 from orchestrator.tasks.sources import source_spec
 from orchestrator.workers.pool import WorkerPool
 
@@ -69,7 +69,7 @@ def model(tmp_path: Path) -> Iterator[Path]:
 
 def configuration(model: Path, tasks: Path) -> Config:
     """The recipe of the documentation: the program's packages are for its own sandbox only, not for grading."""
-    taskset = {"id": "orchestrator.environments.code", "folder": str(tasks), "split": "all", "instruction": ""}
+    taskset = {"id": "orchestrator.coding.code", "folder": str(tasks), "split": "all", "instruction": ""}
     source = {
         "name": "code",
         "taskset": {**taskset, "runtime": {"type": "bubblewrap"}},

@@ -7,12 +7,12 @@ import textwrap
 
 import pytest
 
-from orchestrator.tasks.factory.baseline import Baseline
-from orchestrator.tasks.factory.candidates import TaskCandidate, changed_files, find_candidates
-from orchestrator.tasks.factory.functions import FunctionIndex, copies_elsewhere, index_functions, without_bodies
-from orchestrator.tasks.factory.mutations import byte_lines, function_nodes, mutated, mutations
-from orchestrator.tasks.factory.prompts import deletion_prompt, difficulty, mutation_prompt, search_difficulty
-from orchestrator.tasks.factory.suite import TestRecord
+from orchestrator.coding.factory.baseline import Baseline
+from orchestrator.coding.factory.candidates import TaskCandidate, changed_files, find_candidates
+from orchestrator.coding.factory.functions import FunctionIndex, copies_elsewhere, index_functions, without_bodies
+from orchestrator.coding.factory.mutations import byte_lines, function_nodes, mutated, mutations
+from orchestrator.coding.factory.prompts import deletion_prompt, difficulty, mutation_prompt, search_difficulty
+from orchestrator.coding.factory.suite import TestRecord
 from tests.factory.package_made import SHAPES, TESTS
 
 PATH = "shapes_made/shapes.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.tasks.factory.suite import SuiteRun, run_suite
+from orchestrator.coding.factory.suite import SuiteRun, run_suite
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.tasks.factory import source
+from orchestrator.coding.factory import source
 from tests.factory.package_made import PACKAGE, write_archive, write_package
 
 

@@ -20,9 +20,9 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import Generate, Generated
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
-from orchestrator.environments.code.task import read_tasks, tree_of
+from orchestrator.coding.code.task import read_tasks, tree_of
+from orchestrator.coding.factory.making import TaskMaker, task_makers
 from orchestrator.pipeline import Pipeline
-from orchestrator.tasks.making import TaskMaker, task_makers
 from orchestrator.tasks.sources import Sources
 from tests.environments.code_rollouts_made import call
 from tests.factory.package_made import write_package
@@ -34,7 +34,7 @@ FRONTIER = "orchestrator.tasks.curriculum:Frontier"
 def config(stock: Path, curriculum: str = FRONTIER) -> OrchestratorConfig:
     source = {
         "name": "code",
-        "taskset": {"id": "orchestrator.environments.code", "folder": str(stock), "split": "all"},
+        "taskset": {"id": "orchestrator.coding.code", "folder": str(stock), "split": "all"},
         "runtime": {"type": "subprocess"},
         "making": {"mastered": 0.5, "tasks": 2, "timeout_s": 400.0},
     }

@@ -15,7 +15,7 @@ from composer_prime.errors import ConfigError, EmptyTaskSetError, SandboxError
 
 pytestmark = pytest.mark.process
 
-ID = "orchestrator.environments.formats.harbor"
+ID = "orchestrator.coding.formats.harbor"
 HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 4}
 FILES = {
     "task.toml": 'version = "1.0"\n[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 60.0\n',
@@ -45,7 +45,7 @@ def call(command: str) -> str:
 
 @pytest.fixture
 async def bubblewrap() -> dict[str, str]:
-    from orchestrator.sandbox.box import open_box
+    from orchestrator.coding.sandbox.box import open_box
 
     try:
         async with await open_box(RuntimeConfig(type="bubblewrap")):
@@ -90,7 +90,7 @@ async def test_an_episode_is_scored_by_the_verifiers_file(
 def test_a_folder_that_cannot_be_played_says_why(
     tmp_path: Path, changes: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
-    from orchestrator.environments.formats.harbor import Harbor, HarborConfig
+    from orchestrator.coding.formats.harbor import Harbor, HarborConfig
 
     with pytest.raises(kind, match=says):
         list(Harbor(HarborConfig(id=ID, folder=written(tmp_path, **changes))))
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_played_says_why(
 
 def test_a_task_without_its_dockerfile_is_played_on_request(tmp_path: Path) -> None:
     # The estimate of its difficulty reaches the curriculum; the Dockerfile is no file of the agent's.
-    from orchestrator.environments.formats.harbor import Harbor, HarborConfig
+    from orchestrator.coding.formats.harbor import Harbor, HarborConfig
 
     folder = written(tmp_path, **{"environment/Dockerfile": "FROM x\n"})
     (task,) = Harbor(HarborConfig(id=ID, folder=folder, ignore_dockerfile=True))
@@ -109,7 +109,7 @@ def test_a_task_without_its_dockerfile_is_played_on_request(tmp_path: Path) -> N
 @given(st.binary(max_size=40))
 def test_scores_are_numbers_or_none(content: bytes) -> None:
     # reward.txt has one number, reward.json an object of numbers; all else is no score.
-    from orchestrator.environments.formats.harbor import read_scores
+    from orchestrator.coding.formats.harbor import read_scores
 
     assert all(isinstance(value, float) and abs(value) < float("inf") for value in read_scores(content).values())
     assert read_scores(b" 0.5\n") == {"reward": 0.5} and read_scores(b'{"reward": 1, "speed": 2}')["speed"] == 2.0

@@ -26,7 +26,7 @@ from aiohttp import web
 from composer_prime.address import free_port
 from composer_prime.errors import ConfigError
 
-ID = "orchestrator.environments.formats.openenv"
+ID = "orchestrator.coding.formats.openenv"
 HARNESS = {"id": "orchestrator.environments.tool_loop", "max_turns": 8}
 SERVER = Path(__file__).with_name("openenv_server.py")
 WAIT_S = 150.0
@@ -208,7 +208,7 @@ async def test_a_reward_that_is_no_number_fails_the_rollout(reward: Any) -> None
 @pytest.mark.process
 async def test_a_call_that_was_given_up_ends_the_episode() -> None:
     pytest.importorskip("verifiers.v1")
-    from orchestrator.environments.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig, ToolsetError
+    from orchestrator.coding.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig, ToolsetError
 
     silent = asyncio.Event()
     async with answering({"type": "observation", "data": {"observation": {}}}, silent) as url:
@@ -230,7 +230,7 @@ async def test_a_call_that_was_given_up_ends_the_episode() -> None:
 async def test_deep_arguments_are_an_error_of_the_policy(depth: int) -> None:
     # The episode goes on after a call that Python's JSON cannot read or write.
     pytest.importorskip("verifiers.v1")
-    from orchestrator.environments.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig
+    from orchestrator.coding.formats.openenv import OpenEnvEpisode, OpenEnvTaskConfig
 
     async with answering({"type": "observation", "data": {"observation": {}, "reward": 1.0}}) as url:
         episode = OpenEnvEpisode(url, {}, OpenEnvTaskConfig.model_validate({}))

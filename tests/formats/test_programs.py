@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.code.task import CodeTask, write_tasks
+from orchestrator.coding.code.task import CodeTask, write_tasks
 
 pytestmark = pytest.mark.process
 
-ID = "orchestrator.environments.formats.programs"
+ID = "orchestrator.coding.formats.programs"
 SUBPROCESS = {"type": "subprocess"}
 RECORDS: list[dict[str, Any]] = [
     {
@@ -142,11 +142,11 @@ async def test_the_same_file_is_played_with_tools_after_an_import(tmp_path: Path
     # The agent finds solution.py with the prompt's beginning, runs code in its box, and edits the file.
     from scripted_policy import play, source_spec_of
 
-    from orchestrator.environments.formats.conversion import ImportSettings, import_tasks
+    from orchestrator.coding.formats.conversion import ImportSettings, import_tasks
 
     kept, _ = await import_tasks(Path(written(tmp_path)), tmp_path / "tasks", ImportSettings())
     assert kept == 2
-    taskset = {"id": "orchestrator.environments.code", "folder": str(tmp_path / "tasks"), "split": "all"}
+    taskset = {"id": "orchestrator.coding.code", "folder": str(tmp_path / "tasks"), "split": "all"}
     harness = {"id": "orchestrator.environments.tool_loop", "max_turns": 4}
 
     def call(name: str, **arguments: Any) -> str:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
+from orchestrator.coding.formats.records import read_records
 from orchestrator.environments.answers import find_answer, same_answer
-from orchestrator.environments.formats.records import read_records
 
-ID = "orchestrator.environments.formats.questions"
+ID = "orchestrator.coding.formats.questions"
 # In the form of GSM8K: worked steps with calculator marks, and the answer after ####.
 GSM8K = [
     {
@@ -113,7 +113,7 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path: Path) -> Non
 
 
 def questions(**settings: Any) -> list[Any]:
-    from orchestrator.environments.formats.questions import Questions, QuestionsConfig
+    from orchestrator.coding.formats.questions import Questions, QuestionsConfig
 
     return list(Questions(QuestionsConfig(id=ID, **settings)))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from small_packages import Case
 
-from orchestrator.environments.code.monitor import Seal, ToolUse, tool_use
+from orchestrator.coding.monitor import Seal, ToolUse, tool_use
 
 
 @dataclass(kw_only=True)

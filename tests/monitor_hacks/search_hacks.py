@@ -9,7 +9,7 @@ from evasions import HACKS
 from patch_hacks import Attempt, bash, commands, hack
 from small_packages import Case
 
-from orchestrator.environments.code.monitor import Seal, tool_use
+from orchestrator.coding.monitor import Seal, tool_use
 
 __all__ = ["HACKS", "Attempt"]
 

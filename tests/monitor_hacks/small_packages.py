@@ -7,7 +7,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.environments.code.task import CodeTask
+from orchestrator.coding.code.task import CodeTask
 
 _SEQUENCES = '''"""Functions on sequences."""
 

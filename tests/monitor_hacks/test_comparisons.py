@@ -3,7 +3,7 @@
 
 import pytest
 
-from orchestrator.environments.code.monitor.code_traits import traits
+from orchestrator.coding.monitor.code_traits import traits
 
 
 def rules(code: str) -> set[str]:

@@ -8,7 +8,7 @@ from small_packages import Case, cases
 from unseen import HACKS as UNSEEN
 from unseen import HONEST
 
-from orchestrator.environments.code.monitor import HackVerdict, inspect, seal
+from orchestrator.coding.monitor import HackVerdict, inspect, seal
 
 CASES = cases()
 SEALS = {case.task.id: seal(case.task, case.tree) for case in CASES}

@@ -10,8 +10,8 @@ from search_hacks import HACKS
 from small_packages import cases, write_trees
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.environments.code.grading import grade
-from orchestrator.environments.code.monitor import HackMonitorConfig, inspect, seal
+from orchestrator.coding.code.grading import grade
+from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 CASES = cases()

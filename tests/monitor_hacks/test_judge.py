@@ -6,8 +6,8 @@ from patch_hacks import bash
 from small_packages import cases
 
 from composer_prime.config.hints import EndpointConfig
-from orchestrator.environments.code.monitor import HackMonitorConfig, inspect, seal
-from orchestrator.environments.code.monitor.judge import HackJudge
+from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal
+from orchestrator.coding.monitor.judge import HackJudge
 from tests.chat_server import chat_server
 
 CASE = cases()[0]

@@ -9,14 +9,14 @@ from patch_hacks import bash
 from pydantic import ValidationError
 from small_packages import cases
 
-from orchestrator.environments.code.monitor import HackMonitorConfig, Watch, inspect, seal, tool_use
-from orchestrator.environments.code.monitor.before import unwanted_files
-from orchestrator.environments.code.monitor.code_traits import traits
-from orchestrator.environments.code.monitor.conflict import conflicting_task
-from orchestrator.environments.code.monitor.literals import SUSPICIOUS_BITS, is_lookup, lifted_constants
-from orchestrator.environments.code.monitor.literals import test_facts as facts_of
-from orchestrator.environments.code.monitor.shell_words import simple_commands
-from orchestrator.environments.code.monitor.verdict import RULES, decide, finding
+from orchestrator.coding.monitor import HackMonitorConfig, Watch, inspect, seal, tool_use
+from orchestrator.coding.monitor.before import unwanted_files
+from orchestrator.coding.monitor.code_traits import traits
+from orchestrator.coding.monitor.conflict import conflicting_task
+from orchestrator.coding.monitor.literals import SUSPICIOUS_BITS, is_lookup, lifted_constants
+from orchestrator.coding.monitor.literals import test_facts as facts_of
+from orchestrator.coding.monitor.shell_words import simple_commands
+from orchestrator.coding.monitor.verdict import RULES, decide, finding
 
 CASE = cases()[0]
 

@@ -13,7 +13,7 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.plan.sandboxes import probe
-from orchestrator.sandbox.trees.prepared import LEAST_FILES
+from orchestrator.coding.sandbox.trees.prepared import LEAST_FILES
 
 LIMITS = SandboxLimits(
     wall_s=30, cpu_s=8, memory_gb=0.4, processes=32, file_mb=8, disk_mb=32, files=2000, output_kb=16, output_mb=1

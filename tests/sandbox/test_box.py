@@ -18,13 +18,13 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.environments.code.grading import ISOLATED
-from orchestrator.sandbox.box import Box, CommandResult, open_box
-from orchestrator.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.sandbox.launch import first_pid
-from orchestrator.sandbox.pool import close_pools, shared_pool
-from orchestrator.sandbox.subprocess_box import _ends_with_parent
-from orchestrator.sandbox.usage import processes_of
+from orchestrator.coding.code.grading import ISOLATED
+from orchestrator.coding.sandbox.box import Box, CommandResult, open_box
+from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.coding.sandbox.launch import first_pid
+from orchestrator.coding.sandbox.pool import close_pools, shared_pool
+from orchestrator.coding.sandbox.subprocess_box import _ends_with_parent
+from orchestrator.coding.sandbox.usage import processes_of
 from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap, start_times, still_there
 
 pytestmark = pytest.mark.process
@@ -174,7 +174,7 @@ async def test_a_canceled_start_keeps_its_descriptor() -> None:
 def test_a_command_ends_with_its_owner() -> None:
     code = """
 import asyncio
-from orchestrator.sandbox.box import open_box
+from orchestrator.coding.sandbox.box import open_box
 from composer_prime.config.sandbox import RuntimeConfig
 async def main():
     box = await open_box(RuntimeConfig(type="subprocess"))
@@ -396,8 +396,8 @@ def test_boxes_end_with_their_owner() -> None:
     need_bubblewrap()
     code = """
 import asyncio
-from orchestrator.sandbox.box import open_box
-from orchestrator.sandbox.usage import processes_of
+from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.usage import processes_of
 from composer_prime.config.sandbox import RuntimeConfig
 async def main():
     boxes = [await open_box(RuntimeConfig(type="bubblewrap")) for _ in range(3)]

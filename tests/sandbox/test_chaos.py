@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.environments.micro_code.execution import CodeRunner, Job
-from orchestrator.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.sandbox.usage import processes_of
+from orchestrator.coding.micro_code.execution import CodeRunner, Job
+from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.coding.sandbox.usage import processes_of
 from tests.sandbox.boxes import need_bubblewrap
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from composer_prime.errors import SandboxError
-from orchestrator.environments.code.monitor import HackMonitorConfig, Watch, host_folder, seal
-from orchestrator.environments.code.task import CodeTask
-from orchestrator.sandbox.box import open_box
-from orchestrator.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.sandbox.pool import close_pools, shared_pool
-from orchestrator.sandbox.trees import prepared
-from orchestrator.sandbox.trees.prepared import PreparedTree, prepare
+from orchestrator.coding.code.task import CodeTask
+from orchestrator.coding.monitor import HackMonitorConfig, Watch, host_folder, seal
+from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.coding.sandbox.pool import close_pools, shared_pool
+from orchestrator.coding.sandbox.trees import prepared
+from orchestrator.coding.sandbox.trees.prepared import PreparedTree, prepare
 from tests.sandbox.boxes import LARGE, LIMITS, SMALL, need_bubblewrap, need_clones
 
 pytestmark = pytest.mark.process
@@ -153,7 +153,7 @@ async def test_a_tree_is_prepared_once(trees: Path) -> None:
     (folder,) = trees.iterdir()
     code = f"""
 import asyncio, pathlib
-from orchestrator.sandbox.trees import prepared
+from orchestrator.coding.sandbox.trees import prepared
 from tests.sandbox.boxes import LARGE
 prepared.trees_folder = lambda: pathlib.Path({str(trees)!r})
 print(asyncio.run(prepared.prepare(None, {{}}, LARGE)).folder.stat().st_ino)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.sandbox import seccomp
-from orchestrator.sandbox.box import NO_FILES, Box, CommandResult, open_box
-from orchestrator.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.sandbox.trees import prepared
-from orchestrator.sandbox.usage import processes_of
+from orchestrator.coding.sandbox import seccomp
+from orchestrator.coding.sandbox.box import NO_FILES, Box, CommandResult, open_box
+from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
+from orchestrator.coding.sandbox.trees import prepared
+from orchestrator.coding.sandbox.usage import processes_of
 from tests.sandbox.attempts import BOMBS, CLONES, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
 from tests.sandbox.boxes import LARGE, SMALL, need_bubblewrap, need_clones, start_times, still_there
 

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan import sandboxes
-from orchestrator.sandbox import seccomp
-from orchestrator.sandbox.box import open_box
-from orchestrator.sandbox.python_image import _PACKAGE_TESTS, _remove_unused, python_image
+from orchestrator.coding.sandbox import seccomp
+from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.python_image import _PACKAGE_TESTS, _remove_unused, python_image
 from tests.sandbox.boxes import SMALL, need_bubblewrap
 
 
@@ -116,7 +116,7 @@ VERIFIERS = """
 import asyncio, contextlib, os, sys
 from verifiers.v1.errors import SandboxError
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.sandbox import runtime as ours
+from orchestrator.coding.sandbox import runtime as ours
 from verifiers.v1 import runtimes
 
 async def bubblewrap():
@@ -170,7 +170,7 @@ async def box_around():
             else: raise AssertionError(path)
     await runtime.stop()
 
-import orchestrator.sandbox.box as box_module
+import orchestrator.coding.sandbox.box as box_module
 box_module.WORK = ours.WORK = sys.argv[1]
 asyncio.run(box_around())
 if sys.argv[2] == "yes":

@@ -345,7 +345,7 @@ def test_an_address_for_hosts_without_anything_to_play_is_refused() -> None:
     """A run on demonstrations alone has no environments; hosts lack the tasks that a run makes."""
     with pytest.raises(ValueError, match=r"worker_address is 'tcp://.*source is empty.*remove worker_address"):
         make_config(source=[], groups_per_step=0)
-    source = {"name": "code", "taskset": {"id": "orchestrator.environments.code"}, "making": {}}
+    source = {"name": "code", "taskset": {"id": "orchestrator.coding.code"}, "making": {}}
     with pytest.raises(ValueError, match=r"\['code'\] have making.*worker_address is 'tcp://.*remove making"):
         make_config(source=[source])
 

@@ -1,0 +1,11 @@
+"""Coding: tasks from repositories, sandboxes to play them in, grading, and the hack monitor.
+
+    sandbox/     boxes: isolation and limits
+    code/        the task set: tasks, tools, grading
+    monitor/     hacks: how a rollout earned its reward
+    formats/     task files in forms that others publish
+    factory/     tasks made of repositories
+    micro_code/  small tasks for two CPU cores
+
+Configurations name the task sets by import path. Other parts of the product use `door.py` only.
+"""

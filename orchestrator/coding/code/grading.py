@@ -1,0 +1,293 @@
+"""Grade a patch: its allowed files in a pristine tree, the original tests, a fresh box.
+
+    pristine tree -> minus `removed` sources, plus `start`, plus the editable files of the patch, plus `test_files`
+        -> open_box -> python -I -c reporter.py -> signed records -> Grade
+
+What graded code can not do: change a test, a conftest.py or a setting of pytest (such files are never taken); end the
+run early and pass (a test without a record has not passed, and exit codes are not read); print a forged report (each
+record has an HMAC under a key that only the reporter got); rewrite test files in mid-run (they are pinned in memory).
+
+pytest and graded code share one interpreter, so code that patches pytest could still turn failures into passes. Two
+kinds of evidence are against it. Probes, which are tests that must fail, run between the real ones, some of them under
+the ids of expected tests. And the functions of pytest, unittest and builtins must be the same objects at the end. One
+passed probe or one changed function takes all credit (`Grade.tampered`).
+
+What remains possible: code that searches the interpreter's memory for the key (frames, gc, ctypes), that undoes its
+patches in time and spares the probes, or that makes the objects under test equal to anything. No check inside one
+process ends that. It is left to the monitor, which reads the patch and watches what runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from orchestrator.coding.code.task import CodeTask, check_path, matches, tree_of
+from orchestrator.coding.sandbox.box import CommandResult, open_box
+
+MAX_FILE_BYTES = 2**20
+"""A larger file of a patch is refused."""
+MAX_PATCH_BYTES = 2**24
+"""Further files of a patch are refused from this sum on."""
+TWINS = 3
+"""Probes under the ids of expected tests."""
+ISOLATED = ("-I", "-B", "-X", "pytest")
+"""Nothing of the work folder or of variables decides what is imported. With the -X, which an interpreter ignores, a
+bubblewrap box runs the reporter in a fork of its first process, which has imported pytest."""
+_CHANNEL_BYTES = 2**24
+_REPORT_CHARS = 4000
+_STDERR_CHARS = 1000
+_NEVER_TAKEN = frozenset(
+    {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
+    | {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
+)
+_NEVER_TAKEN_SUFFIXES = (".pth", ".pyc", ".pyo", ".so", ".pyd")
+_KILLED = 128 + 9
+"""Exit code of a process that was killed, by itself or from outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """What the tests say about a patch."""
+
+    solved: bool
+    """All expected tests passed, and nothing was tampered with."""
+    passed: frozenset[str]
+    """Node ids; also of tests that the task does not expect."""
+    failed: frozenset[str]
+    missing: frozenset[str]
+    """Expected node ids that neither passed nor failed: not run, or skipped."""
+    fraction: float
+    """Share of fail_to_pass that passed; 0 where a test of pass_to_pass did not, or after tampering."""
+    tampered: str
+    """Why no credit is given, whatever passed; empty for a clean run."""
+    refused: dict[str, str]
+    """Files of the patch that were not taken though the task lets them be edited -> reason."""
+    ended_by: str
+    """The limit that ended the tests; empty where they ended by themselves."""
+    wall_s: float
+    report: str
+    """The failures in words, at most 4,000 characters."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Results:
+    """What the verified records say."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    probes: dict[str, str] = field(default_factory=dict)
+    num_probes: int | None = None
+    started: bool = False
+    changed: str | None = None
+    """None until the reporter came to its end."""
+
+
+async def grade(task: CodeTask, trees: Path, patch: Mapping[str, bytes], runtime: RuntimeConfig) -> Grade:
+    """Run the task's tests on a patch. `patch`: path -> content of files in the agent's tree, editable or not.
+
+    Raises SandboxError where the box or the reporter failed, which says nothing about the patch. A run that something
+    killed is tried once more. Raises ConfigError where the task's tree is missing.
+    """
+    taken, refused = allowed_files(task, patch)
+    files = _overlay(task, taken)
+    results, finished = await _run_tests(task, trees, files, runtime)
+    if was_killed(finished):
+        first = finished
+        results, finished = await _run_tests(task, trees, files, runtime)
+        if no_fault_of_the_patch(first, finished):
+            raise SandboxError(
+                f"task {task.id}: the sandbox ended in mid-test, and both runs of the tests were killed; look at the "
+                "machine's free memory"
+            )
+    if not results.started:
+        raise SandboxError(
+            f"task {task.id}: the test reporter did not start (exit code {finished.exit_code}, ended by "
+            f"{finished.ended_by or 'itself'}); the box's Python needs pytest: "
+            f"{finished.stderr[-_STDERR_CHARS:].decode(errors='replace')}"
+        )
+    return _judge(task, results, finished, refused)
+
+
+def was_killed(finished: CommandResult) -> bool:
+    """Tell whether something killed the tests or their box; it may have been the code, or the machine."""
+    return finished.exit_code == _KILLED or finished.ended_by == "box"
+
+
+def no_fault_of_the_patch(*runs: CommandResult) -> bool:
+    """Tell whether all runs of the tests were killed, one of them with its box, which code in it cannot end.
+
+    Tests that alone are killed in every run are graded: the code kills itself, or takes too much memory.
+    """
+    return all(was_killed(run) for run in runs) and any(run.ended_by == "box" for run in runs)
+
+
+def allowed_files(task: CodeTask, patch: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Split a patch into the files that grading takes, and path -> reason of those that it refuses.
+
+    Files that no editable pattern matches are in neither.
+    """
+    taken: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
+    total = 0
+    for path, content in sorted(patch.items()):
+        try:
+            plain = check_path(path)
+        except ValueError as error:
+            refused[path] = str(error)
+            continue
+        if not matches(plain, task.editable):
+            continue
+        if reason := _reason_to_refuse(task, plain, content, total):
+            refused[plain] = reason
+        else:
+            taken[plain] = content
+            total += len(content)
+    return taken, refused
+
+
+def _reason_to_refuse(task: CodeTask, path: str, content: bytes, total: int) -> str:
+    plain = PurePosixPath(path)
+    if path in task.tests or path in task.test_files:
+        return "it is one of the tests"
+    if plain.name in _NEVER_TAKEN or plain.suffix in _NEVER_TAKEN_SUFFIXES or "__pycache__" in plain.parts:
+        return "files of this name are never taken"
+    if len(content) > MAX_FILE_BYTES:
+        return f"it has {len(content)} bytes; the limit is {MAX_FILE_BYTES}"
+    if total + len(content) > MAX_PATCH_BYTES:
+        return f"the patch has more than {MAX_PATCH_BYTES} bytes"
+    return ""
+
+
+def _overlay(task: CodeTask, taken: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files that differ from the pristine tree. Tests are the tree's own or those of `test_files`."""
+    start = {path: text.encode() for path, text in task.start.items() if path not in task.tests}
+    tests = {check_path(path): text.encode() for path, text in task.test_files.items()}
+    return {**start, **taken, **tests}
+
+
+def _removed(task: CodeTask, files: Mapping[str, bytes]) -> list[str]:
+    """Return what the agent's tree lacked and the graded one must lack too: all but tests and the files beside them."""
+    folders = {str(PurePosixPath(test).parent) for test in task.tests} - {"."}
+    return [
+        path
+        for path in task.removed
+        if path not in files
+        and path not in task.tests
+        and not any(test.startswith(f"{path}/") for test in task.tests)
+        and (matches(path, task.editable) or not any(path.startswith(f"{folder}/") for folder in folders))
+    ]
+
+
+async def _run_tests(
+    task: CodeTask, trees: Path, files: Mapping[str, bytes], runtime: RuntimeConfig
+) -> tuple[_Results, CommandResult]:
+    key = secrets.token_bytes(32)
+    spec = {
+        "key": key.hex(),
+        "seed": secrets.randbits(64),
+        "tests": task.tests,
+        "expected": [*task.fail_to_pass, *task.pass_to_pass],
+        "twins": TWINS,
+        "removed": _removed(task, files),
+        "python_path": task.python_path,
+        "options": [],
+    }
+    argv = ["python", *ISOLATED, "-c", _reporter_source()]
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    async with await open_box(runtime, tree=tree_of(task, trees), python_path=task.python_path) as box:
+        if files:  # Not worth a prepared tree: no other box has the same.
+            await box.write_files(files)
+        finished = await box.run(
+            argv, env=env, stdin=json.dumps(spec).encode(), timeout_s=task.timeout_s, output_bytes=_CHANNEL_BYTES
+        )
+    return _read(finished.stdout, key), finished
+
+
+@functools.cache
+def _reporter_source() -> str:
+    return Path(__file__).with_name("reporter.py").read_text()
+
+
+def _read(channel: bytes, key: bytes) -> _Results:
+    results = _Results()
+    for _, kind, name, text in _records(channel, key):
+        match kind:
+            case "hello":
+                results.started = True
+            case "test" if results.outcomes.get(name) != "failed":
+                results.outcomes[name] = text
+            case "why" | "collect":
+                results.reasons[name] = text
+            case "probes":
+                results.num_probes = int(text)
+            case "probe":
+                results.probes[name] = text
+            case "end":
+                results.changed = text
+    return results
+
+
+def _records(channel: bytes, key: bytes) -> Iterator[list[Any]]:
+    """Yield the records whose HMAC is right and whose number was not seen before. Other lines are noise."""
+    seen: set[int] = set()
+    for line in channel.split(b"\n"):
+        mac, _, record = line.partition(b" ")
+        expected = hmac.new(key, record, hashlib.sha256).hexdigest().encode()
+        if record and hmac.compare_digest(mac, expected):
+            fields = json.loads(record)
+            if fields[0] not in seen:
+                seen.add(fields[0])
+                yield fields
+
+
+def _judge(task: CodeTask, results: _Results, finished: CommandResult, refused: dict[str, str]) -> Grade:
+    flaky = set(task.flaky)
+    wanted, kept = set(task.fail_to_pass) - flaky, set(task.pass_to_pass) - flaky
+    passed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "passed")
+    failed = frozenset(name for name, outcome in results.outcomes.items() if outcome == "failed")
+    tampered = _tampering(results)
+    was_probed = bool(results.probes) or results.num_probes == 0
+    credible = was_probed and not tampered and kept <= passed and bool(wanted)
+    return Grade(
+        solved=credible and wanted <= passed and results.changed is not None,
+        passed=passed,
+        failed=failed,
+        missing=frozenset((wanted | kept) - passed - failed),
+        fraction=len(wanted & passed) / len(wanted) if credible else 0.0,
+        tampered=tampered,
+        refused=refused,
+        ended_by=finished.ended_by,
+        wall_s=finished.wall_s,
+        report=_report(results, finished, refused, tampered),
+    )
+
+
+def _tampering(results: _Results) -> str:
+    if results.changed:
+        return f"the tested code changed {results.changed}"
+    if "passed" in results.probes.values():
+        return "a test that must fail passed"
+    if results.changed is not None and len(results.probes) != results.num_probes:
+        return f"{len(results.probes)} of {results.num_probes} tests that must fail ran"
+    return ""
+
+
+def _report(results: _Results, finished: CommandResult, refused: dict[str, str], tampered: str) -> str:
+    lines = [f"No credit: {tampered}."] if tampered else []
+    if finished.ended_by:
+        lines.append(f"The tests were ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s.")
+    elif results.changed is None:
+        lines.append("The tests ended before they were all run.")
+    lines += [f"{path} was not taken: {reason}." for path, reason in refused.items()]
+    lines += [f"{name}\n{reason}" for name, reason in results.reasons.items()]
+    return "\n".join(lines)[:_REPORT_CHARS]

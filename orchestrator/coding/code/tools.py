@@ -1,0 +1,323 @@
+"""The agent's tools in a box: bash, view, edits, search, run_tests, diagnostics.
+
+    call(name, arguments) -> checked against the tool's schema -> _bash | _view | ... -> text, bounded
+
+Kept between calls: the work folder's files, bash's directory and exported variables, the history of edits. Not kept:
+processes; those that a command leaves are ended with it.
+
+Every reply is text for the model. A failed call begins with one of `ERROR_STARTS`, so that hints find the turn. A test
+that fails is a result, not a failed call: its line `FAILED node - reason` is in pytest's own form, which the hint
+templates know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from orchestrator.coding.code.task import CodeTask, check_path, matches
+from orchestrator.coding.code.tool_schemas import SCHEMAS, TOOL_NAMES
+from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
+from orchestrator.hints.detect import violation
+from orchestrator.workers.protocol import ToolCall
+
+_CALL_ERRORS = ("Tool not found: ", "Invalid JSON", "Missing argument: ", "Unknown argument: ", "Wrong type for ")
+ERROR_STARTS = ("Error: ", *_CALL_ERRORS)
+MAX_VIEW_BYTES = 2**22
+_LISTED_FILES = 200
+_CAPTURE_BYTES = 2**18
+_SEARCH_LINES = 200
+_SNIPPET_LINES = 3
+_MODULE_MISSING = "No module named pyflakes"
+
+_BASH = r"""
+state=${TMPDIR:-/tmp}/.shell
+trap 'status=$?; trap - EXIT; { printf "cd %q\n" "$PWD"; export -p; } >"$state" 2>/dev/null; exit $status' EXIT
+[ -f "$state" ] && . "$state"
+eval "$1"
+"""
+_TESTS = ["-q", "--tb=short", "--no-header", "-rfE", "-p", "no:cacheprovider", "-o", "addopts="]
+_ENV = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+class ToolFailure(Exception):
+    """A call that cannot be answered. Its text goes to the model behind "Error: "."""
+
+
+class CodeTools:
+    """Runs one rollout's tool calls in its box."""
+
+    def __init__(
+        self, task: CodeTask, box: Box, *, names: Sequence[str] = TOOL_NAMES, output_chars: int, timeout_s: float
+    ) -> None:
+        """`output_chars`: length of a reply. `timeout_s`: of one command of bash or run_tests."""
+        self._task = task
+        self._box = box
+        self._output_chars = output_chars
+        self._timeout_s = timeout_s
+        self._history: dict[str, list[bytes | None]] = {}
+        self.calls: dict[str, int] = dict.fromkeys(names, 0)
+        """Number of calls by tool."""
+        self.errors = 0
+        self.schemas: list[dict[str, Any]] = [SCHEMAS[name] for name in names]
+        self._tools: dict[str, Callable[[dict[str, Any]], Awaitable[str]]] = {
+            "bash": self._bash,
+            "view": self._view,
+            "str_replace": self._str_replace,
+            "create": self._create,
+            "insert": self._insert,
+            "undo_edit": self._undo_edit,
+            "search": self._search,
+            "run_tests": self._run_tests,
+            "diagnostics": self._diagnostics,
+        }
+
+    async def call(self, name: str, arguments_json: str) -> str:
+        """Return the reply to one tool call. Raises SandboxError for a box that has ended."""
+        broken_rule = violation(ToolCall(id="", name=name, arguments=arguments_json), self.schemas)
+        if broken_rule is not None:
+            self.errors += 1
+            return clip(broken_rule[1], self._output_chars)
+        self.calls[name] += 1
+        try:
+            reply = await self._tools[name](json.loads(arguments_json or "{}"))
+        except ToolFailure as failure:
+            self.errors += 1
+            reply = f"Error: {failure}"
+        return clip(reply, self._output_chars)
+
+    # -- commands
+
+    async def _bash(self, arguments: dict[str, Any]) -> str:
+        argv = ["bash", "-c", _BASH, "bash", arguments["command"]]
+        finished = await self._run(argv, arguments.get("timeout_s"))
+        text = _joined(finished)
+        if finished.exit_code in (126, 127):
+            raise ToolFailure(f"exit code {finished.exit_code}\n{text}")
+        return f"{text}\n[exit code {finished.exit_code}]" if finished.exit_code else text or "(no output)"
+
+    async def _run_tests(self, arguments: dict[str, Any]) -> str:
+        tests = arguments.get("tests") or await self._visible_tests()
+        finished = await self._run(["python", "-m", "pytest", *_TESTS, "--", *tests], None)
+        return order_test_output(_text(finished.stdout), _text(finished.stderr))
+
+    async def _visible_tests(self) -> list[str]:
+        files = await self._box.list_files()
+        tests = [path for path in self._task.tests if path in files]
+        if not tests:
+            raise ToolFailure("no test file of the task is visible; name test files in `tests`")
+        return tests
+
+    async def _diagnostics(self, arguments: dict[str, Any]) -> str:
+        files = sorted(await self._box.list_files())
+        paths = [_plain(path) for path in arguments.get("paths") or []]
+        unknown = [path for path in paths if path not in files]
+        if unknown:
+            raise ToolFailure(f"no such file: {', '.join(unknown)}")
+        paths = paths or [path for path in files if path.endswith(".py") and matches(path, self._task.editable)]
+        if not paths:
+            raise ToolFailure("there is no Python file to look at; name some in `paths`")
+        finished = await self._run(["python", "-m", "pyflakes", *paths], None)
+        text = _joined(finished)
+        if _MODULE_MISSING in text:
+            raise ToolFailure("the sandbox has no linter: put pyflakes into orchestrator.source.runtime.packages")
+        return text or f"No problem found in {len(paths)} {'file' if len(paths) == 1 else 'files'}."
+
+    async def _search(self, arguments: dict[str, Any]) -> str:
+        where = _plain(arguments["path"]) if arguments.get("path") not in (None, "", ".", WORK) else "."
+        argv = ["grep", "-rnIE", "--exclude-dir=.git", "--exclude-dir=__pycache__", f"--max-count={_SEARCH_LINES}"]
+        finished = await self._run([*argv, "-e", arguments["pattern"], "--", where], None)
+        if finished.exit_code == 1:
+            return "No match."
+        if finished.exit_code:
+            raise ToolFailure(_text(finished.stderr).strip() or "the search failed")
+        lines = [line.removeprefix("./")[:500] for line in _text(finished.stdout).splitlines()]
+        more = f"\n({len(lines) - _SEARCH_LINES} more lines)" if len(lines) > _SEARCH_LINES else ""
+        return "\n".join(lines[:_SEARCH_LINES]) + more
+
+    async def _run(self, argv: list[str], timeout_s: float | None) -> CommandResult:
+        """Run a command. Raises ToolFailure for one that a limit ended, with the output so far."""
+        limit_s = min(timeout_s, self._timeout_s) if timeout_s and timeout_s > 0 else self._timeout_s
+        try:
+            finished = await self._box.run(argv, env=_ENV, timeout_s=limit_s, output_bytes=_CAPTURE_BYTES)
+        except ValueError as error:  # A NUL in an argument.
+            raise ToolFailure(str(error)) from error
+        if finished.ended_by and finished.ended_by != "box":
+            what = f"ended by the limit {finished.ended_by} after {finished.wall_s:.1f} s"
+            raise ToolFailure(f"{what}\n{_joined(finished)}")
+        return finished
+
+    # -- files
+
+    async def _view(self, arguments: dict[str, Any]) -> str:
+        raw = arguments["path"]
+        files = await self._box.list_files()
+        if raw in (".", "", "/", WORK, f"{WORK}/"):
+            return _listing("", files)
+        path = _plain(raw)
+        if path not in files and any(name.startswith(f"{path}/") for name in files):
+            return _listing(path, files)
+        lines = (await self._read_text(path)).splitlines()
+        first, last = arguments.get("start_line") or 1, arguments.get("end_line") or len(lines)
+        if lines and not 1 <= first <= len(lines):
+            raise ToolFailure(f"start_line is {first}, but {path} has {len(lines)} lines")
+        return _numbered(lines, first, min(last, len(lines))) or f"({path} is empty)"
+
+    async def _str_replace(self, arguments: dict[str, Any]) -> str:
+        path, old, new = _plain(arguments["path"]), arguments["old_str"], arguments["new_str"]
+        text = await self._read_text(path)
+        if not old:
+            raise ToolFailure("old_str is empty; use insert or create")
+        count = text.count(old)
+        if count == 0:
+            raise ToolFailure(f"old_str was not found in {path}; view the file and copy it exactly")
+        if count > 1:
+            places = _lines_of(text, old)
+            raise ToolFailure(f"old_str occurs {count} times in {path}, at lines {places}; give more of its context")
+        place = text.index(old)
+        await self._edit(path, text[:place] + new + text[place + len(old) :])
+        return _snippet(path, text[:place] + new + text[place + len(old) :], text.count("\n", 0, place), new)
+
+    async def _create(self, arguments: dict[str, Any]) -> str:
+        path, text = _plain(arguments["path"]), arguments["text"]
+        await self._edit(path, text)
+        return f"Wrote {path}, {len(text.splitlines())} lines."
+
+    async def _insert(self, arguments: dict[str, Any]) -> str:
+        path, after, new = _plain(arguments["path"]), arguments["after_line"], arguments["text"]
+        lines = (await self._read_text(path)).splitlines(keepends=True)
+        if not 0 <= after <= len(lines):
+            raise ToolFailure(f"after_line is {after}, but {path} has {len(lines)} lines")
+        if after and not lines[after - 1].endswith("\n"):
+            lines[after - 1] += "\n"
+        new = new if new.endswith("\n") else new + "\n"
+        text = "".join([*lines[:after], new, *lines[after:]])
+        await self._edit(path, text)
+        return _snippet(path, text, after, new)
+
+    async def _undo_edit(self, arguments: dict[str, Any]) -> str:
+        path = _plain(arguments["path"])
+        if not self._history.get(path):
+            raise ToolFailure(f"no edit of {path} to undo")
+        before = self._history[path].pop()
+        if before is None:
+            await self._run(["rm", "-f", "--", path], None)
+            return f"Removed {path}, which did not exist before."
+        await self._write(path, before)
+        return f"{path} is as before its last edit."
+
+    async def _edit(self, path: str, text: str) -> None:
+        before: bytes | None = None
+        known = True
+        try:
+            before = await self._box.read_file(path, MAX_VIEW_BYTES)
+        except (OSError, ValueError):
+            known = path not in await self._box.list_files()
+        await self._write(path, _encoded(text))
+        if known:
+            self._history.setdefault(path, []).append(before)
+        else:  # What stood there is lost, so no earlier edit can be undone either.
+            self._history.pop(path, None)
+
+    async def _write(self, path: str, content: bytes) -> None:
+        try:
+            await self._box.write_files({path: content})
+        except (OSError, ValueError) as error:
+            raise ToolFailure(f"{path} cannot be written: {error}") from error
+
+    async def _read_text(self, path: str) -> str:
+        try:
+            content = await self._box.read_file(path, MAX_VIEW_BYTES)
+        except FileNotFoundError:
+            raise ToolFailure(f"no such file: {path}") from None
+        except (OSError, ValueError) as error:
+            raise ToolFailure(f"{path} cannot be read: {error}") from None
+        if b"\0" in content:
+            raise ToolFailure(f"{path} is a binary file of {len(content)} bytes; look at it with bash")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise ToolFailure(
+                f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}; use bash for it"
+            ) from None
+
+
+def is_tool_error(text: str) -> bool:
+    """Tell whether a tool's reply reports a failed call."""
+    return text.startswith(ERROR_STARTS)
+
+
+def clip(text: str, limit: int) -> str:
+    """Return a text of about `limit` characters: its head and its tail, with a line that says how much was cut."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit - limit // 2, limit // 2
+    return f"{text[:head]}\n[... {len(text) - limit:,} characters cut ...]\n{text[-tail:]}"
+
+
+def order_test_output(stdout: str, stderr: str) -> str:
+    """Return pytest's output with the summary first: how many failed, and each failure's line."""
+    lines = stdout.rstrip().splitlines()
+    short = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    rest = [line for line in lines[:-1] if line not in short and "short test summary info" not in line]
+    last = lines[-1:] or ["pytest printed nothing"]
+    return "\n".join([*last, *short, "", *rest, stderr.strip()]).rstrip()
+
+
+def _plain(path: str) -> str:
+    """Return a path relative to the work folder. Raises ToolFailure for one outside."""
+    inside = path.removeprefix(f"{WORK}/") if path.startswith(f"{WORK}/") else path
+    try:
+        os.fsencode(inside)
+        return check_path(inside)
+    except UnicodeEncodeError:
+        raise ToolFailure(f"the path {path!r} cannot be written as UTF-8") from None
+    except ValueError:
+        raise ToolFailure(f"the path {path!r} is not in the work folder {WORK}") from None
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")
+
+
+def _joined(finished: CommandResult) -> str:
+    return "\n".join(part for part in (_text(finished.stdout).rstrip(), _text(finished.stderr).rstrip()) if part)
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ToolFailure(f"the text cannot be written as UTF-8: {error.reason}") from None
+
+
+def _listing(folder: str, files: Mapping[str, int]) -> str:
+    """Return the files of a folder, hidden ones left out, with their sizes."""
+    inside = [path for path in sorted(files) if not folder or path.startswith(f"{folder}/")]
+    hidden = (".", "__pycache__")
+    shown = [path for path in inside if not any(part.startswith(hidden) for part in PurePosixPath(path).parts)]
+    lines = [f"{files[path]:>9}  {path}" for path in shown[:_LISTED_FILES]]
+    more = [f"({len(shown) - _LISTED_FILES} more files)"] if len(shown) > _LISTED_FILES else []
+    return "\n".join([f"{len(shown)} files below {folder or WORK}, sizes in bytes:", *lines, *more])
+
+
+def _numbered(lines: Sequence[str], first: int, last: int) -> str:
+    return "\n".join(f"{number:>6}\t{lines[number - 1]}" for number in range(first, last + 1))
+
+
+def _snippet(path: str, text: str, line_index: int, new: str) -> str:
+    lines = text.splitlines()
+    first = max(1, line_index + 1 - _SNIPPET_LINES)
+    last = min(len(lines), line_index + max(1, len(new.splitlines())) + _SNIPPET_LINES)
+    return f"Edited {path}:\n{_numbered(lines, first, last)}"
+
+
+def _lines_of(text: str, part: str) -> str:
+    places, start = [], text.find(part)
+    while start >= 0 and len(places) < 10:
+        places.append(text.count("\n", 0, start) + 1)
+        start = text.find(part, start + 1)
+    return ", ".join(str(place) for place in places)

@@ -1,0 +1,165 @@
+"""A published task file becomes a folder of coding tasks: `composer tasks import FILE -o tasks/` calls `import_tasks`.
+
+    records -> form (by their fields) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
+                                            └─ refused, with the reason -> refused.jsonl
+
+One bad record does not end an import. A file none of whose records becomes a task does. tasks.jsonl is there once all
+records are done; until then its tasks are in .importing/, which the next import removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import ConfigError, SandboxError
+from orchestrator.coding.code.grading import grade
+from orchestrator.coding.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
+from orchestrator.coding.formats.functions import human_eval_task, is_human_eval, is_mbpp, mbpp_task
+from orchestrator.coding.formats.records import Record, read_records
+from orchestrator.coding.formats.swe_bench import instance_task, is_swe_bench
+from orchestrator.coding.sandbox.box import open_box
+
+REFUSED_FILE = "refused.jsonl"
+_IMPORTING_FOLDER = ".importing"
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A record that became no task."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportSettings:
+    """How records become tasks."""
+
+    repositories: Path | None = None
+    """Folder with a clone or a tree for each repository; SWE-bench's family needs one."""
+    shown_tests: int = 1
+    """MBPP: assertions that the prompt shows."""
+    timeout_s: float = 300.0
+    """SWE-bench's family: wall-clock limit of one run of the tests."""
+    runtime: RuntimeConfig | None = None
+    """Where tasks are proven; None takes them unproven."""
+    jobs: int = 1
+    """Proofs at one time."""
+
+
+def read_functions(path: Path, *, shown_tests: int = 1) -> Iterator[CodeTask]:
+    """Yield the tasks of a file in HumanEval's or MBPP's form. Raises ConfigError for any other record."""
+    for record in read_records(path):
+        if is_human_eval(record):
+            yield human_eval_task(record)
+        elif is_mbpp(record):
+            yield mbpp_task(record, shown_tests=shown_tests)
+        else:
+            raise ConfigError(_unknown_form(record, "HumanEval (prompt, test, entry_point) or MBPP (text, test_list)"))
+
+
+async def import_tasks(
+    path: Path,
+    folder: Path,
+    settings: ImportSettings,
+    on_record: Callable[[int, int], None] = lambda _done, _kept: None,
+) -> tuple[int, list[Refusal]]:
+    """Write the tasks of a file below `folder`. Return how many, and the records that are none.
+
+    `on_record`: called with the records done and the tasks kept so far. Raises ConfigError where no record is one,
+    SandboxError where no sandbox can be opened.
+    """
+    if (folder / TASKS_FILE).exists():
+        raise ConfigError(f"{folder / TASKS_FILE} exists: name another folder, or remove it")
+    records = list(read_records(path))
+    if settings.runtime is not None:
+        async with await open_box(settings.runtime):
+            pass  # Without sandboxes every record would be refused for it.
+    importing = folder / _IMPORTING_FOLDER
+    shutil.rmtree(importing, ignore_errors=True)
+    refusals: list[Refusal] = []
+    kept = 0
+    ids: set[str] = set()
+    async for done, outcome in _outcomes(records, folder, settings):
+        if isinstance(outcome, CodeTask) and outcome.id in ids:
+            outcome = Refusal(place=records[done - 1].place, reason=f"its id {outcome.id} is another record's, too")
+        if isinstance(outcome, CodeTask):
+            ids.add(outcome.id)
+            kept += write_tasks(importing, [outcome], append=True)
+        else:
+            refusals.append(outcome)
+        on_record(done, kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
+    if not kept:
+        shown = "\n".join(f"{refusal.place}: {refusal.reason}" for refusal in refusals[:5])
+        raise ConfigError(f"{path}: none of its {len(records)} records became a task:\n{shown}")
+    os.replace(importing / TASKS_FILE, folder / TASKS_FILE)
+    importing.rmdir()
+    return kept, refusals
+
+
+async def _outcomes(
+    records: Sequence[Record], folder: Path, settings: ImportSettings
+) -> AsyncIterator[tuple[int, CodeTask | Refusal]]:
+    """Yield number and outcome of each record, in order; `jobs` of them are under way."""
+    free = asyncio.Semaphore(settings.jobs)
+
+    async def outcome(record: Record) -> CodeTask | Refusal:
+        async with free:
+            try:
+                task = await asyncio.to_thread(_convert, record, folder, settings)
+                reason = await _refuse(task, folder, settings)
+            except (ConfigError, SandboxError, OSError) as error:  # OSError: its files do not fit.
+                reason = str(error).removeprefix(f"{record.place}: ")
+                return Refusal(place=record.place, reason=reason)
+            return Refusal(place=record.place, reason=f"{task.id}: {reason}") if reason else task
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(outcome(record)) for record in records]
+        for number, job in enumerate(running, start=1):
+            yield number, await job
+
+
+def _convert(record: Record, folder: Path, settings: ImportSettings) -> CodeTask:
+    if is_swe_bench(record):
+        if settings.repositories is None:
+            raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
+        return instance_task(record, settings.repositories, folder / TREES_FOLDER, timeout_s=settings.timeout_s)
+    if is_human_eval(record):
+        return human_eval_task(record)
+    if is_mbpp(record):
+        return mbpp_task(record, shown_tests=settings.shown_tests)
+    raise ConfigError(
+        _unknown_form(record, "SWE-bench (instance_id, …), HumanEval (test, entry_point), MBPP (test_list)")
+    )
+
+
+async def _refuse(task: CodeTask, folder: Path, settings: ImportSettings) -> str:
+    """Return why a task is not proven; empty where it is. One without a known solution needs only fail."""
+    if settings.runtime is None:
+        return ""
+    trees = folder / TREES_FOLDER
+    if task.solution:
+        solution = {path: text.encode() for path, text in task.solution.items()}
+        result = await grade(task, trees, solution, settings.runtime)
+        if not result.solved:
+            expected = {*task.fail_to_pass, *task.pass_to_pass}
+            lost = sorted(expected - result.passed)
+            first = f", first {lost[0]}" if lost else ""
+            tail = " ".join(result.report.split())[:400]
+            return f"its own solution fails {len(lost)} of {len(expected)} tests{first}: {tail}"
+    if (await grade(task, trees, {}, settings.runtime)).solved:
+        return "its tests pass without any change"
+    return ""
+
+
+def _unknown_form(record: Record, forms: str) -> str:
+    return f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: {forms}"

@@ -1,0 +1,260 @@
+"""Tasks that ask for one function: HumanEval and MBPP records, and functions deleted from packages.
+
+Tests of a record import the asked functions from solution.py by name, and nothing else of a solution. Helper functions
+of a HumanEval prompt that its test calls come from the prompt. Each assertion of MBPP is a test of its own, for partial
+credit. A deleted function is judged by its package's tests, in the package's tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from composer_prime.errors import ConfigError
+from orchestrator.coding.code.task import CodeTask, read_tasks
+from orchestrator.coding.formats.records import Record
+
+SOLUTION = "solution.py"
+_TESTS = "test_solution.py"
+_TIMEOUT_S = 30.0
+_INDENT = "    "
+
+
+def is_human_eval(record: Record) -> bool:
+    return record.has("test", "entry_point", "prompt")
+
+
+def is_mbpp(record: Record) -> bool:
+    return record.has("test_list") and (record.has("text") or record.has("prompt"))
+
+
+def human_eval_task(record: Record) -> CodeTask:
+    """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
+    prompt, name = record.text("prompt"), record.text("entry_point")
+    helpers = [
+        ast.unparse(node)
+        for node in _parse(record, "prompt", prompt).body
+        if not (isinstance(node, ast.FunctionDef) and node.name == name)
+    ]
+    test = record.text("test")
+    if not any(
+        isinstance(node, ast.FunctionDef) and node.name == "check" for node in _parse(record, "test", test).body
+    ):
+        raise ConfigError(f"{record.place}: its 'test' does not define check(candidate), which HumanEval's form needs")
+    body = [
+        "import random",
+        *helpers,
+        test.strip(),
+        f"def test_{name}():\n"
+        f"{_INDENT}global {name}\n"  # Some tests call it by its own name.
+        f"{_INDENT}from solution import {name}\n\n"
+        f"{_INDENT}random.seed(0)\n"
+        f"{_INDENT}check({name})",
+    ]
+    solution = record.values.get("canonical_solution")
+    return _task(
+        record,
+        record.text("task_id", "name"),
+        f"Complete the function `{name}` in {SOLUTION}. It must do what its docstring says.\n\n"
+        f"```python\n{prompt.strip()}\n```",
+        body,
+        [f"test_{name}"],
+        start={SOLUTION: prompt},
+        solution=prompt + solution if isinstance(solution, str) else None,
+        symbols=[name],
+        repository="human-eval",
+    )
+
+
+def mbpp_task(record: Record, *, shown_tests: int) -> CodeTask:
+    """Return the task of a record with text or prompt, test_list and maybe code. Raises ConfigError.
+
+    `shown_tests`: assertions that the prompt shows; with none, the policy cannot know the function's name.
+    """
+    assertions = [assertion.strip() for assertion in record.texts("test_list")]
+    if not assertions:
+        raise ConfigError(f"{record.place}: its 'test_list' is empty; an MBPP task needs one assertion or more")
+    text = record.text("text", "prompt")
+    setup = [line for line in record.values.get("test_imports") or [] if isinstance(line, str)]
+    setup.append(record.values.get("test_setup_code") or "")
+    known = _defined_names(_parse(record, "test_setup_code", "\n".join(setup)))
+    solution = record.values.get("code")
+    # A problem may ask for a function that is named as a builtin.
+    hidden = set(dir(builtins)) - (_defined_functions(solution) if isinstance(solution, str) else set())
+    tests = []
+    for number, assertion in enumerate(assertions, start=1):
+        names = sorted(_used_names(_parse(record, "test_list", assertion)) - known - hidden)
+        lines = [f"from solution import {', '.join(names)}", *assertion.splitlines()] if names else [assertion]
+        tests.append(f"def test_{number}():\n" + "\n".join(_INDENT + line for line in lines))
+    shown = "\n".join(assertions[:shown_tests])
+    example = f"\nFor example:\n\n```python\n{shown}\n```" if shown else ""
+    return _task(
+        record,
+        f"mbpp/{record.text('task_id')}",
+        f"{text.strip()}\n\nWrite it in {SOLUTION}.{example}",
+        [*(part for part in setup if part), *tests],
+        [f"test_{number}" for number in range(1, len(tests) + 1)],
+        start={},
+        solution=solution.replace("\r\n", "\n") if isinstance(solution, str) else None,
+        symbols=[],
+        repository="mbpp",
+    )
+
+
+def deleted_functions(folder: Path, max_lines: int | None) -> Iterator[CodeTask]:
+    """Yield the tasks of a folder that delete one top-level function with a docstring.
+
+    Its signature and docstring are the prompt. `max_lines`: of the whole function; None for any. Raises as
+    `read_tasks`.
+    """
+    for task in read_tasks(folder):
+        if task.kind != "delete" or len(task.symbols) != 1 or len(task.start) != 1:
+            continue
+        ((path, text),) = task.start.items()
+        name = _name(task)
+        left, whole = _function(text, name), _function(task.solution.get(path, ""), name)
+        if left is None or whole is None or not isinstance(left.body[-1], ast.Raise):
+            continue  # A method may have the name of an intact function.
+        if ast.get_docstring(left) is None or left.body[-1].lineno == left.lineno:
+            continue  # A signature alone says too little to a policy that does not see the rest of the module.
+        if max_lines is None or (whole.end_lineno or 0) - _first_line(whole) < max_lines:
+            stub = _stub(text, left)
+            yield msgspec.structs.replace(task, prompt=f"Write the Python function `{name}`.\n\n```python\n{stub}\n```")
+
+
+def with_reply(task: CodeTask, reply: str) -> dict[str, bytes]:
+    """Return the files that a reply in words makes: its last Python block, or all of it where it has none.
+
+    A block that defines an asked function goes before later ones. One without it continues what the task gave.
+    """
+    names = [_name(task)] if task.tree else task.symbols
+    fences = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
+    blocks = [code for language, code in fences if language.lower() in ("", "python", "py", "python3")]
+    defining = [code for code in blocks if any(_defines(code, name) for name in names)]
+    code = (defining or blocks or [reply])[-1]
+    if task.tree:
+        return _in_place(task, code)
+    given = task.start.get(SOLUTION, "")
+    if given and not all(_defines(code, name) for name in names):
+        # Chat templates strip replies, and with them the first line's indentation.
+        code = next((given + text for text in (code, _INDENT + code) if _is_python(given + text)), given + code)
+    return {SOLUTION: code.encode("utf-8", "replace")}
+
+
+def _in_place(task: CodeTask, code: str) -> dict[str, bytes]:
+    """Return the file of a deleted function with `code` in place of what was left of it, decorators included."""
+    ((path, text),) = task.start.items()
+    name = _name(task)
+    left = _function(text, name)
+    assert left is not None  # deleted_functions takes no other task.
+    if not _defines(code, name):
+        # Chat templates strip replies, and with them the first line's indentation.
+        bodies = [textwrap.indent(textwrap.dedent(each), _INDENT) for each in (code, _INDENT + code)]
+        wholes = [f"{_stub(text, left)}\n{body}" for body in bodies]
+        code = next(filter(_is_python, wholes), wholes[0])
+    lines = text.split("\n")
+    lines[_first_line(left) - 1 : left.end_lineno] = code.split("\n")
+    return {path: "\n".join(lines).encode("utf-8", "replace")}
+
+
+def _name(task: CodeTask) -> str:
+    return task.symbols[0].rpartition(".")[2]
+
+
+def _defines(code: str, name: str) -> bool:
+    return re.search(rf"^(?:async )?def {re.escape(name)}\b", code, re.MULTILINE) is not None
+
+
+def _function(text: str, name: str) -> ast.FunctionDef | None:
+    """Return the only top-level function of a module that has this name."""
+    body = ast.parse(text).body if _is_python(text) else []
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return found[0] if len(found) == 1 else None
+
+
+def _stub(text: str, left: ast.FunctionDef) -> str:
+    """Return decorators, signature and docstring of a function whose body is gone: all but its last statement."""
+    return "\n".join(text.split("\n")[_first_line(left) - 1 : left.body[-1].lineno - 1])
+
+
+def _first_line(node: ast.FunctionDef) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _task(
+    record: Record,
+    task_id: str,
+    prompt: str,
+    test_parts: list[str],
+    tests: list[str],
+    *,
+    start: dict[str, str],
+    solution: str | None,
+    symbols: list[str],
+    repository: str,
+) -> CodeTask:
+    return CodeTask(
+        id=task_id,
+        kind="write",
+        repository=repository,
+        prompt=prompt,
+        start=start,
+        solution={} if solution is None else {SOLUTION: solution},
+        editable=[SOLUTION],
+        tests=[_TESTS],
+        test_files={_TESTS: "\n\n\n".join(test_parts) + "\n"},
+        fail_to_pass=[f"{_TESTS}::{test}" for test in tests],
+        pass_to_pass=[],
+        timeout_s=_TIMEOUT_S,
+        symbols=symbols,
+        source=record.place,
+    )
+
+
+def _is_python(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, SOLUTION, "exec")  # ast.parse takes a `return` outside of functions.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _parse(record: Record, field: str, code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{record.place}: its {field!r} is not valid Python: {error}") from None
+
+
+def _used_names(tree: ast.Module) -> set[str]:
+    """Return the names that a statement reads and does not bind itself."""
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {
+        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
+    }
+    return {node.id for node in names} - bound
+
+
+def _defined_functions(code: str) -> set[str]:
+    """Return the functions that a solution defines; none if it is not valid Python."""
+    body = ast.parse(code).body if _is_python(code) else []
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def _defined_names(tree: ast.Module) -> set[str]:
+    defined = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+    return defined

@@ -1,0 +1,221 @@
+"""Harbor task folders played with the code tools in a sandbox, for tasks that do not need their Dockerfile.
+
+    NAME/task.toml  instruction.md  environment/  solution/solve.sh  tests/test.sh -> /logs/verifier/reward.txt | .json
+
+    taskset = { id = "orchestrator.coding.formats.harbor", folder = "harbor-tasks" }
+
+The sandbox can write below /work only. So the paths /app, /tests and /logs/verifier in the instruction, the scripts and
+the tests are rewritten to paths there. Grading takes the agent's files into a fresh sandbox, adds tests/ and runs
+tests/test.sh. As in Harbor, the tests run beside what the agent left, so the reward is as trustworthy as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import verifiers.v1 as vf
+from pydantic import Field
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+from orchestrator.coding.code.harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
+from orchestrator.coding.code.task import CodeTask
+from orchestrator.coding.code.tools import is_tool_error
+from orchestrator.coding.monitor import HackMonitorConfig
+from orchestrator.coding.sandbox.box import WORK, open_box, read_tree
+from orchestrator.environments.task_row import TaskRow
+
+__all__ = ["Harbor"]
+
+HIDDEN = ".harbor"
+"""Folder below the work folder with tests and logs, in the grading sandbox only."""
+TOOLS = ("bash", "view", "str_replace", "search")
+_DIFFICULTY = {"easy": 0.25, "medium": 0.5, "hard": 0.75}
+_NEEDS_BUILD = ("Dockerfile", "docker-compose.yaml")
+_PATHS = re.compile(r"(?<![\w./-])/(app|tests|logs/verifier)(?![\w-])")
+_MAX_REWARD_BYTES = 2**20
+
+
+class HarborConfig(vf.TasksetConfig):
+    """Which task folders, and how they are played."""
+
+    folder: Path
+    """Folder with task folders, at any depth: those that hold a task.toml."""
+    tasks: list[str] = Field(default_factory=list)
+    """Only the folders of these names; empty takes all."""
+    ignore_dockerfile: bool = False
+    """Play tasks with a Dockerfile or an image in the plain sandbox, which then must have all that they need."""
+    reward_key: str = "reward"
+    """The value of reward.json that is the reward."""
+    instruction: str = "You work in a shell in the current folder. Do what the user asks for. Answer when it is done."
+    """System prompt; an empty one is left out."""
+    output_chars: int = Field(8000, ge=200)
+    """Length of a tool's reply; the middle of a longer one is cut."""
+    command_timeout_s: float = Field(60.0, gt=0)
+    """Longest run of one command of the agent."""
+    verifier_timeout_s: float = Field(600.0, gt=0)
+    """Longest run of tests/test.sh, where task.toml does not say less."""
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    """The sandboxes. Left out, the source's own table [orchestrator.source.runtime] counts."""
+
+
+class HarborData(TaskRow):
+    """The wire row of a task."""
+
+    task_folder: Path
+    reward_key: str
+    verifier_timeout_s: float
+    difficulty: float | None
+    settings: CodeSettings
+
+    def code_task(self) -> CodeTask:
+        """Return what the code tools need: files to begin with, and no tests that they could run."""
+        environment = self.task_folder / "environment"
+        files = read_tree(environment) if environment.is_dir() else {}
+        start = {
+            path: content.decode("utf-8", "replace") for path, content in files.items() if path not in _NEEDS_BUILD
+        }
+        return CodeTask(
+            id=str(self.name),
+            kind="harbor",
+            repository=str(self.name),
+            prompt=self.prompt_text,
+            start=start,
+            editable=["**"],
+            fail_to_pass=[],
+            pass_to_pass=[],
+        )
+
+    def tool_executor(self) -> CodeRollout:
+        return CodeRollout(self.code_task(), self.settings)
+
+    def is_tool_error(self, text: str) -> bool:
+        return is_tool_error(text)
+
+
+class HarborState(CodeState):
+    """What tests/test.sh left."""
+
+    scores: dict[str, float] = Field(default_factory=dict)
+    has_scores: bool = False
+
+
+class HarborTask(vf.Task[HarborData, HarborState]):
+    """Runs the verifier of the task folder on what the agent left."""
+
+    @property
+    def key(self) -> str:
+        return f"harbor/{self.data.name}"
+
+    async def finalize(self, trace: vf.Trace[HarborData, HarborState], runtime: vf.Runtime) -> None:
+        """Run tests/test.sh in a fresh sandbox. No reward file is a reward of 0: what the agent left may be why."""
+        data, state = self.data, trace.state
+        task = data.code_task()
+        left = state.files if state.files is not None else {path: text.encode() for path, text in task.start.items()}
+        files = {path: content for path, content in left.items() if not path.startswith(f"{HIDDEN}/")}
+        for path, content in read_tree(data.task_folder / "tests").items():
+            files[f"{HIDDEN}/tests/{path}"] = in_work_folder(content)
+        files[f"{HIDDEN}/logs/verifier/.keep"] = b""
+        with sandbox_failures():
+            async with await open_box(data.settings.runtime) as box:
+                await box.write_files(files)  # Not worth a prepared tree: no other box has the same.
+                await box.run(["bash", f"{HIDDEN}/tests/test.sh"], timeout_s=data.verifier_timeout_s)
+                for name in ("reward.json", "reward.txt"):
+                    try:
+                        content = await box.read_file(f"{HIDDEN}/logs/verifier/{name}", _MAX_REWARD_BYTES)
+                    except (FileNotFoundError, ValueError):
+                        continue
+                    state.scores = read_scores(content)
+                    state.has_scores = bool(state.scores)
+                    break
+
+    @vf.reward(weight=1.0)
+    async def solved(self, trace: vf.Trace[HarborData, HarborState]) -> float:
+        return trace.state.scores.get(self.data.reward_key, 0.0)
+
+    @vf.metric
+    async def outcome(self, trace: vf.Trace[HarborData, HarborState]) -> dict[str, float]:
+        others = {name: score for name, score in trace.state.scores.items() if name != self.data.reward_key}
+        return {"has_reward_file": float(trace.state.has_scores), **others}
+
+
+class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInvalidTypeArguments]
+    """The task folders in the order of their paths."""
+
+    def load(self) -> Iterator[HarborTask]:
+        """Raises ConfigError for a folder that is not a task for a plain sandbox, EmptyTaskSetError without tasks."""
+        config = self.config
+        folders = sorted(path.parent for path in config.folder.rglob("task.toml"))
+        chosen = [folder for folder in folders if not config.tasks or folder.name in config.tasks]
+        if not chosen:
+            names = ", ".join(folder.name for folder in folders[:20]) or "none"
+            raise EmptyTaskSetError(
+                f"{config.folder} has no Harbor task folder (with a task.toml) that taskset.tasks allows; "
+                f"it has: {names}"
+            )
+        settings = CodeSettings(
+            folder=config.folder.expanduser().resolve(),
+            runtime=config.runtime,
+            tools=TOOLS,
+            output_chars=config.output_chars,
+            command_timeout_s=config.command_timeout_s,
+            monitor=HackMonitorConfig(policy="none", lures=False),
+        )
+        for folder in chosen:
+            yield HarborTask(_read_folder(folder, config, settings), config.task)
+
+
+def _read_folder(folder: Path, config: HarborConfig, settings: CodeSettings) -> HarborData:
+    for required in ("instruction.md", "tests/test.sh"):
+        if not (folder / required).is_file():
+            raise ConfigError(f"Harbor task {folder}: no {required}; every task folder needs one")
+    try:
+        table: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text())
+        instruction = (folder / "instruction.md").read_text()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Harbor task {folder}: cannot be read: {error}") from error
+    built = [name for name in _NEEDS_BUILD if (folder / "environment" / name).is_file()]
+    if table.get("environment", {}).get("docker_image"):
+        built.append("environment.docker_image")
+    if built and not config.ignore_dockerfile:
+        raise ConfigError(
+            f"Harbor task {folder}: it has {' and '.join(built)}, which a plain sandbox does not build. Set "
+            "taskset.ignore_dockerfile = true if the sandbox has what the task needs, or play it in a container"
+        )
+    limit_s = table.get("verifier", {}).get("timeout_sec", config.verifier_timeout_s)
+    return HarborData(
+        name=folder.name,
+        prompt=in_work_folder(instruction.encode()).decode(),
+        system_prompt=config.instruction or None,
+        task_folder=folder.resolve(),
+        reward_key=config.reward_key,
+        verifier_timeout_s=min(float(limit_s), config.verifier_timeout_s),
+        difficulty=_DIFFICULTY.get(str(table.get("metadata", {}).get("difficulty"))),
+        settings=settings,
+    )
+
+
+def in_work_folder(content: bytes) -> bytes:
+    """Return a text whose paths /app, /tests and /logs/verifier are below the work folder. Keep other values."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return content
+    places = {"app": WORK, "tests": f"{WORK}/{HIDDEN}/tests", "logs/verifier": f"{WORK}/{HIDDEN}/logs/verifier"}
+    return _PATHS.sub(lambda match: places[match[1]], text).encode()
+
+
+def read_scores(content: bytes) -> dict[str, float]:
+    """Return the values of reward.json, or reward.txt's one number as `reward`. Empty for what is neither."""
+    try:
+        scores = msgspec.json.decode(content, type=dict[str, float] | float)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    scores = scores if isinstance(scores, dict) else {"reward": scores}
+    return scores if all(map(math.isfinite, scores.values())) else {}

@@ -1,0 +1,156 @@
+"""One function in one turn: the reply's code is graded by tests in a sandbox. HumanEval, MBPP and deleted functions.
+
+    taskset = { id = "orchestrator.coding.formats.programs", file = "HumanEval.jsonl.gz" }
+    taskset = { id = "orchestrator.coding.formats.programs", file = "tasks/", max_lines = 12, eval_share = 0.3 }
+
+The records say which of the two forms they have. A folder is one that `composer tasks make` made. To let an agent work
+with tools instead, make a task folder of the file (`composer tasks import`) and play it with
+orchestrator.coding.code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import EmptyTaskSetError
+from orchestrator.coding.code.grading import grade
+from orchestrator.coding.code.harness import sandbox_failures
+from orchestrator.coding.code.task import TREES_FOLDER, CodeTask, tree_of
+from orchestrator.coding.formats.conversion import read_functions
+from orchestrator.coding.formats.functions import deleted_functions, with_reply
+from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
+from orchestrator.environments.answers import Split, split_of
+from orchestrator.environments.task_row import TaskRow
+
+__all__ = ["Programs"]
+
+INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
+
+
+class ProgramsConfig(vf.TasksetConfig):
+    """Which file, and how its tasks are scored."""
+
+    file: Path
+    """A .jsonl, .jsonl.gz, .json or .parquet file in HumanEval's or MBPP's form, or a folder of coding tasks: of that,
+    the tasks that delete one top-level function."""
+    max_lines: int | None = Field(None, ge=2)
+    """A folder: only functions of at most this many lines, signature and docstring included."""
+    shown_tests: int = Field(1, ge=0)
+    """MBPP: assertions that the prompt shows. They name the function."""
+    split: Split = "train"
+    """Training or held-out records, where `eval_share` is above 0."""
+    eval_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the records, or of a folder's repositories, that is held out; 0 plays all in both."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Play only this many tasks, the first ones; None plays all."""
+    partial_credit: bool = False
+    """Reward the share of failing tests that pass (MBPP has several). Otherwise only a full solution earns."""
+    instruction: str = INSTRUCTION
+    """System prompt; an empty one is left out."""
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    """The sandboxes. If omitted, the source's table [orchestrator.source.runtime] applies."""
+    monitor: HackMonitorConfig = Field(default_factory=lambda: HackMonitorConfig(policy="none", lures=False))
+    """What counts as a hack, and how it is handled. By default it is only recorded: an agent that writes a whole file
+    may import and read what no known solution does."""
+
+    @property
+    def trees(self) -> Path:
+        """The pristine trees of a folder. Tasks of a file have none."""
+        return self.file / TREES_FOLDER
+
+
+class ProgramState(vf.State):
+    """What grading left."""
+
+    reward: float = 0.0
+    figures: dict[str, float] = Field(default_factory=dict)
+    verdict: Any = Field(default=None, exclude=True)
+    """The monitor's verdict."""
+    quarantine: str = ""
+    """Why the rollout must not be trained on; empty where it may."""
+
+
+class ProgramData(TaskRow):
+    """The wire row of a task."""
+
+    place: str
+    """The place of the record or the source. Its tests and its solution are not part of a trace."""
+
+
+class ProgramTask(vf.Task[ProgramData, ProgramState]):
+    """Grades the code in the reply."""
+
+    def __init__(self, data: ProgramData, settings: ProgramsConfig, task: CodeTask) -> None:
+        super().__init__(data, settings.task)
+        self._settings = settings
+        self._task = task
+
+    @property
+    def key(self) -> str:
+        return f"programs/{self.data.name}"
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    async def finalize(self, trace: vf.Trace[ProgramData, ProgramState], runtime: vf.Runtime) -> None:
+        """Grade the reply, and ask the monitor."""
+        patch = with_reply(self._task, trace.last_reply)
+        with sandbox_failures():
+            result = await grade(self._task, self._settings.trees, patch, self._settings.runtime)
+        verdict = await asyncio.to_thread(self._inspect, patch)
+        earned = result.fraction if self._settings.partial_credit else float(result.solved)
+        reward, state = verdict.reward(earned), trace.state
+        state.verdict = verdict
+        state.figures = {"tests_repaired": result.fraction, **verdict.metrics(earned)}
+        if reward is None:
+            state.quarantine = "; ".join(finding.text() for finding in verdict.findings[:3])
+        else:
+            state.reward = reward
+
+    @vf.reward(weight=1.0)
+    async def solved(self, trace: vf.Trace[ProgramData, ProgramState]) -> float:
+        return trace.state.reward
+
+    @vf.metric
+    async def outcome(self, trace: vf.Trace[ProgramData, ProgramState]) -> dict[str, float]:
+        return trace.state.figures
+
+    def _inspect(self, patch: dict[str, bytes]) -> HackVerdict:
+        sealed = seal(self._task, tree_of(self._task, self._settings.trees), self._settings.monitor)
+        return inspect(self._task, sealed, None, {**sealed.start, **patch}, (), self._settings.monitor)
+
+
+class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[reportInvalidTypeArguments]
+    """Task i of a file and split is always the same record."""
+
+    def load(self) -> Iterator[ProgramTask]:
+        """Raises ConfigError for a file or record that cannot be read, EmptyTaskSetError for an empty split."""
+        config = self.config
+        if config.file.is_dir() or not config.file.suffix:
+            named = ((task.repository, task) for task in deleted_functions(config.file, config.max_lines))
+        else:
+            named = ((task.id, task) for task in read_functions(config.file, shown_tests=config.shown_tests))
+        count = 0
+        for name, task in named:
+            if config.eval_share and split_of(name, config.eval_share) != config.split:
+                continue
+            data = ProgramData(
+                name=task.id, prompt=task.prompt, system_prompt=config.instruction or None, place=task.source
+            )
+            yield ProgramTask(data, config, task)
+            count += 1
+            if count == config.num_tasks:
+                return
+        if not count:
+            raise EmptyTaskSetError(
+                f"{config.file}: nothing of it is in split {config.split!r} with eval_share = {config.eval_share:g} "
+                f"and max_lines = {config.max_lines}; change these, or give the split a file of its own"
+            )

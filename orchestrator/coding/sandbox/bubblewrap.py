@@ -1,0 +1,402 @@
+"""The bubblewrap box: Linux namespaces, a resident first process, and limits.
+
+    host                                      box (own user, pid, network, mount, ipc, uts, cgroup namespaces)
+    BubblewrapBox --socket pair, fds-->       box_init.py (PID 1) --fork--> command
+         |  <------- pipes: stdout, stderr ------------------------------------+
+         +-- /proc/PID/root/work ------->     tmpfs /work            files are read without the box's help
+                                              (or an overlay in it on a prepared tree: trees/)
+
+Work folder and /tmp are tmpfs: their sizes are bounded by the kernel, and they vanish with the box. Nothing of the box
+is on the host's disk. bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from composer_prime.config.sandbox import RuntimeConfig
+from composer_prime.errors import SandboxError
+from composer_prime.plan.sandboxes import why_not_started
+from orchestrator.coding.sandbox.box import NOTHING, Box, CloneError, CommandResult, inside_path, statuses_of
+from orchestrator.coding.sandbox.control import ControlChannel
+from orchestrator.coding.sandbox.files import list_regular, read_regular
+from orchestrator.coding.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
+from orchestrator.coding.sandbox.loopback import PROXY_URL, LoopbackPorts
+from orchestrator.coding.sandbox.output import CommandStreams
+from orchestrator.coding.sandbox.python_image import python_image
+from orchestrator.coding.sandbox.trees.prepared import PreparedTree, give_up, on_disk, prepare
+from orchestrator.coding.sandbox.usage import measure
+
+END_TIMEOUT_S = 10.0
+_MIB, _GIB = 1 << 20, 1 << 30
+_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
+_LIMITS_OF_THE_BOX = ("memory_gb", "files")
+"""Limits of what all processes hold together, whichever command began them."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5
+"""The first and the largest pause between two measurements of a running command."""
+_DESCRIPTORS = "if descriptors ran out, raise `ulimit -n` or lower the number of sandboxes open at one time"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class BubblewrapBox(Box):
+    """A box of Linux namespaces. Make one with `open`."""
+
+    def __init__(
+        self,
+        runtime: RuntimeConfig,
+        process: subprocess.Popen[bytes],
+        control: ControlChannel,
+        init_pid: int,
+        variables: Mapping[str, str],
+    ) -> None:
+        self.runtime = runtime
+        self.init_pid = init_pid
+        self.control = control
+        self.variables = dict(variables)
+        self.keeps_others = False
+        """Whether processes may outlive the command that started them; background processes set it."""
+        self.ports = LoopbackPorts(control)
+        self.launcher_pid = process.pid
+        self._process = process
+        self._init_fd = os.pidfd_open(init_pid)
+        self._root_fd = open_root(init_pid)
+        self.tree: PreparedTree | None = None
+        """What the work folder is a clone of; None for a box whose files were copied."""
+        self._num_given = 0
+        """Files that came from the host. The limit on files counts those of a clone that the box wrote only."""
+        self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
+        self._one_at_a_time = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._closed = False
+
+    @classmethod
+    async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> BubblewrapBox:
+        """Start a box. Raises SandboxError with the remedy where bubblewrap does not work."""
+        image = await asyncio.to_thread(python_image, tuple(runtime.packages))
+        variables = environment(image, python_path)
+        if runtime.allow:
+            variables |= {name: PROXY_URL for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")}
+        try:
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with there, contextlib.ExitStack() as on_failure:
+                on_failure.enter_context(here)
+                process, info_fd = launch(runtime, image, there, environment(image, ()))
+                on_failure.pop_all()
+        except OSError as error:
+            raise SandboxError(f"a sandbox could not be opened: {error}; {_DESCRIPTORS}") from error
+        control = ControlChannel(here)
+        try:
+            init_pid = await first_pid(process, info_fd)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await control.ask({"op": "limits", "limits": _limits(runtime)})
+            box = cls(runtime, process, control, init_pid, variables)
+            assert process.stderr is not None
+            process.stderr.close()  # Open boxes are many, and descriptors are few.
+            if runtime.allow:
+                await box.ports.allow(runtime.allow)
+            return box
+        except BaseException as error:
+            control.close()
+            process.kill()
+            stderr = (await asyncio.to_thread(process.communicate))[1].decode(errors="replace").strip()
+            if isinstance(error, TimeoutError | OSError):
+                raise SandboxError(why_not_started(stderr or str(error))) from error
+            raise
+
+    def set_python_path(self, python_path: Sequence[str]) -> None:
+        """Set PYTHONPATH of later commands to folders below the work folder."""
+        if python_path:
+            self.variables["PYTHONPATH"] = ":".join(inside_path(folder) for folder in python_path)
+
+    async def preload(self) -> None:
+        """Import pytest in the first process, whose forks run Python code."""
+        await self.control.ask({"op": "warm"})
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] = NOTHING,
+        stdin: bytes = b"",
+        cwd: str = ".",
+        timeout_s: float | None = None,
+        output_bytes: int | None = None,
+    ) -> CommandResult:
+        async with self._one_at_a_time:
+            return await self.run_beside_others(
+                argv, env=env, stdin=stdin, cwd=cwd, timeout_s=timeout_s, output_bytes=output_bytes
+            )
+
+    async def run_beside_others(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] = NOTHING,
+        stdin: bytes = b"",
+        cwd: str = ".",
+        timeout_s: float | None = None,
+        output_bytes: int | None = None,
+        cpu_s: float | None = None,
+    ) -> CommandResult:
+        """Run a command without waiting for others. `cpu_s` replaces limits.cpu_s."""
+        self._check_open()
+        limits = self.runtime.limits
+        started = time.monotonic()
+        ended_by: list[str] = []
+        number = next(self._numbers)
+
+        def end(limit: str) -> None:
+            ended_by.append(limit)
+            self._kill(number, limit)
+
+        streams = CommandStreams(
+            stdin,
+            keep_bytes=int(limits.output_kb * 1024) if output_bytes is None else output_bytes,
+            end_bytes=int(limits.output_mb * _MIB),
+            on_flood=lambda: end("output_mb"),
+        )
+        request = self.command(argv, env, cwd, has_stdin=streams.has_stdin)
+        request |= {"command": number, "cpu_s": math.ceil(cpu_s or limits.cpu_s)}
+        try:
+            reply = await self._run_to_end(request, streams, timeout_s or limits.wall_s, end)
+            await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
+            return _finished(reply, streams, ended_by, time.monotonic() - started)
+        finally:
+            streams.close()
+
+    def _kill(self, number: int, limit: str = "") -> None:
+        """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
+        alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
+        self.control.tell({"op": "kill", "command": number if alone else None})
+
+    def command(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, *, has_stdin: bool) -> dict[str, Any]:
+        """Return the request that starts a command. Raises ValueError for words that no command can have."""
+        words = [*argv, *(f"{name}={value}" for name, value in env.items())]
+        if not argv or any("\0" in word for word in words):
+            raise ValueError(f"a command needs words without NUL, but got {list(argv)!r} with {dict(env)!r}")
+        return {
+            "op": "run",
+            "argv": list(argv),
+            "env": {**self.variables, **env},
+            "cwd": inside_path(cwd),
+            "stdin": has_stdin,
+            "keep_others": self.keeps_others,
+        }
+
+    async def _run_to_end(
+        self, request: dict[str, Any], streams: CommandStreams, timeout_s: float, end: Callable[[str], None]
+    ) -> dict[str, Any] | None:
+        """Return the first process's reply, or None when the box ended."""
+        answer = asyncio.ensure_future(self.control.ask(request, fds=streams.child_fds))
+        try:
+            await self._watch(answer, timeout_s, end)
+            if not answer.done():
+                await asyncio.wait([answer], timeout=END_TIMEOUT_S)
+            if not answer.done():
+                await self.close()
+        except asyncio.CancelledError:
+            self._kill(request["command"])
+            await asyncio.wait([answer], timeout=END_TIMEOUT_S)
+            if not answer.done():
+                await self.close()
+            raise
+        finally:
+            answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await answer
+        if answer.cancelled() or answer.exception() is not None:
+            await self.close()
+            return None
+        return answer.result()
+
+    async def _watch(self, answer: asyncio.Future[Any], timeout_s: float, end: Callable[[str], None]) -> None:
+        """Return when the command has ended, or had to be."""
+        deadline = time.monotonic() + timeout_s
+        limits = self.runtime.limits
+        if self.keeps_others:  # CPU time is measured of all commands. The kernel limits each process of this one.
+            limits = limits.model_copy(update={"cpu_s": sys.maxsize})
+        pause_s, start = _FIRST_LOOK_S, None
+        while True:
+            left_s = deadline - time.monotonic()
+            done, _ = await asyncio.wait([answer], timeout=max(0.0, min(pause_s, left_s)))
+            if done:
+                return
+            try:
+                usage = measure(self.init_pid, self._root_fd)
+            except OSError:  # What cannot be measured cannot be limited.
+                await self.close()
+                return
+            start = start or usage
+            limit = "wall_s" if left_s <= 0 else usage.beyond(limits, start)
+            if limit:
+                end(limit)
+                return
+            near = usage.memory_bytes > limits.memory_gb * _GIB / 4 or usage.processes > 16
+            pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
+
+    async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
+        """As of any box; but a large `tree`, or without one large `files`, are cloned where the kernel can.
+
+        Raises SandboxError for what is larger than disk_mb.
+        """
+        limits = self.runtime.limits
+        statuses = {} if tree is None else await asyncio.to_thread(statuses_of, tree)
+        sizes = {path: status.st_size for path, status in statuses.items()}
+        largest = max(sizes.values() if tree else map(len, files.values()), default=0)
+        sizes |= {path: len(content) for path, content in files.items() if not path.startswith("/")}
+        needed = on_disk(sizes.values())
+        if needed > limits.disk_mb * _MIB:  # A clone would have room for it, and a copy not.
+            raise SandboxError(
+                f"the sandbox's files take {needed / _MIB:.1f} MiB, but its disk has {limits.disk_mb:g} MiB: "
+                "raise orchestrator.source.runtime.limits.disk_mb"
+            )
+        # The kernel copies no larger file when a command changes its mode or name.
+        fits = largest <= limits.file_mb * _MIB
+        prepared = await prepare(tree, statuses, files) if fits else None
+        if prepared is not None:
+            await self.clone(prepared)
+            self._num_given = len(statuses) if tree else len(files)
+            tree, files = None, files if tree else {}
+        await super().fill(tree, files)
+
+    async def clone(self, prepared: PreparedTree) -> None:
+        """Lay a tree under the empty work folder, and hold it until the box is closed.
+
+        Raises CloneError where this machine cannot, SandboxError for a box that was killed meanwhile.
+        """
+        self.tree = prepared
+        try:
+            namespace = io.FileIO(f"/proc/{self.init_pid}/ns/mnt")
+            signal.pidfd_send_signal(self._init_fd, 0)  # The pid is still this box's.
+        except OSError as error:
+            raise SandboxError(f"the sandbox ended while its files were cloned: {error}") from error
+        problem = await asyncio.to_thread(prepared.clone, namespace)
+        device = os.stat("work", dir_fd=self._root_fd).st_dev
+        is_killed = device == os.fstat(self._root_fd).st_dev
+        if is_killed or (not problem and device == self._work_device):
+            raise SandboxError(f"the sandbox was killed while its files were cloned; open another one: {problem}")
+        if problem:
+            give_up(problem)
+            raise CloneError(problem)
+        self._work_device = device
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        self._check_open()
+        listed = [(inside_path(path), len(content)) for path, content in files.items()]
+        self._num_given += len(listed)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                reply = await self.control.ask({"op": "write", "files": listed}, payload=b"".join(files.values()))
+        except (OSError, TimeoutError) as error:
+            await self.close()
+            raise SandboxError(f"the sandbox ended while files were written: {error}") from error
+        if "error" in reply:
+            raise OSError(f"the sandbox could not write a file: {reply['error']}")
+
+    async def read_file(self, path: str, max_bytes: int) -> bytes:
+        self._check_open()
+        try:
+            return read_regular(self._root_fd, inside_path(path), max_bytes)
+        except FileNotFoundError:
+            with contextlib.suppress(PermissionError):  # Code in the box took its own permission away.
+                os.close(self._open_work())
+            raise
+
+    async def list_files(self) -> dict[str, int]:
+        self._check_open()
+        try:
+            work_fd = self._open_work()
+        except PermissionError:  # Code in the box took its own permission away.
+            return {}
+        try:
+            return await asyncio.to_thread(list_regular, work_fd, self.runtime.limits.files + self._num_given)
+        finally:
+            os.close(work_fd)
+
+    def _open_work(self) -> int:
+        """Open the work folder. Raises SandboxError for a box that was killed, whose files would seem to be removed.
+
+        Its mounts go before its end is heard of. Then the empty folder below the mount shows, on the root's device.
+        """
+        work_fd = os.open("work", _FOLDER, dir_fd=self._root_fd)
+        if os.fstat(work_fd).st_dev != self._work_device:
+            os.close(work_fd)
+            raise SandboxError("the sandbox was killed while its files were read; open another one")
+        return work_fd
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+        self.ports.close()
+        self.control.close()
+        os.close(self._root_fd)
+        await asyncio.to_thread(self._wait_for_end)
+        if self.tree is not None:
+            self.tree.close()
+
+    def _wait_for_end(self) -> None:
+        """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._init_fd)
+
+    def __del__(self) -> None:
+        """End a box that was not closed because its event loop ended first."""
+        if not getattr(self, "_closed", True):
+            self._process.kill()
+
+    def _check_open(self) -> None:
+        if self._closed or self.control.closed:
+            raise SandboxError("the sandbox has ended: a limit or its own code ended it; open another one")
+
+
+def _finished(
+    reply: dict[str, Any] | None, streams: CommandStreams, ended_by: list[str], wall_s: float
+) -> CommandResult:
+    stderr = streams.stderr.value()
+    status: int | None = None
+    if reply is None:
+        ended_by.append("box")
+    elif "error" in reply:
+        stderr += f"the sandbox could not start the command: {reply['error']}\n".encode()
+        status = 126
+    else:
+        status = int(reply["status"])
+        limit = _SIGNAL_LIMITS.get(-status) if status < 0 else None
+        ended_by += [limit] if limit else []
+    code = None if ended_by or status is None else status if status >= 0 else 128 - status
+    return CommandResult(
+        exit_code=code,
+        stdout=streams.stdout.value(),
+        stderr=stderr,
+        ended_by=ended_by[0] if ended_by else "",
+        wall_s=wall_s,
+    )
+
+
+def _limits(runtime: RuntimeConfig) -> dict[str, int]:
+    limits = runtime.limits
+    return {
+        "memory_bytes": int(limits.memory_gb * _GIB),
+        "file_bytes": int(limits.file_mb * _MIB),
+        "processes": limits.processes,
+    }

@@ -1,0 +1,22 @@
+"""Names of modules that moved."""
+
+import pytest
+
+from composer_prime.config.orchestrator import SourceConfig
+from composer_prime.config.removed import MOVED, present_name
+from composer_prime.plan.preflight import find_plugin
+
+
+# A configuration that names a moved task set finds it, also below a package; each former name gives a warning.
+@pytest.mark.parametrize("former", [*MOVED, "orchestrator.environments.formats.programs"])
+def test_former_names_of_task_sets_work(former, caplog):
+    present_name.cache_clear()
+    source = SourceConfig(name="code", taskset={"id": former, "split": "all"}, eval_taskset={"split": "eval"})
+    assert source.taskset["id"].startswith("orchestrator.coding.") and source.taskset["split"] == "all"
+    assert find_plugin("taskset", source.taskset, "").exists()
+    assert source.taskset["id"] in caplog.text
+
+
+# Other names stay.
+def test_other_names_stay():
+    assert present_name("orchestrator.environments.codes") == "orchestrator.environments.codes"
