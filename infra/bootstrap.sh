@@ -1,1 +1,0 @@
-../orchestrator/rent/bootstrap.sh
