@@ -291,6 +291,7 @@ class Pipeline:
             spec,
             workers=source.workers,
             start_timeout_s=self.config.orchestrator.worker_start_timeout_s,
+            hang_timeout_s=self.config.orchestrator.hang_timeout_s,
             log_dir=self.run_dir.root / "logs",
         )
 

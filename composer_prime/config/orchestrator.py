@@ -359,6 +359,10 @@ class OrchestratorConfig(BaseConfig):
     """How long requests wait for a connected inference node before the run fails."""
     worker_start_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit for an environment worker to load, and for a source without workers to get a worker host."""
+    hang_timeout_s: float = Field(default=60.0, gt=0)
+    """End and restart an environment worker whose event loop stands still for this long. After 5 s an event names the
+    line that blocks it.
+    """
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Time limit to fill a batch; then the run fails and reports what it was waiting for."""
     trainer_timeout_s: float = Field(default=3600.0, gt=0)

@@ -5,7 +5,7 @@ RolloutPlayer   the rollouts in flight, and how they end with the player; hosts.
 WorkerProcess   a process of this machine
   start         --Start--> worker, then wait at most start_timeout_s for WorkerReady
   _read         passes replies to the futures that wait for them
-  _watch        kills a worker that was silent for hang_timeout_s
+  _watch        names the code that blocks a silent worker, and kills one that was silent for hang_timeout_s
   stop          closes the connection, gives the worker a while to clean up, then kills what is left of its session
   ended         resolves with the reason, after every request in flight has its error reply and the worker's scratch
                 folder is removed; a killed worker cannot remove that itself
@@ -27,11 +27,14 @@ import msgspec
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
+from composer_prime.monitor.events import event
 from composer_prime.run import process as processes
 from composer_prime.run.process import WORKER_ENVIRONMENT, child_options, exit_text, signal_session
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
+    STACK_FILE,
+    STALL_S,
     CancelRollout,
     FromWorker,
     Heartbeat,
@@ -43,6 +46,7 @@ from orchestrator.workers.protocol import (
     WorkerReady,
     failed_reply,
 )
+from orchestrator.workers.tracebacks import blocked_at
 
 logger = logging.getLogger(__name__)
 
@@ -251,17 +255,34 @@ class WorkerProcess(RolloutPlayer):
                 logger.warning("%s: unexpected %s", self.label, type(message).__name__)
 
     async def _watch(self, hang_timeout_s: float) -> None:
-        step_s = hang_timeout_s / 10
+        step_s, blamed = min(1.0, hang_timeout_s / 10), None
         while True:
             before = time.monotonic()
             await asyncio.sleep(step_s)
             if time.monotonic() - before > 2 * step_s:
                 continue  # This loop itself stood still: look again before judging the worker.
             silent_s = time.monotonic() - self._heard_at
+            if silent_s > STALL_S and blamed != self._heard_at and (place := self._blocked_at()) is not None:
+                blamed = self._heard_at
+                logger.warning(
+                    "%s: the environment blocks its event loop, for %.0f s now, at %s: no rollout of this worker goes "
+                    "on meanwhile; make it async, or call it with asyncio.to_thread",
+                    self.label, silent_s, place, extra=event("warning", where=place, same_as=f"blocked at {place}"),
+                )  # fmt: skip
             if silent_s > hang_timeout_s:
-                self._end_reason = f"no heartbeat for {silent_s:.1f} s (hang_timeout_s = {hang_timeout_s:g})"
+                place = self._blocked_at()
+                self._end_reason = (
+                    f"no heartbeat for {silent_s:.1f} s (orchestrator.hang_timeout_s = {hang_timeout_s:g})"
+                    f"{f'; it stood at {place}' if place else ''}"
+                )
                 signal_session(self._process.pid, signal.SIGKILL)
                 return  # _read sees the end of the stream.
+
+    def _blocked_at(self) -> str | None:
+        try:
+            return blocked_at((self._scratch.path / STACK_FILE).read_text(errors="replace"))
+        except OSError:
+            return None
 
     async def _finish(self) -> None:
         await self._process.wait()

@@ -28,6 +28,9 @@ from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 
 TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
+STALL_S = 5.0
+"""A worker whose event loop stands still for this long writes its stack to STACK_FILE, in its scratch folder."""
+STACK_FILE = "stack.txt"
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,11 @@ _RECORDED = re.compile(r"in record_(reward|metric)s?$")
 """Where verifiers turns a result into a float."""
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _DETAIL_CHARS = 2000
+_DUMPED = re.compile(r'^  File "([^"<]+)", line (\d+) in (\S+)', re.MULTILINE)
+"""A frame as faulthandler writes it, the innermost first."""
+_MAIN_THREAD = re.compile(r'workers/worker\.py", line \d+ in main$', re.MULTILINE)
+_MACHINERY = (Path(__file__).parent, Path(__file__).parents[1] / "environments" / "tool_loop")
+"""Folders of ours that call the environment's code."""
 
 
 def describe_exception(error: BaseException) -> str:
@@ -47,6 +52,21 @@ def read_traceback(text: str) -> tuple[str, str | None]:
                 return parts[number].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1])
     frames = _FRAME.findall(parts[0])
     return parts[0].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1]) if frames else None
+
+
+def blocked_at(dump: str) -> str | None:
+    """Return `file:line, in function` of the code at which a worker's main thread stood in a dump of faulthandler.
+
+    The frame is the innermost one of the user's own files, else of an installed package, else of any.
+    """
+    threads = [block for block in dump.split("\n\n") if _MAIN_THREAD.search(block)]
+    frames = _DUMPED.findall(threads[-1]) if threads else []
+    for rank in (0, 1, 2):
+        for frame in frames:
+            ours = any(Path(frame[0]).is_relative_to(folder) for folder in _MACHINERY)
+            if (2 if ours else _distance(frame[0])) <= rank:
+                return _frame_text(*frame)
+    return None
 
 
 def refuse_plain_rewards(task: Any) -> None:

@@ -198,7 +198,7 @@ class Environment:
                 # One renderer is shared by all; beyond this number verifiers would build another one, slowly.
                 multiplex=_ANY_NUMBER,
             )
-            client = verifiers_compat.GatewayClient(config)
+            client = verifiers_compat.GatewayClient(config, self.spec.max_total_tokens)
             self._server.clients[config.model_dump_json()] = client
             self._server.stack.push_async_callback(client.close)
         return config

@@ -43,6 +43,8 @@ from orchestrator.workers.gateway_requests import ask_gateway
 _IDLE_S = 15.0
 """The client closes idle connections before the gateway does, so no request meets a closing one."""
 _CONNECT_S = 30.0
+_LONGEST_TOKEN = 256
+"""Characters of one token at most, in the tokenizers that are known."""
 _HARNESSES = 64
 """At most this many are shared. An environment with a configuration for every rollout gains nothing from more."""
 
@@ -127,13 +129,23 @@ class RenderError(RolloutError):
 class GatewayClient(TrainClient):
     """verifiers' training client; its renderer must have been installed (`install_renderer`)."""
 
-    def __init__(self, config: TrainClientConfig) -> None:
+    def __init__(self, config: TrainClientConfig, max_tokens: int | None = None) -> None:
+        """`max_tokens`: of a conversation. One whose text cannot fit is refused before it is rendered."""
         self.config = config
         self.client = GatewayHttp(config.base_url, resolve_api_key(config))
+        self._max_chars = None if max_tokens is None else max_tokens * _LONGEST_TOKEN
 
-    async def get_response(self, *args: Any, **kwargs: Any) -> Response:
+    async def get_response(self, dialect: Any, body: dict[str, Any], *args: Any, **kwargs: Any) -> Response:
+        texts = [message.get("content") for message in body.get("messages") or []]
+        chars = sum(len(text) for text in texts if isinstance(text, str))
+        if self._max_chars is not None and chars > self._max_chars:
+            raise ProviderError(
+                f"the conversation has {chars} characters and exceeds the maximum context length, which holds "
+                f"{self._max_chars} at most (model.max_context): have tools and users return less",
+                status_code=400,
+            )
         try:
-            return await super().get_response(*args, **kwargs)
+            return await super().get_response(dialect, body, *args, **kwargs)
         except MalformedGenerateResponseError as error:
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
         except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:

@@ -3,7 +3,8 @@
     pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                               |                    ^ deadline: RunRollout.timeout_s
     pool <--RolloutReply------+       Cancel aborts the task, and with it the open request
-    pool <--Heartbeat-- every heartbeat_s; the pool kills a worker that stays silent
+    pool <--Heartbeat-- every heartbeat_s; the pool kills a worker that stays silent. One whose event loop stands still
+                        for STALL_S writes its stack to STACK_FILE, where the pool finds the line that blocks it
 
 Only `WorkerProcess` starts it. It is killed when its parent dies.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import hashlib
 import logging
 import signal
@@ -32,6 +34,8 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.wire.frames import Frames
 from orchestrator.workers.protocol import (
     EVAL,
+    STACK_FILE,
+    STALL_S,
     TRAIN,
     CancelRollout,
     Heartbeat,
@@ -68,6 +72,7 @@ class Worker:
         sys.path += [folder for folder in spec.import_from if folder not in sys.path]
         keep_folders_in(scratch)
         self._heartbeat_s = spec.heartbeat_s
+        self._stack_file = scratch / STACK_FILE
         self._frames = frames
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
@@ -140,9 +145,16 @@ class Worker:
         self._frames.send(request.failed("request", reason, retryable=False))
 
     async def _heartbeats(self) -> None:
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            self._frames.send(Heartbeat())
+        """Say that the loop runs. faulthandler's thread needs no GIL, so it also sees code that holds it."""
+        with self._stack_file.open("w") as file:
+            try:
+                while True:
+                    file.truncate(0)
+                    faulthandler.dump_traceback_later(STALL_S, file=file)
+                    await asyncio.sleep(self._heartbeat_s)
+                    self._frames.send(Heartbeat())
+            finally:
+                faulthandler.cancel_dump_traceback_later()
 
 
 class CpuShares:

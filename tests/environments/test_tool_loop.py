@@ -203,3 +203,35 @@ def test_a_wrong_range_of_difficulties_is_refused(vf):
 
     with pytest.raises(ValueError, match="min_difficulty 3 is above max_difficulty 2"):
         ToolsmithConfig(min_difficulty=3, max_difficulty=2)
+
+
+# A tool's reply has a bound: the model sees its two ends and how much was cut, and one event names the tool.
+def test_a_long_reply_is_cut(vf, caplog):
+    from orchestrator.environments.tool_loop.harness import ToolLoop, ToolLoopConfig
+
+    loop = ToolLoop(ToolLoopConfig(id="orchestrator.environments.tool_loop", max_reply_chars=200))
+    long = {"role": "tool", "tool_call_id": "1", "name": "dump", "content": "a" + "x" * 1_000_000 + "z"}
+    content = loop._bounded(long)["content"]
+    assert content.startswith("ax") and content.endswith("xz") and "999802 of 1000002" in content
+    assert len(content) < 300
+    (record,) = caplog.records
+    assert record.event_id == "cut tool 'dump'" and "max_reply_chars" in record.getMessage()
+    assert loop._bounded(short := {**long, "content": "short"}) is short
+
+
+# Other harnesses pass text as it is: what cannot fit the context is refused before it is rendered.
+def test_an_endless_conversation_is_refused(vf, monkeypatch):
+    from orchestrator.workers.verifiers_compat import GatewayClient
+
+    monkeypatch.setenv("SOME_TOKEN", "t")
+
+    async def ask() -> None:
+        client = GatewayClient(vf.TrainClientConfig(base_url="http://127.0.0.1:1/v1", api_key_var="SOME_TOKEN"), 64)
+        try:
+            await client.get_response(None, {"messages": [{"role": "user", "content": "x" * 20_000}]}, None)
+        finally:
+            await client.client.close()
+
+    with pytest.raises(vf.ProviderError) as refused:
+        asyncio.run(ask())
+    assert refused.value.status_code == 400 and "model.max_context" in str(refused.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -213,16 +214,19 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
 
 
 @pytest.mark.slow
-def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
-    """A worker with a blocked event loop is killed after hang_timeout_s. After max_restarts every `run` raises why."""
+def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, caplog) -> None:
+    """A blocked event loop is named by the line, and killed after hang_timeout_s. Then every `run` raises why."""
 
     async def scenario() -> None:
         spec = source(model_path, {"hang_at": 0}, heartbeat_s=0.2)
-        pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=4, max_restarts=0)
+        pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=9, max_restarts=0)
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
             assert reply.failure.kind == "worker"
-            assert "no heartbeat" in reply.failure.message
+            assert "orchestrator.hang_timeout_s" in reply.failure.message
+            assert re.search(r"bench_env\.py:\d+, in setup", reply.failure.message)
+            (event,) = [record for record in caplog.records if "bench_env.py" in record.event_where]
+            assert event.levelname == "WARNING"
             with pytest.raises(EnvironmentWorkerError, match=r"'bench'.*no heartbeat.*max_restarts = 0"):
                 await pool.run(rollout(peer, "next", 1))
 

@@ -13,6 +13,7 @@ than a whole single-turn rollout, and its pool walks every open connection at ea
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,9 @@ from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE, HarnessError
 from verifiers.v1.runtimes import ProgramResult
 
 from composer_prime.llm.reply import TOOL_CALL_OR_REST
+from composer_prime.monitor.events import event
+
+logger = logging.getLogger(__name__)
 
 INVALID_CALL = "Invalid JSON in tool call"
 BROKEN = "broken_"
@@ -93,6 +97,23 @@ async def answer_calls(executor: ToolExecutor | None, message: dict[str, Any]) -
     return answers
 
 
+def bounded(text: str, limit: int, origin: str) -> str:
+    """Return a reply with its middle cut beyond `limit` characters, and say there what was cut.
+
+    The first cut of an origin (`tool 'search'`) is an event of the run.
+    """
+    if len(text) <= limit:
+        return text
+    logger.warning(
+        "a reply of %s had %d characters; the model sees %d of them (max_reply_chars of the harness): return less, or "
+        "raise [orchestrator.source.harness] max_reply_chars",
+        origin, len(text), limit, extra=event("warning", same_as=f"cut {origin}"),
+    )  # fmt: skip
+    half = limit // 2
+    note = f"[{len(text) - 2 * half} of {len(text)} characters were cut here]"
+    return f"{text[:half]}\n{note}\n{text[-half:]}"
+
+
 def _tool_message(call_id: str, name: str | None, content: str) -> dict[str, Any]:
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return message if name is None else {**message, "name": name}
@@ -103,6 +124,8 @@ class ToolLoopConfig(vf.HarnessConfig):
 
     max_turns: int = Field(6, ge=1)
     """Assistant turns after which the rollout stops, finished or not."""
+    max_reply_chars: int = Field(50_000, ge=200)
+    """Longest text that a tool, or a user, adds to the conversation in one reply. The middle of a longer one is cut."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Longest wait for one reply, in seconds."""
 
@@ -133,7 +156,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             return await self._play(ctx.model, trace, endpoint, secret, executor, messages)
         try:
             if addition := await executor.start():
-                messages[-1]["content"] += f"\n\n{addition}"
+                messages[-1]["content"] += f"\n\n{bounded(addition, self.config.max_reply_chars, 'the start')}"
             return await self._play(ctx.model, trace, endpoint, secret, executor, messages)
         finally:
             await executor.finish(trace)
@@ -160,12 +183,19 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
                     answers = await self._answers(trace, executor, choice)
                     if not answers or getattr(executor, "is_over", False):
                         return _DONE
-                    body["messages"] += answers
+                    body["messages"] += [self._bounded(answer) for answer in answers]
         except aiohttp.ClientError as error:
             message = f"tool_loop: {endpoint}: {type(error).__name__}: {error}"
             return ProgramResult(exit_code=MODEL_TRANSPORT_ERROR_EXIT_CODE, stdout="", stderr=message)
         trace.stop("max_turns")
         return _DONE
+
+    def _bounded(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        if not isinstance(content, str) or len(content) <= self.config.max_reply_chars:
+            return message
+        origin = f"tool {message['name']!r}" if "name" in message else f"the {message['role']}"
+        return {**message, "content": bounded(content, self.config.max_reply_chars, origin)}
 
     async def _answers(
         self, trace: vf.Trace, executor: ToolExecutor | None, choice: dict[str, Any]
