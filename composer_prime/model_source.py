@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -136,6 +137,30 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     single = folder / "model.safetensors"
     return [single] if single.is_file() else []
+
+
+def text_settings(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json that describe the language model of `folder`.
+
+    A checkpoint that also reads pictures keeps them in its table `text_config`. What that leaves out is taken from the
+    outer one. Raises ModelNotFoundError.
+    """
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text())
+        return {**values, **(values.get("text_config") or {})}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelNotFoundError(f"{path} cannot be read ({error}): give the folder of a Hugging Face model") from None
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Return the number of rows of the model's token embedding. Raises ModelNotFoundError."""
+    size = text_settings(folder).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ModelNotFoundError(
+            f"{folder}/config.json has vocab_size {size!r}: give the folder of a Hugging Face language model"
+        )
+    return size
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,6 @@ Imports torch only in `run_node`.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ from composer_prime.address import tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, GIB
 from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
-from composer_prime.model_source import resolve_model
+from composer_prime.model_source import resolve_model, text_settings
 from composer_prime.monitor.events import record_events
 from composer_prime.plan.machine import gpu_name, visible_gpus
 from composer_prime.run.keys import ClientKeys
@@ -192,8 +191,7 @@ def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:
 
 def _model_context(folder: Path) -> int:
     """Return the longest sequence that the model in `folder` was made for. Raises ConfigError without that figure."""
-    values = json.loads((folder / "config.json").read_text())
-    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
+    limit = text_settings(folder).get("max_position_embeddings")
     if limit is None:
         raise ConfigError(f"{folder}/config.json names no max_position_embeddings: pass --max-context")
     return int(limit)

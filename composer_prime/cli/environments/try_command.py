@@ -26,7 +26,7 @@ from composer_prime.config.load import read_config, resolve
 from composer_prime.config.removed import present_name
 from composer_prime.console import COMPOSER, pluralize, printable
 from composer_prime.errors import ConfigError
-from composer_prime.model_source import model_folder, resolve_model
+from composer_prime.model_source import model_folder, resolve_model, text_settings
 from composer_prime.monitor.rollouts import failure_text
 from composer_prime.run.run_dir import RunDir
 
@@ -201,8 +201,7 @@ def _module(env: str) -> tuple[str, Path]:
 
 def _context(model: str) -> int:
     """Return the length of an episode in tokens."""
-    values = json.loads((resolve_model(model) / "config.json").read_text())
-    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings") or _CONTEXT
+    limit = text_settings(resolve_model(model)).get("max_position_embeddings") or _CONTEXT
     return min(_CONTEXT, int(limit))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
-import json
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ import msgspec
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, DeadlineError, EngineError, WireError
-from composer_prime.model_source import check_model_folder, tensor_shapes
+from composer_prime.model_source import check_model_folder, tensor_shapes, text_settings, vocabulary_size
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
@@ -78,8 +77,8 @@ class VllmEngine:
         """
         check_model_folder(self._folder, str(self._folder))
         self._shapes = tensor_shapes(self._folder)
-        config = json.loads((self._folder / "config.json").read_text())
-        self._vocab, self._tied = config["vocab_size"], bool(config.get("tie_word_embeddings"))
+        self._vocab = vocabulary_size(self._folder)
+        self._tied = bool(text_settings(self._folder).get("tie_word_embeddings"))
         if importlib.util.find_spec("vllm") is None:
             raise EngineError(
                 "inference.engine is 'vllm', but vllm is not installed: run `uv sync --extra vllm` (CUDA) or "
