@@ -196,5 +196,5 @@ def test_nested_text_settings_are_read(folder: Path) -> None:
 def test_a_folder_without_a_vocabulary_is_named(folder: Path, written: str) -> None:
     """Files that are no model's, and models that are no language models."""
     (folder / "config.json").write_text(written)
-    with pytest.raises(ModelNotFoundError, match="config.json"):
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         vocabulary_size(folder)
