@@ -118,8 +118,8 @@ class StepServer:
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._server.socket.recv_multipart()
-            identity, payload = frames[0], frames[-1]
+            received = await self._server.receive()
+            identity, payload = received.identity, received.first
             try:
                 message = self._decoder.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

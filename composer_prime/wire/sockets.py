@@ -1,7 +1,8 @@
 """ZMQ sockets with CURVE: encrypted both ways, and only listed public keys may connect.
 
-Each context has an authenticator in a pyzmq thread; `close` stops it. NodeSocket is the gateway's end of the links to
-inference nodes, which are not trusted: it bounds what they can make this process hold.
+Each context has an authenticator in a pyzmq thread; `close` stops it. What a peer can make this process hold is bounded
+before it has proven a key: by the size of a frame, by the messages that wait (`bind_router`), and over all connections
+by the bytes that nobody has read (unread.py). NodeSocket is the gateway's end of the links to inference nodes.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from composer_prime.address import tcp_address
-from composer_prime.errors import ConfigError, PortInUseError
+from composer_prime.errors import ConfigError, PortInUseError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.node import ToNode
 from composer_prime.wire.unread import FRAME_OVERHEAD, LEAST_FRAME_BYTES, UnreadBytes
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 1 << 30
-"""Largest message of a peer that is trusted to send one."""
+MAX_REPLY_BYTES = 1 << 30
+"""Largest message that a client takes from its server: a step's rows, or a piece of weights."""
+MAX_REQUEST_BYTES = 4 << 20
+"""Largest frame that a server takes unless it says otherwise: the names of 30,000 parameters, or of 80,000 samples.
+Strangers can send as much, because ZMQ has one limit for frames before and after a key is proven."""
 _MAX_UNREAD = 64
-"""Messages of one node that wait in the gateway's process."""
+"""Messages of one peer that wait in the server's process."""
 _FRAMES_AT_A_TIME = 512
 """Frames of one message that are read before the event loop gets to run something else: a valid one has a single."""
 MAX_FRAMES = 2 * _FRAMES_AT_A_TIME
@@ -82,20 +86,86 @@ class _Authenticator(ThreadAuthenticator):
             self.zap_socket.send_multipart([_ZAP_VERSION, msg[1], b"300", b"", b"", b""])
 
 
-@dataclass(slots=True)
-class SecureServer:
-    """A bound ROUTER socket and the thread that admits its peers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromConnection:
+    """A message of a peer, as far as it is kept."""
 
-    context: zmq.asyncio.Context
-    socket: zmq.asyncio.Socket
-    authenticator: ThreadAuthenticator
+    identity: bytes
+    key: bytes
+    """The public key (Z85) that the connection has proven to hold."""
+    peer: str
+    """The IP address that it comes from."""
+    frames: list[bytes]
+    """The first ones, as many as the receiver wants."""
+    num_frames: int
+    num_bytes: int
+    """Of all frames."""
+
+    @property
+    def first(self) -> bytes:
+        return self.frames[0] if self.frames else b""
+
+
+class SecureServer:
+    """A bound ROUTER socket, the thread that admits its peers, and the watch over what they send."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, authenticator: ThreadAuthenticator
+    ) -> None:
+        self.context = context
+        self.socket = socket
+        self.authenticator = authenticator
+        self.behind_at = -math.inf
+        """When a message of many frames was last read, monotonic seconds. Those of other peers wait for its end."""
+        self._direct = zmq.Socket.shadow(socket)
+        """The same socket, for reads that need not wait."""
+        self._unread: UnreadBytes | None = None
+
+    def bind(self, address: str) -> None:
+        """Bind the socket and watch its port. Raises ZMQError."""
+        self.socket.bind(address)
+        self._unread = UnreadBytes(tcp_address(self.endpoint, "the bound address").port)
+        self._unread.start()
 
     @property
     def endpoint(self) -> str:
         """The address really bound, with its port."""
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    async def receive(self, keep: int = 1) -> FromConnection:
+        """Return the next message, with its first `keep` frames. All messages must be read with this: the watch closes
+        connections whose messages are not."""
+        direct, unread = self._direct, self._unread
+        assert unread is not None, "bind() comes first"
+        identity = await self.socket.recv()
+        # All frames of a message arrive at once, so no receive below waits.
+        key, peer, frames, num_frames, num_bytes, fd = b"", "", [], 0, 0, -1
+        more = bool(direct.getsockopt(zmq.RCVMORE))
+        while more:
+            frame = direct.recv(zmq.NOBLOCK, copy=False)
+            if not num_frames:
+                key, peer, fd = sender_key(frame), str(frame.get("Peer-Address")), int(frame.get("__fd"))
+            if num_frames < keep:
+                frames.append(frame.bytes)
+            num_frames += 1
+            num_bytes += len(frame)
+            more = frame.more
+            if num_frames % _FRAMES_AT_A_TIME == 0:
+                if num_frames >= MAX_FRAMES:
+                    self.behind_at = time.monotonic()
+                if num_frames == MAX_FRAMES:
+                    unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
+                await asyncio.sleep(0)
+        if num_frames:
+            unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
+        return FromConnection(
+            identity=identity, key=key, peer=peer, frames=frames, num_frames=num_frames, num_bytes=num_bytes
+        )
+
     def close(self) -> None:
+        """Free the address; messages on their way get half a second."""
+        if self._unread is not None:
+            self._unread.stop()
         self.socket.close(linger=500)
         self.authenticator.stop()
         self.context.term()
@@ -106,8 +176,8 @@ def bind_router(
     server: CurvePair,
     clients: list[bytes] | Callable[[bytes], bool],
     *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_unread: int = 0,
+    max_message_bytes: int = MAX_REQUEST_BYTES,
+    max_unread: int = _MAX_UNREAD,
     max_unsent: int = 0,
     handover: bool = True,
 ) -> SecureServer:
@@ -117,10 +187,10 @@ def bind_router(
     their connection proved: `sender_key`.
 
     A peer that sends a frame above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
-    messages are held (0: any number); then the peer's own queue grows, not this process. Neither bounds the number of
-    frames in a message (wire/unread.py does). To each connection at most `max_unsent` messages
-    wait (0: any number); then sending waits, or raises zmq.Again. With `handover`, a client that names an identity
-    takes it from the connection that had it. Otherwise identities stay with their connection.
+    messages are held; then the peer's own queue grows, not this process. Neither bounds the number of frames in a
+    message (wire/unread.py does). To each connection at most `max_unsent` messages wait (0: any number); then sending
+    waits, or raises zmq.Again. With `handover`, a client that names an identity takes it from the connection that had
+    it. Otherwise identities stay with their connection.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """
@@ -143,11 +213,21 @@ def bind_router(
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = server.secret, server.public, True
     bound = SecureServer(context, socket, authenticator)
     try:
-        socket.bind(address)
+        bound.bind(address)
     except zmq.ZMQError as error:
         bound.close()
         raise _cannot_bind(address, error) from None
     return bound
+
+
+def check_request(raw: bytes, name: str) -> bytes:
+    """Return `raw`, which a server made by `bind_router` takes. Raises WireError for a request that is too large."""
+    if len(raw) > MAX_REQUEST_BYTES:
+        raise WireError(
+            f"a {name} has {len(raw)} bytes and the other side takes at most {MAX_REQUEST_BYTES}: train fewer "
+            "parameters by name, or fewer samples a step"
+        )
+    return raw
 
 
 def sender_key(frame: zmq.Frame) -> bytes:
@@ -224,7 +304,7 @@ def dealer(
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.IMMEDIATE, immediate)
     socket.setsockopt(zmq.IPV6, is_ipv6)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
@@ -233,22 +313,6 @@ def dealer(
     socket.curve_publickey, socket.curve_secretkey = keys.own.public, keys.own.secret
     socket.connect(address)
     return socket
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromConnection:
-    """A message of a node, as far as it is kept."""
-
-    identity: bytes
-    key: bytes
-    """The public key that the connection has proven to hold."""
-    peer: str
-    """The IP address that it comes from."""
-    first: bytes
-    """The first frame; a valid message has no other."""
-    num_frames: int
-    num_bytes: int
-    """Of all frames."""
 
 
 class NodeSocket:
@@ -261,16 +325,10 @@ class NodeSocket:
         """
         self.endpoint = ""
         """As bound."""
-        self.behind_at = -math.inf
-        """When a message of many frames was last read, monotonic seconds. Those of other nodes wait for its end."""
         self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
         self._is_admitted = is_admitted
         self._server: SecureServer | None = None
-        self._direct: zmq.Socket[bytes] | None = None
-        """The same socket, for reads that need not wait."""
-        self._unread: UnreadBytes | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
     def bind(self, address: str) -> None:
@@ -280,14 +338,15 @@ class NodeSocket:
             self._keys.curve("server"),
             self._is_admitted or [self._keys.curve("node").public],
             max_message_bytes=self.max_message_bytes,
-            max_unread=_MAX_UNREAD,
             handover=False,  # Nodes name none.
         )
-        self._direct = zmq.Socket.shadow(self._server.socket)
         give_back_buffers()
         self.endpoint = self._server.endpoint
-        self._unread = UnreadBytes(tcp_address(self.endpoint, "the node port").port)
-        self._watch = asyncio.create_task(self._unread.watch())
+
+    @property
+    def behind_at(self) -> float:
+        """When a message of many frames was last read, monotonic seconds."""
+        return -math.inf if self._server is None else self._server.behind_at
 
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
@@ -300,38 +359,12 @@ class NodeSocket:
 
     async def receive(self) -> FromConnection:
         """Return the next message, with the bytes of its first frame only."""
-        server, direct, unread = self._server, self._direct, self._unread
-        assert server is not None and direct is not None and unread is not None, "bind() comes first"
-        identity = await server.socket.recv()
-        # All frames of a message arrive at once, so no receive below waits.
-        key, peer, first, num_frames, num_bytes, fd = b"", "", b"", 0, 0, -1
-        more = bool(direct.getsockopt(zmq.RCVMORE))
-        while more:
-            frame = direct.recv(zmq.NOBLOCK, copy=False)
-            if not num_frames:
-                key, peer, first = sender_key(frame), str(frame.get("Peer-Address")), frame.bytes
-                fd = int(frame.get("__fd"))
-            num_frames += 1
-            num_bytes += len(frame)
-            more = frame.more
-            if num_frames % _FRAMES_AT_A_TIME == 0:
-                if num_frames >= MAX_FRAMES:
-                    self.behind_at = time.monotonic()
-                if num_frames == MAX_FRAMES:
-                    unread.end(fd, peer, num_bytes + num_frames * LEAST_FRAME_BYTES)
-                await asyncio.sleep(0)
-        if num_frames:
-            unread.read[fd] += num_bytes + num_frames * FRAME_OVERHEAD
-        return FromConnection(
-            identity=identity, key=key, peer=peer, first=first, num_frames=num_frames, num_bytes=num_bytes
-        )
+        assert self._server is not None, "bind() comes first"
+        return await self._server.receive()
 
     async def close(self) -> None:
         """Free the address; messages on their way get half a second."""
-        server, self._server, self._direct = self._server, None, None
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        server, self._server = self._server, None
         if server is not None:
             server.socket.close(linger=500)
             await asyncio.to_thread(server.close)

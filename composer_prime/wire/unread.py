@@ -7,11 +7,11 @@ only; elsewhere nothing is counted or closed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -59,14 +59,21 @@ class UnreadBytes:
         """`read` at the last look: what was read since then counts for a connection that is new."""
         self._looked_at = 0.0
         self._looked_resident = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="unread-bytes", daemon=True)
 
-    async def watch(self) -> None:
-        """End the worst connections whenever a look is due, until cancelled."""
-        while True:
-            await asyncio.sleep(_WATCH_S)
+    def start(self) -> None:
+        """End the worst connections whenever a look is due, until `stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_S):
             if self.is_due():
                 try:
-                    await asyncio.to_thread(self.end_worst)
+                    self.end_worst()
                 except OSError as error:  # Out of descriptors: the next look may have some.
                     logger.warning("what peers sent and nobody read could not be counted: %s", error)
 

@@ -219,9 +219,9 @@ class Rendezvous:
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._server.socket.recv_multipart()
-            if len(frames) == 3:
-                task = asyncio.create_task(self._respond(*frames))
+            received = await self._server.receive(keep=2)
+            if received.num_frames == 2:
+                task = asyncio.create_task(self._respond(received.identity, *received.frames))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.sockets import dealer
+from composer_prime.wire.sockets import check_request, dealer
 from diloco.transport import messages
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Connection:
         future: asyncio.Future[messages.ToPeer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         future.add_done_callback(lambda _: self._waiting.pop(number, None))
-        raw = messages.encode(request)
+        raw = check_request(messages.encode(request), type(request).__name__)
         self.bytes_sent += len(raw)
         await self._socket.send_multipart([number, raw])
         return future

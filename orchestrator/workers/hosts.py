@@ -192,13 +192,13 @@ class HostServer:
     async def _receive(self) -> None:
         while True:
             for _ in range(_BURST):
-                identity, *frames = await self._socket.socket.recv_multipart()
+                received = await self._socket.receive()
                 try:
-                    if len(frames) != 1:
-                        raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
-                    self._handle(identity, self._decoder.decode(frames[0]))
+                    if received.num_frames != 1:
+                        raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
+                    self._handle(received.identity, self._decoder.decode(received.first))
                 except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                    logger.warning("dropped %d bytes from a worker host: %s", sum(map(len, frames)), error)
+                    logger.warning("dropped %d bytes from a worker host: %s", received.num_bytes, error)
             await asyncio.sleep(0)
 
     def _handle(self, identity: bytes, message: FromHost) -> None:

@@ -128,7 +128,7 @@ async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(op
                 await ticked.wait()
             return not attached.attached
 
-        gateway._node_socket.behind_at = math.inf
+        gateway._node_socket._server.behind_at = math.inf
         assert not await is_lost_after(3000)
         assert await is_lost_after(5000)
 
@@ -229,7 +229,7 @@ async def test_a_message_under_another_key_than_its_nodes_is_dropped(open_gatewa
         [node] = gateway.router.nodes.attached()
         leaving = msgspec.msgpack.encode(Goodbye(reason="forged"))
         forged = FromConnection(
-            identity=node.identity, key=b"k" * 40, peer="", first=leaving, num_frames=1, num_bytes=len(leaving)
+            identity=node.identity, key=b"k" * 40, peer="", frames=[leaving], num_frames=1, num_bytes=len(leaving)
         )
         for _ in range(2):
             gateway._link._handle(forged)
@@ -334,7 +334,7 @@ async def test_only_messages_about_a_held_request_are_free(open_gateway, node_ke
         call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
         await peer.until(lambda: len(peer.generates) == 1)
         [request], [node], link = peer.generates, gateway.router.nodes.attached(), gateway._link
-        received = FromConnection(identity=node.identity, key=node.key, peer="", first=b"", num_frames=1, num_bytes=0)
+        received = FromConnection(identity=node.identity, key=node.key, peer="", frames=[], num_frames=1, num_bytes=0)
 
         def costs(request_id: str) -> float:
             link._budgets = MessageBudgets(burst=10, per_s=0)

@@ -121,11 +121,11 @@ class OutOfDescriptors(UnreadBytes):
 # A flood of connections may use up the descriptors that a look needs. The watch survives that and looks again.
 async def test_a_look_that_fails_is_not_the_last(caplog):
     unread = OutOfDescriptors(0)
-    watch = asyncio.create_task(unread.watch())
+    unread.start()
     async with asyncio.timeout(10):
         while unread.looks < 2:
             await asyncio.sleep(0.01)
-    watch.cancel()
+    unread.stop()
     assert "could not be counted: [Errno 24] Too many open files" in caplog.text
 
 

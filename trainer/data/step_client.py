@@ -26,7 +26,7 @@ import zmq
 
 from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError, RunMismatchError, WireError
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.sockets import dealer
+from composer_prime.wire.sockets import check_request, dealer
 from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
@@ -345,7 +345,7 @@ class StepClient:
 
     def _send(self, message: FromTrainer | None) -> None:
         if message is not None:
-            self._socket.send(msgspec.msgpack.encode(message))
+            self._socket.send(check_request(msgspec.msgpack.encode(message), type(message).__name__))
 
     def _send_done(self) -> None:
         """Send all of them, in order: the orchestrator refuses a step whose predecessor it does not know."""
