@@ -41,7 +41,7 @@ COMMANDS = {
     "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
     "tasks": ("composer_prime.cli.tasks_command", "make, check and show coding tasks"),
-    "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
+    "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
     "completion": ("composer_prime.cli.completion_command", "print or install shell completion (bash, zsh, fish)"),
 }
 """Each command's module, which has main(words), and its line in the help."""

@@ -1,0 +1,186 @@
+"""Steps, attention, loss head and memory on a device, against the CPU in float32 or the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from composer_prime.model_source import resolve_model
+from composer_prime.packing.pack import totals
+from composer_prime.plan.footprint import ModelShape, rank_need
+from tests.gpu.device_batches import GROUP, Lengths, joined_world, make_config, make_samples, rows_for
+from trainer.head.fused import Head, token_statistics
+from trainer.head.kernels import LogitKernels, TorchLogitKernels, choose_kernels
+from trainer.model.build import build_policy
+from trainer.optim import build_optimizer
+from trainer.step import LossSettings, loss_of, train_step
+from trainer.train import peak_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+def gradient_of(folder: Path, *, device: str, dtype: str, lengths: Lengths) -> tuple[float, torch.Tensor]:
+    """Return loss and gradient of the tiny model, all parameters in one float64 vector on the CPU."""
+    model = resolve_model("tiny")
+    config = make_config(folder, model, device=device, dtype=dtype)
+    # With tis the ratio is 1 in value, so that rounding moves gradients and no clip.
+    config.channels.policy.correction = "tis"
+    with joined_world(config) as world:
+        policy = build_policy(config, model, world)
+        samples = make_samples(policy.vocabulary, lengths)
+        loss = 0.0
+        for row in rows_for(samples, policy, world, share=False, tokens=4096):
+            settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+            parts, _ = loss_of(policy, row, totals(samples), settings)
+            parts.total.backward()
+            loss += parts.total.item()
+        gradients = [p.grad.full_tensor() for p in policy.parameters() if isinstance(p.grad, DTensor)]
+        return loss, torch.cat([gradient.double().cpu().flatten() for gradient in gradients])
+
+
+def test_a_step_in_bfloat16_has_the_gradient_of_float32(place, tmp_path):
+    lengths = Lengths(24, 40)
+    _, gradient = gradient_of(tmp_path, device=place.device, dtype="bfloat16", lengths=lengths)
+    _, exact = gradient_of(tmp_path, device="cpu", dtype="float32", lengths=lengths)
+    assert torch.nn.functional.cosine_similarity(gradient, exact, dim=0).item() > 0.99
+    assert gradient.norm().item() == pytest.approx(exact.norm().item(), rel=0.05)
+
+
+def spawn_ranks(device: str, count: int, folder: Path) -> dict[str, float]:
+    """Return what rank 0 of `count` equal processes prints, once all have ended. One that fails ends the others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "tests.gpu.device_batches", device, str(folder)]
+    processes = []
+    try:
+        for rank in range(count):
+            variables = {**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+        while None in (statuses := [process.poll() for process in processes]) and not any(statuses):
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+    assert statuses == [0] * count
+    return json.loads(processes[0].communicate()[0].strip().splitlines()[-1])
+
+
+def test_ranks_of_fsdp2_take_the_step_of_one_rank(place, tmp_path):
+    # Gradient norm and weights after the step. With one GPU, NCCL runs in a group of one.
+    ranks = 2 if place.device == "cpu" else min(2, torch.cuda.device_count())
+    one, many = spawn_ranks(place.device, 1, tmp_path), spawn_ranks(place.device, ranks, tmp_path)
+    assert many == pytest.approx(one, rel=1e-3)
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Return the median seconds of three calls, after one that warms up."""
+    seconds = []
+    for _ in range(4):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+    return statistics.median(seconds[1:])
+
+
+def test_rows_that_share_a_prefix_have_equal_log_probabilities(place, tmp_path, record_property):
+    model = resolve_model("tiny")
+    lengths = Lengths(48, 16) if place.small else Lengths(2048, 256)
+    tokens = 2 * GROUP * sum(lengths)
+    config = make_config(tmp_path, model, device=place.device, dtype="float32", row_tokens=tokens)
+    with joined_world(config) as world:
+        policy = build_policy(config, model, world)
+        samples = make_samples(policy.vocabulary, lengths)
+        settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+        logprobs = []
+        for share in (False, True):
+            (row,) = rows_for(samples, policy, world, share=share, tokens=tokens)
+            logprobs.append(policy(row).logprobs_R.detach().float().cpu())
+
+            def both_passes(row=row) -> None:
+                loss_of(policy, row, totals(samples), settings)[0].total.backward()
+
+            record_property(f"{policy.attention}, share={share}, ms", timed(both_passes, place.device) * 1e3)
+    assert (logprobs[0] - logprobs[1]).abs().max().item() < 1e-2
+
+
+def test_the_passes_of_the_head_equal_float64_and_auto_takes_a_fast_one(place, record_property):
+    rows, vocabulary, width = (32, 512, 64) if place.small else (2048, 151_936, 1024)
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocabulary, width, generator=draw) / width**0.5
+    hidden, targets = torch.randn(rows, width, generator=draw), torch.randint(0, vocabulary, (rows,), generator=draw)
+    exact_hidden = hidden[:32].double().requires_grad_()
+    exact = (exact_hidden @ weight.double().T).log_softmax(-1).gather(1, targets[:32, None]).squeeze(1)
+    exact.sum().backward()
+    kinds: dict[str, LogitKernels] = {"torch": TorchLogitKernels()}
+    if place.device == "cuda":
+        from trainer.head.triton_kernels import TritonLogitKernels
+
+        kinds["triton"] = TritonLogitKernels()
+    ms = {}
+    for name, kernels in kinds.items():
+        on_device = hidden.to(place.device).requires_grad_()
+        head, wanted = Head(weight_VH=weight.to(place.device)), targets.to(place.device)
+
+        def both_passes(on_device=on_device, head=head, wanted=wanted, kernels=kernels) -> torch.Tensor:
+            on_device.grad = None
+            values = token_statistics(head, on_device, wanted, kernels=kernels).logprobs_R
+            values.sum().backward()
+            return values
+
+        values = both_passes().detach()[:32].cpu().double()
+        assert (values - exact.detach()).abs().max().item() < 1e-2
+        assert (on_device.grad[:32].cpu().double() - exact_hidden.grad).abs().max().item() < 1e-2
+        ms[name] = timed(both_passes, place.device) * 1e3
+        record_property(f"{name}, ms", ms[name])
+    # Close calls may go either way; a rule that takes one twice as slow is broken.
+    chosen = choose_kernels("auto", torch.empty(1, width, device=place.device), vocabulary).name
+    assert ms[chosen] < 2 * min(ms.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_peak_of_a_step_is_near_the_plan(tmp_path):
+    # A model of the sizes of Qwen3-0.6B with random weights. On a CPU the process holds its libraries as well.
+    model, row_tokens = tmp_path / "model", 4096
+    shape = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=40_960,
+    )
+    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(model)
+    config = make_config(tmp_path, model, device="cuda", dtype="auto", row_tokens=row_tokens)
+    need = rank_need(config, ModelShape.read(model), cuda=True)
+    lengths = Lengths(row_tokens // 4, row_tokens // 4)
+    with joined_world(config) as world:
+        policy = build_policy(config, model, world)
+        optimizer = build_optimizer(policy, config.trainer.optim)
+        samples = make_samples(policy.vocabulary, lengths, groups=1)
+        settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+        rows = rows_for(samples, policy, world, share=False, tokens=row_tokens)
+        train_step(policy, optimizer, rows, totals(samples), settings, step=1, ratio=1.0)
+        measured = peak_bytes(world.device)
+    assert 1 / 2 < measured / (need.device_bytes - need.parts["runtime"]) < 3 / 2
