@@ -59,12 +59,10 @@ export function installKeys({ state, redraw, showHelp, go }) {
     const actions = {
       j: () => move(1, { state, go }),
       k: () => move(-1, { state, go }),
-      "/": () => (document.getElementById("search") ?? document.getElementById("say"))?.focus(),
+      "/": () => document.getElementById("search")?.focus(),
       s: () => { state.sideBySide = !state.sideBySide; redraw(); },
       c: nextColor,
       u: () => up(go),
-      n: () => document.getElementById("new-chat")?.click(),
-      x: () => document.getElementById("stop-chat")?.click(),
       t: () => document.getElementById("theme")?.click(),
       "?": showHelp,
       Enter: () => {

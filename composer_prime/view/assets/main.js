@@ -8,7 +8,6 @@ import { rolloutPage, flipPage } from "./rollout.js";
 import { evaluationBlock } from "./evaluation.js";
 import { pairsBlock } from "./pairs.js";
 import { chartGroups } from "./figures.js";
-import { chatPage } from "./chat.js";
 import { installKeys, markCurrent } from "./keys.js";
 
 const LIVE_MS = 2000;
@@ -84,7 +83,6 @@ function showBar(crumbs) {
 }
 
 async function build(parts, query) {
-  if (parts[0] === "chat") return chatPage(query);
   if (parts[0] === "compare") {
     const runs = await Promise.all(parts.slice(1).map((run) => ask("run", { run })));
     return { crumbs: ["comparison"], answers: runs, nodes: comparePage(runs, state, redraw), live: runs.some((run) => run.state === "running") };

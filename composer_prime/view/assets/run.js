@@ -3,15 +3,15 @@ import { h, bytes, clock, dollars, figure, interval, plural, seconds, section, s
 import { chartGroups, timeCharts, queueLanes, nodeLanes, anyFigure } from "./figures.js";
 import { link } from "./source.js";
 
-export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["pairs", "Pairs"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"], ["chat", "Chat"]];
+export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["pairs", "Pairs"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
 
 export function runHead(run, tab) {
-  const has = { clusters: run.joint || run.joint_rounds.length, chat: run.chat };
+  const has = { clusters: run.joint || run.joint_rounds.length };
   const tabs = TABS.filter(([name]) => !(name in has) || has[name]);
   return [
     h("h1", null, run.id, " ", h("span", { class: "quiet small" }, run.folder)),
     h("nav", { class: "tabs", "aria-label": "parts of the run" }, tabs.map(([name, title]) =>
-      h("a", { href: name === "chat" ? link(["chat"]) : link(["run", run.id, ...(name ? [name] : [])]), "aria-current": name === tab && "page" }, title))),
+      h("a", { href: link(["run", run.id, ...(name ? [name] : [])]), "aria-current": name === tab && "page" }, title))),
   ];
 }
 
