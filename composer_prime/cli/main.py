@@ -40,7 +40,6 @@ COMMANDS = {
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
     "tasks": ("composer_prime.cli.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
-    "completion": ("composer_prime.cli.completion_command", "print or install shell completion (bash, zsh, fish)"),
 }
 """Each command's module, which has main(words), and its line in the help."""
 
