@@ -1,6 +1,7 @@
-"""`composer export RUN|MODEL -o FOLDER`: a trained model for other programs, as a Hugging Face folder or a GGUF file.
+"""`composer export RUN|MODEL -o FOLDER`: a trained model for other programs, as a Hugging Face folder.
 
-The final model of a run has its low-rank adapters merged already (trainer/weights/publish.py).
+The final model of a run has its low-rank adapters merged already (trainer/weights/publish.py). Other formats start from
+such a folder, GGUF with llama.cpp's convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ _BESIDE = ("chat_template.jinja", "generation_config.json", "README.md", "LICENS
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     target = options.output
-    is_file = target.suffix == ".gguf"
-    if target.exists() and (is_file or not target.is_dir() or any(target.iterdir())):
+    if target.suffix == ".gguf":
+        raise ConfigError(f"-o {target}: name a folder, and run convert_hf_to_gguf.py of llama.cpp on it")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name another place, or remove it")
-    if options.step is None:
-        return _export(resolve_model(model_folder(options.model)), options)
-    run_dir = _run_with_checkpoint(options.model, options.step)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if options.step is None:
+        folder = resolve_model(model_folder(options.model))
+        _write_model(folder, target, options, _exported_from(folder))
+        return 0
+    run_dir = _run_with_checkpoint(options.model, options.step)
     from trainer.weights.checkpoint import write_checkpoint_model
 
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
         folder = Path(scratch) / "model"
         write_checkpoint_model(run_dir, options.step, folder)
-        return _export(folder, options, f"step {options.step} of {run_dir.root} (adapters merged)")
+        _write_model(folder, target, options, f"step {options.step} of {run_dir.root} (adapters merged)")
+    return 0
 
 
 def _run_with_checkpoint(run: str, step: int) -> RunDir:
@@ -52,41 +57,21 @@ def _run_with_checkpoint(run: str, step: int) -> RunDir:
     return run_dir
 
 
-def _export(folder: Path, options: argparse.Namespace, name: str = "") -> int:
-    """Write the model of `folder`, which the message calls `name`."""
-    target, notes = options.output, []
-    is_file = target.suffix == ".gguf"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if is_file:
-        from composer_prime.integrations.gguf_file import write_gguf
-
-        try:
-            notes = write_gguf(folder, target, options.dtype or "float16")
-        except BaseException:
-            target.unlink(missing_ok=True)
-            raise
-    else:
-        _write_model(folder, target, dtype=options.dtype, shard_size=options.shard_size)
-        check_model_folder(target, str(target))
-    written = [target] if is_file else sorted(target.iterdir())
-    size = sum(path.stat().st_size for path in written if path.is_file())
-    print(f"wrote {name or _exported_from(folder)} to {target}: {size / 1e6:,.1f} MB")
-    print("\n".join(f"note: {note}" for note in notes), end="\n" if notes else "")
-    return 0
-
-
-def _write_model(folder: Path, target: Path, *, dtype: str | None, shard_size: str) -> None:
-    """Write the model and tokenizer of `folder` to `target`. `dtype`: None keeps the stored one."""
+def _write_model(folder: Path, target: Path, options: argparse.Namespace, name: str) -> None:
+    """Write the model and tokenizer of `folder`, which the message calls `name`. Without a dtype it stays as stored."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stored = getattr(torch, dtype) if dtype else "auto"
+    stored = getattr(torch, options.dtype) if options.dtype else "auto"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=stored, local_files_only=True)
-    model.save_pretrained(target, max_shard_size=shard_size)
+    model.save_pretrained(target, max_shard_size=options.shard_size)
     AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(target)
-    for name in _BESIDE:
-        if (folder / name).is_file() and not (target / name).exists():
-            shutil.copyfile(folder / name, target / name)
+    for file in _BESIDE:
+        if (folder / file).is_file() and not (target / file).exists():
+            shutil.copyfile(folder / file, target / file)
+    check_model_folder(target, str(target))
+    size = sum(path.stat().st_size for path in target.iterdir() if path.is_file())
+    print(f"wrote {name} to {target}: {size / 1e6:,.1f} MB")
 
 
 def _exported_from(folder: Path) -> str:
@@ -98,16 +83,15 @@ def _exported_from(folder: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer export",
-        description="Write a trained model for other programs.",
+        description="Write a trained model as a Hugging Face folder for other programs.",
         epilog="examples:  composer export outputs/a1 -o a1-model --dtype bfloat16\n"
-        "           composer export outputs/a1 --step 40 -o a1-step-40\n"
-        "           composer export outputs/a1 -o a1.gguf        (Qwen2 and Qwen3; extra gguf)",
+        "           composer export outputs/a1 --step 40 -o a1-step-40",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="RUN|MODEL", help="run directory, model folder, Hub id, tiny, or smollm2")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="new folder, or a file that ends in .gguf")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="new folder")
     parser.add_argument("--step", type=int, help="the checkpoint of this step instead of a run's final model")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored; GGUF: float16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as stored)")
     parser.add_argument("--shard-size", default="5GB", help="largest weight file (default 5GB)")
     return parser

@@ -226,7 +226,9 @@ async def open_endpoint(config: Config, port: int) -> AsyncIterator[tuple[str, s
                 try:
                     await web.TCPSite(runner, "127.0.0.1", port).start()
                 except OSError as error:
-                    raise PortInUseError(f"port {port} of 127.0.0.1: {error.strerror}; choose another with --port") from None
+                    raise PortInUseError(
+                        f"port {port} of 127.0.0.1: {error.strerror}; choose another with --port"
+                    ) from None
                 yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", os.environ[GATEWAY_TOKEN_VARIABLE]
             finally:
                 await runner.cleanup()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 BASE_GB = 5.1
 EXTRA_GB = {
-    "gguf": 0.01,
     "smollm2": 0.10,
     "diloco": 0.01,
     "trackio": 0.03,
