@@ -2,7 +2,8 @@
 
 folder    at most 15 modules beside __init__.py (tests and benchmarks are not limited)
 names     no utils, helpers, common or misc module; every public class name of the product only once;
-          every module below tests/ has a name of its own, because pytest imports them side by side
+          every module below tests/ has a name of its own, because pytest imports them side by side;
+          every module that tests/contract.txt names exists
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def bad_names(modules: dict[Path, ast.Module]) -> list[str]:
         path.name for path in modules if path.parts[0] == "tests" and path.stem not in ("conftest", "__init__")
     )
     problems += [f"several files below tests/ are called {name}" for name, count in tests.items() if count > 1]
+    contract = Path(__file__).resolve().parents[1] / "tests" / "contract.txt"
+    named = [line for line in contract.read_text().splitlines() if line and not line.startswith("#")]
+    problems += [
+        f"tests/contract.txt names {name}, which does not exist" for name in named if f"{name}.py" not in tests
+    ]
     classes: dict[str, list[str]] = defaultdict(list)
     for path, tree in modules.items():
         for node in tree.body if path.parts[0] in PRODUCT else []:

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ _PROCESS_EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"
 _MAY_START_PROCESSES = ("process", "slow", "vllm", "gpu")
 _TOKEN = "COMPOSER_GATEWAY_TOKEN"
 _unit_test: str | None = None
+_CONTRACT = [
+    line for line in (Path(__file__).parent / "contract.txt").read_text().split("\n") if line[:1] not in ("#", "")
+]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # No test asks a server that is not its own.
 
@@ -24,6 +28,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # No test asks a server that is no
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the modules that tests/contract.txt names."""
+    for item in items:
+        if item.path.stem in _CONTRACT:
+            item.add_marker(pytest.mark.contract)
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
