@@ -17,12 +17,10 @@ import math
 import re
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -45,10 +43,8 @@ from composer_prime.wire.enrollment import (
     NodeMachine,
     release,
 )
-from composer_prime.wire.iroh_link import IrohDialer, is_iroh, load_iroh
 from composer_prime.wire.node import Rejected, ToNode
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.tunnel import DIAL_S, Tunnel, dial
 from inference.machine import check_disk
 
 logger = logging.getLogger(__name__)
@@ -95,18 +91,8 @@ class NodeState:
         except OSError:
             return 0.0
 
-    def note_enrolled(self, slot: int, relay_pass: bytes = b"") -> None:
+    def note_enrolled(self, slot: int) -> None:
         (self.path / f"node-{slot}.enrolled").touch()
-        path = self.path / "relay.pass"
-        if relay_pass and not (path.exists() and path.read_bytes() == relay_pass):
-            write_secret(path, relay_pass)
-
-    def relay_pass(self, invite: Invite) -> bytes:
-        """Return what to show at relays: the run's own pass or the invite's, of which the later to expire."""
-        try:
-            return max((self.path / "relay.pass").read_bytes(), invite.relay_pass)  # The expiry comes first.
-        except OSError:
-            return invite.relay_pass
 
     def held_bytes(self) -> int:
         """Return the bytes of all files here. The nodes of a machine share chunks by hard links."""
@@ -146,45 +132,10 @@ class EnrolledNode:
     answer: Enrolled
 
 
-@asynccontextmanager
-async def tunnels(invite: Invite, state: NodeState) -> AsyncIterator[dict[str, Tunnel]]:
-    """Open the other ways to the run that `invite` names, by the address of this machine at which each begins.
-
-    Raises ConfigError when iroh is the only way and is not installed.
-    """
-    async with AsyncExitStack() as stack:
-        ways: dict[str, Tunnel] = {}
-        for relay in invite.relays:
-            if is_iroh(relay):
-                try:
-                    load_iroh()
-                except ConfigError as error:
-                    if not invite.addresses and len(invite.relays) == 1:
-                        raise
-                    logger.warning("%s; trying other ways to the run", error)
-                    continue
-                dialer = IrohDialer(relay, partial(state.relay_pass, invite))
-                stack.push_async_callback(dialer.close)
-                tunnel = Tunnel(relay, dialer.dial)
-            else:
-                address = tcp_address(relay, "the relay", scheme="")
-                tunnel = Tunnel(
-                    f"relay {relay}",
-                    lambda address=address: dial(address, invite.verify_key, state.relay_pass(invite)),
-                )
-            stack.push_async_callback(tunnel.close)
-            await tunnel.start()
-            ways[tunnel.address] = tunnel
-        yield ways
-
-
 async def enroll(
-    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float,
-    ways: Mapping[str, Tunnel] = MappingProxyType({}),
-) -> EnrolledNode:  # fmt: skip
+    invite: Invite, state: NodeState, slot: int, name: str, machine: NodeMachine, patience_s: float
+) -> EnrolledNode:
     """Make node `slot` known to the run, or ask again under its own key. Tries all addresses for `patience_s`.
-
-    `ways`: what `tunnels` opened, tried after the addresses.
 
     Raises InviteError (refused, with the run's reason), WireError (refused for now) or DeadlineError (which addresses,
     how long). Of an address, the last of its longest tries counts.
@@ -202,11 +153,10 @@ async def enroll(
     deadline = time.monotonic() + patience_s
     faults: dict[str, tuple[float, ComposerError]] = {}
     while True:
-        for address in [*invite.addresses, *ways]:
-            left_s, way = deadline - time.monotonic(), ways.get(address)
+        for address in invite.addresses:
+            limit_s = max(0.1, min(_ADDRESS_S, deadline - time.monotonic()))
             try:
-                limit_s = max(0.1, min(_ADDRESS_S + (DIAL_S if way else 0), left_s))
-                answer = await _ask(address, way, own_keys if enrolled else invite.keys, message, limit_s)
+                answer = await _ask(address, own_keys if enrolled else invite.keys, message, limit_s)
             except _UnknownKeyError:
                 if enrolled:
                     raise
@@ -214,12 +164,9 @@ async def enroll(
                 break
             except (WireError, DeadlineError) as error:
                 if limit_s >= faults.get(address, (0.0,))[0]:
-                    lost_way = isinstance(error, DeadlineError) and way is not None and way.fault
-                    faults[address] = limit_s, DeadlineError(lost_way) if lost_way else error
+                    faults[address] = limit_s, error
                 continue
-            state.note_enrolled(slot, answer.relay_pass)
-            if way:
-                logger.info("connected through %s", way.name)
+            state.note_enrolled(slot)
             return EnrolledNode(address=address, keys=own_keys, answer=answer)
         if time.monotonic() >= deadline:
             for _, fault in faults.values():
@@ -233,12 +180,11 @@ async def enroll(
         await asyncio.sleep(_RETRY_S)
 
 
-async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
-    """Send `message` to one address, where `way` begins.
+async def _ask(address: str, keys: ClientKeys, message: Enroll, limit_s: float) -> Enrolled:
+    """Send `message` to one address.
 
     Raises InviteError, WireError (refused for now), or DeadlineError: how far it came.
     """
-    name = way.name if way else address
     context = zmq.asyncio.Context()
     socket = dealer(context, f"tcp://{address}", keys)
     events = socket.get_monitor_socket(zmq.EVENT_ALL)
@@ -252,16 +198,14 @@ async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enro
         while (left_s := until - time.monotonic()) > 0:
             ready = dict(await poller.poll(math.ceil(left_s * 1000)))
             if socket in ready:
-                return _read(await socket.recv(), name)
+                return _read(await socket.recv(), address)
             if events in ready:
                 event = (await recv_monitor_message(events))["event"]
                 seen.add(event)
-                if way and way.fault and event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-                    raise DeadlineError(way.fault)
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise _UnknownKeyError(
-                        f"the run at {name} knows neither this invite nor this node: the invite was used up by other "
-                        "nodes, expired or was withdrawn, the node was turned away for good, or the run has new keys; "
+                        f"the run at {address} knows neither this invite nor this node: the invite was used up by "
+                        "others, expired or was withdrawn, the node was turned away for good, or the run has new keys; "
                         "make another with `orchestrator invite RUN_DIR --nodes N` (and pass another --state-dir, if "
                         "this machine joined before)"
                     )
@@ -269,17 +213,15 @@ async def _ask(address: str, way: Tunnel | None, keys: ClientKeys, message: Enro
         socket.disable_monitor()
         context.destroy(linger=0)
     if zmq.EVENT_HANDSHAKE_SUCCEEDED in seen:
-        raise DeadlineError(f"{name} took the connection and did not answer within {limit_s:.0f} s")
-    if way:  # It took the connection.
-        raise DeadlineError(f"{name} led to no run within {limit_s:.0f} s")
+        raise DeadlineError(f"{address} took the connection and did not answer within {limit_s:.0f} s")
     if seen & {zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL}:
-        raise DeadlineError(f"what listens at {name} does not hold the run's key: another run, or another program")
+        raise DeadlineError(f"what listens at {address} does not hold the run's key: another run, or another program")
     host = tcp_address(address, "the address", scheme="").host
     try:
         await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError:
-        raise DeadlineError(f"{name}: this machine knows no host {host!r}") from None
-    raise DeadlineError(f"{name} took no connection within {limit_s:.2g} s")
+        raise DeadlineError(f"{address}: this machine knows no host {host!r}") from None
+    raise DeadlineError(f"{address} took no connection within {limit_s:.2g} s")
 
 
 def _read(raw: bytes, address: str) -> Enrolled:

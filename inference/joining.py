@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,6 @@ from composer_prime.run.process import child_options, end_with_parent, exit_text
 from composer_prime.run.retry import Restarts, backoff_s
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFile, NodeMachine
-from composer_prime.wire.tunnel import Tunnel
 from inference.enrolling import (
     EnrolledNode,
     NodeState,
@@ -50,7 +49,6 @@ from inference.enrolling import (
     first_version,
     model_files,
     newest,
-    tunnels,
 )
 from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.serving import FAILED, LOST, Assignment, run_node
@@ -69,8 +67,7 @@ def join(options: argparse.Namespace, words: list[str]) -> int:
     invite, state = _invite(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if options.dry_run:
-        ways = ", ".join([*invite.addresses, *invite.relays])
-        print(f"invite    run {invite.run_id} at {ways}\nstate     {state.path}")
+        print(f"invite    run {invite.run_id} at {', '.join(invite.addresses)}\nstate     {state.path}")
         machine = find_machine(state.path)
         print(f"machine   {machine}")
         _plan(options, machine, join_config(options, {}))
@@ -149,8 +146,7 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--relay",
         metavar="HOST:PORT",
-        help="serve this node's weights to others over HTTP; further nodes of the machine use the next ports. For a "
-        "run that accepts no inbound connections see `orchestrator invite --relay`",
+        help="serve this node's weights to others over HTTP; further nodes of the machine use the next ports",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
@@ -196,7 +192,7 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     answer, address = enrollment.answer, enrollment.address
     inference = join_config(options, json.loads(answer.inference))
-    if inference.relay is not None and is_loopback(address.rpartition(":")[0]):  # Here a tunnel begins.
+    if inference.relay is not None and is_loopback(address.rpartition(":")[0]):
         logger.warning("this node serves no weights at %s: others cannot reach it", inference.relay)
         inference = inference.model_copy(update={"relay": None})
     if inference.relay is not None:
@@ -275,13 +271,9 @@ class _Machine:
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
         machine = await asyncio.to_thread(find_machine, self._state.path)
         logger.info("run %s; this machine: %s", self._invite.run_id, machine)
-        async with tunnels(self._invite, self._state) as ways:
-            return await self._serve(machine, ways)
-
-    async def _serve(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> int:
         options = self._options
         asked = asyncio.ensure_future(self._stopping.wait())
-        starting = asyncio.ensure_future(self._start(machine, ways))
+        starting = asyncio.ensure_future(self._start(machine))
         await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         if not starting.done():
@@ -305,14 +297,14 @@ class _Machine:
                 signal_session(pid, number)
         self._stopping.set()
 
-    async def _start(self, machine: NodeMachine, ways: Mapping[str, Tunnel]) -> tuple[InferenceConfig, list[NodeShare]]:
+    async def _start(self, machine: NodeMachine) -> tuple[InferenceConfig, list[NodeShare]]:
         """Enroll, wait for the first version, and return the run's settings and the nodes to start."""
         options, invite, state, patience_s = self._options, self._invite, self._state, self._options.connect_timeout
         _plan(options, machine, join_config(options, {}))  # A machine that cannot serve must not use up the invite.
-        enrollment = await enroll(invite, state, 0, _name(options, 0), machine, patience_s, ways)
-        # The nodes begin with what connected; a tunnel ends in this process.
-        addresses = sorted([*invite.addresses, *ways], key=lambda address: address != enrollment.address)
-        self._invite = invite = msgspec.structs.replace(invite, addresses=addresses, relays=[])
+        enrollment = await enroll(invite, state, 0, _name(options, 0), machine, patience_s)
+        # The nodes begin with what connected.
+        addresses = sorted(invite.addresses, key=lambda address: address != enrollment.address)
+        self._invite = invite = msgspec.structs.replace(invite, addresses=addresses)
         answer = (await first_version(invite, state, 0, machine, patience_s, enrollment)).answer
         manifest = newest(invite, answer)
         files = model_files(invite, answer, manifest)

@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
@@ -27,8 +27,6 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import utc_text
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.enrollment import INVITE_VARIABLE, PROTOCOL, Invite, release, release_package
-from composer_prime.wire.iroh_link import iroh_address, iroh_name, is_iroh, load_iroh
-from composer_prime.wire.tunnel import sign_pass
 
 MAX_NODES = 4096
 MAX_EXPIRES_S = 365 * 86400
@@ -39,22 +37,15 @@ def main(words: list[str]) -> int:
     run_dir = RunDir(options.run_dir.absolute())
     if options.withdraw:
         run_id = read_run_id(run_dir)
-        registry = RunKeys(run_dir.keys).registry
-        withdrawn = registry.withdraw()
-        for relay in relay_addresses(options.relay, options.iroh, allow_loopback=True):
-            registry.use_relay(relay, use=False)
+        withdrawn = RunKeys(run_dir.keys).registry.withdraw()
         print(f"withdrawn: {pluralize(withdrawn, 'invite')} of run {run_id}. Nodes that have joined serve on")
         return 0
-    relays = relay_addresses(options.relay, options.iroh, allow_loopback=options.allow_loopback)
-    if options.iroh is not None:
-        load_iroh()
-    addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback, optional=bool(relays))
+    addresses = node_addresses(run_dir, options.address, allow_loopback=options.allow_loopback)
     _require_audits(run_dir, trusted=options.trust_nodes)
-    package = options.package or release_package("" if options.iroh is None else "iroh")
+    package = options.package or release_package()
     invite = create_invite(
-        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, relays=relays,
-        package=package or "",
-    )  # fmt: skip
+        run_dir, nodes=options.nodes, expires_s=options.expires, addresses=addresses, package=package or ""
+    )
     text = invite.text()
     if options.quiet:
         print(text)
@@ -65,12 +56,8 @@ def main(words: list[str]) -> int:
         print(f"uvx     {uvx_line(text, package)}")
     if options.image:
         print(f"docker  {docker_line(text, options.image)}")
-    for relay in relays:
-        if not is_iroh(relay):
-            print(f"relay   {relay_line(relay, invite.verify_key)}")
-    ways = [*addresses, *(relay if is_iroh(relay) else f"relay {relay}" for relay in relays)]
     print(
-        f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(ways)}, until "
+        f"For {options.nodes} nodes of run {invite.run_id} at {', '.join(addresses)}, until "
         f"{utc_text(invite.expires)}. Who has the string can join: hand it over as a password.",
         file=sys.stderr,
     )
@@ -87,7 +74,7 @@ def _notes(run_dir: RunDir, options: argparse.Namespace, addresses: list[str], p
             "have: give --package SPEC, what uv installs there, such as 'composer-prime @ git+https://...'"
         )
     config = load.read_config(run_dir.config).orchestrator
-    if addresses and not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
+    if not options.address and tcp_address(config.node_address, "its key", bind=True).port == 0:
         yield (
             f"the port of {addresses[0]} changes when the run is started again, and its nodes are lost then: give it a "
             "fixed one with --orchestrator.node_address tcp://0.0.0.0:5500"
@@ -106,14 +93,11 @@ def _require_audits(run_dir: RunDir, *, trusted: bool) -> None:
         )
 
 
-def create_invite(
-    run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], relays: Sequence[str] = (),
-    package: str = "",
-) -> Invite:  # fmt: skip
+def create_invite(run_dir: RunDir, *, nodes: int, expires_s: float, addresses: list[str], package: str = "") -> Invite:
     """Make an invite and let the run's gateway know it. Raises ConfigError without the run's keys.
 
-    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `relays`: as `relay_addresses` returns
-    them, tried last; the run's host keeps them open as long as it runs. `package`: what uv installs on those machines.
+    `addresses`: HOST:PORT at which nodes reach the gateway, tried in turn. `package`: what uv installs on those
+    machines.
     """
     if not 1 <= nodes <= MAX_NODES:
         raise ConfigError(f"--nodes is {nodes}: an invite is for 1 to {MAX_NODES} nodes")
@@ -124,8 +108,6 @@ def create_invite(
     public, secret = zmq.curve_keypair()
     expires = int(time.time() + expires_s)
     keys.registry.invite(public, uses=nodes, expires=expires)
-    for relay in relays:
-        keys.registry.use_relay(relay)
     return Invite(
         addresses=addresses,
         server=z85.decode(server),
@@ -135,8 +117,6 @@ def create_invite(
         release=release(),
         protocol=PROTOCOL,
         expires=expires,
-        relays=[iroh_name(relay, keys.signer()) if is_iroh(relay) else relay for relay in relays],
-        relay_pass=sign_pass(keys.signer(), expires) if relays else b"",
         package=package,
     )
 
@@ -158,69 +138,23 @@ def docker_line(text: str, image: str) -> str:
     )
 
 
-def relay_line(relay: str, run: bytes) -> str:
-    """Return what starts the relay on its box. Nothing in it is secret."""
-    address = tcp_address(relay, "--relay", scheme="")
-    listen = str(Address("::" if address.is_ipv6 else "0.0.0.0", address.port))
-    # Brackets are a pattern to some shells.
-    return f"orchestrator relay --listen {shlex.quote(listen)} --name {shlex.quote(relay)} --run {run.hex()}"
-
-
-def relay_addresses(given: list[str], iroh: str | None = None, *, allow_loopback: bool = False) -> list[str]:
-    """Return HOST:PORT of each relay, before them `iroh` or `iroh@IP:PORT` unless `iroh` is None.
-
-    Raises ConfigError, also for loopback unless that is allowed.
-    """
-    relays = [tcp_address(text, "--relay", scheme="") for text in given]
-    direct = [iroh_address(iroh)] if iroh else []
-    for relay in relays:
-        if is_iroh(str(relay)):
-            raise ConfigError(
-                f"--relay is {relay}, which reads as an address of iroh: give the box another name or its IP"
-            )
-    for relay in [*direct, *relays]:
-        _check_one_machine(relay, "--iroh" if relay in direct else "--relay")
-        if is_loopback(relay.host) and not allow_loopback:
-            option = "--iroh" if relay in direct else "--relay"
-            raise ConfigError(
-                f"{option} is {relay}, which no other machine reaches: give the public address of a box that runs "
-                "`orchestrator relay`, or for --iroh of a forwarded UDP port; --allow-loopback is for nodes "
-                "on this machine"
-            )
-    return [*(f"iroh@{address}" for address in direct), *(["iroh"] if iroh == "" else []), *map(str, relays)]
-
-
-def _check_one_machine(address: Address, option: str) -> None:
-    """Raise ConfigError for an address that no machine has: one to listen at, or of a group."""
-    if is_no_machine(address.host):
-        raise ConfigError(
-            f"{option} is {address}, which is not the address of one machine: give the one at which nodes reach it, "
-            f"such as {option} PUBLIC_IP:{address.port}"
-        )
-
-
-def node_addresses(
-    run_dir: RunDir, given: list[str], *, allow_loopback: bool = False, optional: bool = False
-) -> list[str]:
+def node_addresses(run_dir: RunDir, given: list[str], *, allow_loopback: bool = False) -> list[str]:
     """Return HOST:PORT at which machines elsewhere reach the run's gateway: `given`, or where it listens.
 
-    Raises ConfigError for loopback unless that is allowed, and where no port is known. With `optional`, none of it is
-    needed: where the run listens is left out then.
+    Raises ConfigError for loopback unless that is allowed, for an address that no machine has, and where no port is
+    known.
     """
     if given:
         addresses = [tcp_address(text.removeprefix("tcp://"), "--address", scheme="") for text in given]
     else:
-        try:
-            addresses = [_listening(run_dir)]
-        except ConfigError:
-            addresses = []
-            if not optional:
-                raise
-    for address in list(addresses):
-        _check_one_machine(address, "--address")
+        addresses = [_listening(run_dir)]
+    for address in addresses:
+        if is_no_machine(address.host):
+            raise ConfigError(
+                f"--address is {address}, which is not the address of one machine: give the one at which nodes reach "
+                f"it, such as --address PUBLIC_IP:{address.port}"
+            )
         if is_loopback(address.host) and not allow_loopback:
-            if optional and not given:
-                return []
             source = "--address is" if given else "the run listens for nodes at"
             raise ConfigError(
                 f"{source} {address}, which no other machine reaches: start the run with "
@@ -288,13 +222,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expires", type=duration_s, default="24h", help="validity: 45m, 24h, 7d; default 24h")
     parser.add_argument("--address", action="append", default=[], metavar="HOST:PORT",
                         help="address of the run for nodes; default: where it listens. Repeat for several")  # fmt: skip
-    parser.add_argument("--relay", action="append", default=[], metavar="HOST:PORT",
-                        help="a box with `orchestrator relay`, for a run that accepts no inbound connections: the run "
-                        "and nodes that reach no address connect there. Repeat for several. `inference join "
-                        "--relay` is another thing: it serves weights")  # fmt: skip
-    parser.add_argument("--iroh", nargs="?", const="", metavar="IP:PORT",
-                        help="also use iroh, before relays; needs the extra iroh on both sides. Without an address: "
-                        "the public servers of n0; with one: that UDP port of the run's host")  # fmt: skip
     parser.add_argument("--allow-loopback", action="store_true", help="for nodes on this machine")
     parser.add_argument("--trust-nodes", action="store_true", help="invite nodes to a run without orchestrator.audit: "
                         "what they answer is trained unchecked")  # fmt: skip
@@ -302,6 +229,5 @@ def _parser() -> argparse.ArgumentParser:
                         "release, from where it was installed here")  # fmt: skip
     parser.add_argument("--image", help="also print a docker line with this image (infra/images/Dockerfile)")
     parser.add_argument("--quiet", action="store_true", help="print the string only")
-    parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none; with "
-                        "--relay, the run and its nodes also leave that relay")  # fmt: skip
+    parser.add_argument("--withdraw", action="store_true", help="cancel all invites of the run and create none")
     return parser

@@ -6,7 +6,6 @@
     orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
-    orchestrator relay --listen HOST:PORT ...        connect nodes with runs that cannot be reached (relay.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
@@ -46,13 +45,11 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 
 FAILED = 1
 _OPEN_FILES = 16384
-"""A stream of a relay takes three, and there may be 1024."""
 _COMMANDS = {
     **{name: f"orchestrator.fleet.commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "audit": "orchestrator.main:audit",
     "invite": "orchestrator.invite",
     "join": "orchestrator.workers.join",
-    "relay": "orchestrator.relay",
     "weights": "orchestrator.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
@@ -60,7 +57,6 @@ _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sect
        orchestrator join tcp://HOST:PORT (orchestrator join --help)
        orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator weights RUN_DIR (orchestrator weights --help)
-       orchestrator relay --listen HOST:PORT --run KEY (orchestrator relay --help)
        orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""
 _AUDIT_USAGE = """usage: orchestrator audit RUN_DIR [--node-name NAME] [--dry-run]     on the run's host
        orchestrator audit tcp://HOST:PORT --model PATH --token-file trainer.token [...]

@@ -1,8 +1,7 @@
 """Which inference nodes may connect to a run: its open invites, and the identities that joined by them.
 
     orchestrator invite --invite(), withdraw()--> keys/nodes.sqlite <--enroll(), is_known()-- gateway, each handshake
-                        --use_relay()-->          <--revoke(), withdraw(), admit()-- gateway, at a ban or unban
-                                                  --relays()--> gateway: the relays to which it connects
+                                                  <--revoke(), withdraw(), admit()-- gateway, at a ban or unban
 
 Several processes read and change it, each in single transactions. Public keys only: the secret of an invite is in its
 string, that of a node on its own disk. What is revoked is refused from the next handshake on; the gateway ends
@@ -30,8 +29,7 @@ _TABLES = """
 create table if not exists invites (key blob primary key, uses integer not null, taken integer not null default 0,
     expires real not null);
 create table if not exists nodes (key blob primary key, name text not null unique, machine text not null,
-    admitted real not null, revoked real, reason text not null default '', invite blob not null default x'');
-create table if not exists relays (address text primary key)
+    admitted real not null, revoked real, reason text not null default '', invite blob not null default x'')
 """
 _LAUNCHER_NAME = re.compile(r"node(-[0-9]+)?")
 """The run's own nodes are node-0, node-1, ...; a second `node` would become one of them."""
@@ -162,17 +160,6 @@ class NodeRegistry:
                 )
             database.execute("update invites set taken = taken + 1 where key = ?", (invite,))
             return self._admit(database, key, name, machine, invite, taken_names)
-
-    # -- relays --------------------------------------------------------------------------------------------------------
-
-    def use_relay(self, address: str, *, use: bool = True) -> None:
-        """Have the run's host stay connected to the relay at HOST:PORT (or `iroh`), or no more."""
-        sql = "insert or ignore into relays values (?)" if use else "delete from relays where address = ?"
-        with self._change() as database:
-            database.execute(sql, (address,))
-
-    def relays(self) -> Sequence[str]:
-        return [address for (address,) in self._read("select address from relays order by address")]
 
     # -- the file ----------------------------------------------------------------------------------------------------
 

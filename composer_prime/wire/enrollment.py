@@ -31,12 +31,11 @@ from composer_prime.console import GIB
 from composer_prime.errors import ConfigError, InviteError, SignatureError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, is_chunk_name, opened, sign
-from composer_prime.wire.iroh_link import check_iroh_name, is_iroh
 
-PROTOCOL = 3
-"""Raised with every change of messages that an older release would misread. 3: patches change two values a byte."""
+PROTOCOL = 4
+"""Raised with every change of messages that an older release would misread. 4: an invite has no relays."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
-INVITE_PREFIX = "cpi1."
+INVITE_PREFIX = "cpi2."
 _CHECK_BYTES = 4
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
@@ -114,8 +113,6 @@ class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     """The run's [inference] table as JSON, without what concerns the host of the run only."""
     sources: list[str] = []
     """As in NodeWelcome: copies of the weight store besides this link."""
-    relay_pass: bytes = b""
-    """What the node shows at relays from now on, also after its invite has expired; empty where the run has none."""
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):
@@ -174,10 +171,6 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
     expires: int
     """Unix seconds."""
-    relays: list[str] = []
-    """Other ways to the run, tried in turn where no address is reached: iroh:ID (iroh_link.py), HOST:PORT of relays."""
-    relay_pass: bytes = b""
-    """What a node shows there until the invite expires (tunnel.py)."""
     package: str = ""
     """What uv installs to have the run's release; empty where that is not known."""
 
@@ -208,13 +201,10 @@ class Invite(msgspec.Struct, frozen=True, array_like=True):
             invite = msgspec.msgpack.decode(raw[_CHECK_BYTES:], type=cls)
             if not all(len(key) == 32 for key in (invite.server, invite.secret, invite.verify_key)):
                 raise ValueError("a key in it has the wrong length")
-            if not invite.addresses and not invite.relays:
+            if not invite.addresses:
                 raise ValueError("it has no address")
-            for address in [*invite.addresses, *invite.relays]:
-                if is_iroh(address):
-                    check_iroh_name(address)
-                else:
-                    tcp_address(address, "the invite's address", scheme="")
+            for address in invite.addresses:
+                tcp_address(address, "the invite's address", scheme="")
         except (binascii.Error, msgspec.DecodeError, ConfigError, ValueError) as error:
             raise InviteError(
                 f"the invite of {len(text)} characters was cut or altered ({error}): copy the line whole, from "

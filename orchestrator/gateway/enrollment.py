@@ -15,7 +15,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,7 +36,6 @@ from composer_prime.wire.enrollment import (
     release_package,
 )
 from composer_prime.wire.node import Rejected
-from composer_prime.wire.tunnel import sign_pass
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ _OWN_SETTINGS = {"vllm": {"tensor_parallel", "extra_args"}}
 """A node counts its own GPUs, and takes no command line from elsewhere."""
 _TURNED_AWAY_S = 60.0
 """How long a key may not connect that sent a message which delays those of all others."""
-_PASS_S = 365 * 86400
-"""How long a node finds the run through relays without enrolling again; it does at each start."""
 
 
 class Enrollment:
@@ -63,8 +60,6 @@ class Enrollment:
         """Reasons by key, as of the last `refresh`."""
         self._turned_away: dict[bytes, float] = {}
         """Until when keys may not connect, monotonic seconds."""
-        self.relays: Sequence[str] = ()
-        """Where this host waits for nodes, as of the last `refresh`."""
         self._config = config
         self._keys = keys
         self._registry = keys.registry
@@ -93,7 +88,6 @@ class Enrollment:
         """Learn what other processes changed. What is known stays when the registry cannot be read."""
         try:
             nodes, self._invites = self._registry.list(), self._registry.open_invites()
-            self.relays = self._registry.relays()
         except ConfigError as error:
             logger.error("nodes are those known before: %s", error)
             return
@@ -183,7 +177,6 @@ class Enrollment:
             node = await asyncio.to_thread(self._enroll, key, message, taken_names)
             if node.name in sent_away:
                 raise InviteError(sent_away[node.name])
-            relay_pass = await asyncio.to_thread(self._sign_pass) if self.relays else b""
             async with self._hashing:  # Nodes wait here for the first one's files, without a thread.
                 self._model = self._model or await asyncio.to_thread(self._sign_model)
         except InviteError as error:
@@ -199,7 +192,6 @@ class Enrollment:
             manifest=manifest,
             max_context=self._config.model.max_context,
             inference=inference.encode(),
-            relay_pass=relay_pass,
         )
 
     def _enroll(self, key: bytes, message: Enroll, taken_names: Collection[str]) -> RegisteredNode:
@@ -234,9 +226,6 @@ class Enrollment:
     def num_model_bytes(self) -> int:
         """Bytes of the model files' chunks; 0 before the first node enrolled."""
         return sum(size for _, _, size in self._places.values())
-
-    def _sign_pass(self) -> bytes:
-        return sign_pass(self._keys.signer(), int(time.time()) + _PASS_S)
 
     def _sign_model(self) -> bytes:
         paths = [path for path in sorted(self._model_dir.iterdir()) if _SMALL_FILE.fullmatch(path.name)]

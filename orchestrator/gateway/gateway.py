@@ -31,7 +31,6 @@ from composer_prime.model_source import vocabulary_size
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore, open_signed
-from composer_prime.wire.iroh_link import RelayLegs
 from composer_prime.wire.node import Drain, NewVersion
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
@@ -110,7 +109,6 @@ class Gateway:
             self.audits = self._build_audits(keys, weight_store)
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
-        self._relay_legs = RelayLegs(keys.signer)
         self._control = build_control(config, self.router, keys, run_dir, send, self._link.weights_sent)
         self.accounts = self._control.accounts
         self._chat = ChatFormat(model_dir, config.model.renderer)
@@ -232,7 +230,6 @@ class Gateway:
         await self._chunks.close()
         self._chat.close()
         await self._node_socket.close()
-        await self._relay_legs.close()  # Last words to nodes go through them.
         if not self._failure.cancel() and not self._failure.cancelled():
             self._failure.exception()  # Retrieved here in case nobody watched.
 
@@ -314,7 +311,6 @@ class Gateway:
             if self.processes is not None:
                 self.processes.end_silent()
             self._link.end_revoked()
-            self._relay_legs.update(self._enrollment.relays, self._node_socket.endpoint)
             is_behind = now - self._node_socket.behind_at < inference.lost_after_s
             router.nodes.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if is_behind else 1))
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
@@ -364,7 +360,6 @@ class Gateway:
                 "chunk_bytes_sent": self._chunks.bytes_sent,
                 "chunk_requests_dropped": self._chunks.dropped,
             },
-            "relays": self._relay_legs.states(),
             "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
             "processes": {} if self.processes is None else self.processes.figures(),
             "loop_lag": self.lag.metrics(reset=False),

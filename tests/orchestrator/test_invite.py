@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 
 import pytest
 
@@ -14,8 +13,7 @@ from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
-from composer_prime.wire.iroh_link import is_iroh
-from orchestrator.invite import create_invite, main, node_addresses, relay_line
+from orchestrator.invite import create_invite, main, node_addresses
 
 
 @pytest.fixture
@@ -90,7 +88,7 @@ def test_a_line_that_cannot_work_elsewhere_is_not_printed(started, capsys):
     assert package_of(None, "vllm") == f"composer-prime[vllm]=={release()}"
     assert package_of(json.dumps(git)) == "composer-prime @ git+https://example.org/c.git@abc"
     wheel = {"url": "https://example.org/c-1-py3-none-any.whl", "archive_info": {}}
-    assert package_of(json.dumps(wheel), "iroh") == "composer-prime[iroh] @ https://example.org/c-1-py3-none-any.whl"
+    assert package_of(json.dumps(wheel), "vllm") == "composer-prime[vllm] @ https://example.org/c-1-py3-none-any.whl"
     for url in ("file:///home/me/composer", "file:///tmp/c-1-py3-none-any.whl"):
         assert package_of(json.dumps({"url": url, "dir_info": {"editable": True}})) is None
     assert main([str(started().root), "--trust-nodes"]) == 0
@@ -107,38 +105,6 @@ def test_the_secret_of_an_invite_is_in_its_string_only(started):
     stored = RunKeys(run_dir.keys).registry.path.read_bytes()
     assert invite.keys.own.public in stored
     assert invite.secret not in stored and invite.keys.own.secret not in stored
-
-
-def test_a_run_that_cannot_be_reached_is_joined_through_a_relay(started, capsys):
-    """Its loopback address is left out. The run learns the relay; the line that starts the relay holds no secret."""
-    run_dir = started("tcp://127.0.0.1:0")
-    keys = RunKeys(run_dir.keys)
-    assert main([str(run_dir.root), "--relay", "192.0.2.9:5600", "--trust-nodes"]) == 0
-    string, _, *lines = capsys.readouterr().out.splitlines()
-    invite = Invite.read(string)
-    assert (invite.addresses, invite.relays) == ([], ["192.0.2.9:5600"]) and len(invite.relay_pass) == 72
-    assert int.from_bytes(invite.relay_pass[:8]) == invite.expires
-    key = keys.verifier().public_bytes_raw().hex()
-    assert lines[-1] == f"relay   orchestrator relay --listen 0.0.0.0:5600 --name 192.0.2.9:5600 --run {key}"
-    assert keys.registry.relays() == ["192.0.2.9:5600"]
-    assert (
-        main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--relay", "192.0.2.9:5600", "--quiet", "--trust-nodes"])
-        == 0
-    )
-    iroh, relay = Invite.read(capsys.readouterr().out.strip()).relays
-    assert re.fullmatch("iroh:[0-9a-f]{64}@192.0.2.7:5601", iroh) and relay == "192.0.2.9:5600"
-    assert keys.registry.relays() == ["192.0.2.9:5600", "iroh@192.0.2.7:5601"]
-    assert relay_line("[2001:db8::9]:5600", b"k") == (
-        "orchestrator relay --listen '[::]:5600' --name '[2001:db8::9]:5600' --run 6b"
-    )
-    assert main([str(run_dir.root), "--iroh", "192.0.2.7:5601", "--withdraw"]) == 0
-    assert not is_iroh("iroh-box.example.com:5600") and is_iroh("iroh@192.0.2.7:5601")
-    with pytest.raises(ConfigError, match="--relay is iroh:5600, which reads as an address of iroh"):
-        main([str(run_dir.root), "--relay", "iroh:5600"])
-    with pytest.raises(ConfigError, match=r"--relay is 127\.0\.0\.1:5600, which no other machine reaches"):
-        main([str(run_dir.root), "--relay", "127.0.0.1:5600"])
-    assert main([str(run_dir.root), "--relay", "192.0.2.9:5600", "--withdraw"]) == 0
-    assert keys.registry.relays() == []
 
 
 def test_open_invites_can_be_withdrawn(started, capsys):
@@ -197,9 +163,6 @@ def test_an_address_of_no_machine_is_refused(started):
             ConfigError, match=r"--address is .*, which is not the address of one machine: .*PUBLIC_IP:5500"
         ):
             node_addresses(started(), [f"{host}:5500"])
-        for option in ("--relay", "--iroh"):
-            with pytest.raises(ConfigError, match=f"{option} is .*:5600, which is not the address of one machine"):
-                main([str(started().root), option, f"{host}:5600"])
 
 
 def test_the_address_is_where_the_run_listens(started, capsys):
