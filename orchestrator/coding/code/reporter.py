@@ -11,10 +11,13 @@ pytest and the standard library only. Each line of the channel is an HMAC and a 
     probe     id: number of a probe, text: its outcome
     end       text: names of what was changed in pytest, unittest and builtins; empty for nothing
 
-A probe is a test that must fail (`add_probes`). Test files are compiled from bytes that were read before graded code
-ran, so code that rewrites them on disk changes nothing. The process ends without running exit handlers.
+A probe is a test that must fail (`add_probes`). Some are expected tests that expect another constant (`altered`): what
+an honest solution returns is not equal to it, but an object that equals everything is. Test files are compiled from
+bytes that were read before graded code ran, so code that rewrites them on disk changes nothing. The process ends
+without running exit handlers.
 """
 
+import ast
 import hashlib
 import hmac
 import importlib.machinery
@@ -28,6 +31,10 @@ import unittest
 import pytest
 
 WHY_CHARS = 1500
+ALTERED = 3
+"""Expected tests that also run with another constant."""
+PLAIN = (str, bytes, int, float, list, tuple, dict)
+EQUALITIES = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual")
 WATCHED = ("_pytest", "pluggy", "pytest", "unittest", "builtins")
 
 
@@ -128,11 +135,76 @@ def fails_by_exception():
 PROBES = (fails_by_assert, fails_by_raises, fails_by_approx, fails_by_unittest, fails_by_exception)
 
 
+def altered(item, source, number):
+    """Return a test's function that expects another constant; None where it compares nothing with a plain one.
+
+    Only comparisons count that run whenever the test passes: outside of any block, in a test that never returns early.
+    `number` chooses one, and the new constant.
+    """
+    scope, found = ast.parse(source).body, None
+    for name in item.nodeid.partition("[")[0].split("::")[1:]:
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        found = next((each for each in reversed(scope) if isinstance(each, kinds) and each.name == name), None)
+        scope = found.body if found is not None else []
+    marks = [ast.unparse(each) for each in getattr(found, "decorator_list", ())]
+    is_plain = isinstance(found, ast.FunctionDef) and all(mark.startswith("pytest.mark.") for mark in marks)
+    if not is_plain or any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(found)):
+        return None
+    row = item.callspec.params if hasattr(item, "callspec") else {}
+    places = [place for statement in found.body for place in expected_constants(statement, row)]
+    if not places:
+        return None
+    operands, at, value = places[number % len(places)]
+    new = ast.parse(repr(another(value, number)), mode="eval").body
+    operands[at] = ast.copy_location(new, operands[at])
+    found.decorator_list = []
+    module = ast.fix_missing_locations(ast.Module(body=[found], type_ignores=[]))
+    namespace = {}
+    exec(compile(module, str(item.path), "exec"), item.function.__globals__, namespace)
+    return namespace[found.name]
+
+
+def expected_constants(statement, row):
+    """Yield (operands, place among them, value) of a plain constant that a statement expects. `row`: parameters."""
+    operands, at = [], 0
+    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
+        if [type(each) for each in statement.test.ops] == [ast.Eq]:
+            operands = statement.test.comparators
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        if isinstance(function, ast.Attribute) and function.attr in EQUALITIES and len(statement.value.args) > 1:
+            operands, at = statement.value.args, 1
+    if not operands:
+        return
+    node = operands[at]
+    try:
+        value = row[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+        ast.literal_eval(repr(value))
+    except (KeyError, ValueError, TypeError, SyntaxError, RecursionError):
+        return
+    if type(value) in PLAIN:
+        yield operands, at, value
+
+
+def another(value, number):
+    """Return another value of the same type, which graded code cannot foresee."""
+    if isinstance(value, (int, float)):
+        return value + 1 + number
+    if isinstance(value, str):
+        return f"{value} {number:x}"
+    if isinstance(value, bytes):
+        return value + b" %x" % number
+    if isinstance(value, dict):
+        return {**value, f"key {number:x}": number}
+    return type(value)([*value, number])
+
+
 class Reporter:
     """The pytest plugin. It writes a record for each test as soon as the test has ended."""
 
-    def __init__(self, spec, send):
+    def __init__(self, spec, send, sources):
         self._spec = spec
+        self._sources = sources
         self._send = send
         self._probes = {}
         self._outcome = ""
@@ -150,7 +222,8 @@ class Reporter:
     def add_probes(self, items, chosen):
         """Put in tests that must fail: twins with the ids of expected tests, others at the edges of test files.
 
-        A probe replaces no test, runs no test's body and tears no fixture down, so honest code sees no difference.
+        A probe replaces no test and tears no fixture down, so honest code sees no difference. Altered tests run a
+        test's body once more, so they come last.
         """
         tests = [item for item in items if isinstance(item, pytest.Function)]
         expected = [item for item in tests if item.nodeid in self._spec["expected"]]
@@ -167,9 +240,25 @@ class Reporter:
             place = inside[-1] + 1 if at_end else inside[0]
             self._insert(items, place, module, f"test_{chosen.getrandbits(32):x}", function)
 
-    def _insert(self, items, place, parent, name, function):
+        repaired = [test for test in expected if test.nodeid in self._spec["repaired"]]
+        most = len(items) + ALTERED
+        for test in chosen.sample(repaired, len(repaired)):
+            function = altered(test, self._sources.get(str(test.path), b""), chosen.getrandbits(32))
+            if function is not None and len(items) < most:
+                self._insert(items, len(items), test.parent, test.name, function, like=test)
+
+    def _insert(self, items, place, parent, name, function, like=None):
+        """Put in a probe, with the fixtures and the row of data of the test `like`."""
+        more = {}
+        if like is not None:
+            instance = like._getinstance()
+            function = function if instance is None else function.__get__(instance)
+            more = {"fixtureinfo": like._fixtureinfo, "callspec": getattr(like, "callspec", None)}
+            more["originalname"] = like.originalname
         try:
-            probe = pytest.Function.from_parent(parent, name=name, callobj=function)
+            probe = (pytest.Function if like is None else type(like)).from_parent(
+                parent, name=name, callobj=function, **more
+            )
         except AttributeError:
             return  # pytest looks a parametrized name up in the test's class, which has none of that name.
         self._probes[probe] = str(len(self._probes))
@@ -227,14 +316,15 @@ def main():
     send = open_channel(bytes.fromhex(spec.pop("key")))
     remove(spec["removed"])
     tests = [test for test in spec["tests"] if os.path.exists(test)]
-    sys.meta_path.insert(0, PinnedFinder(pinned_sources(tests)))
+    sources = pinned_sources(tests)
+    sys.meta_path.insert(0, PinnedFinder(sources))
     sys.path[:0] = [os.path.abspath(folder) for folder in spec["python_path"]]
     options = ["-q", "--tb=short", "--assert=plain", "--continue-on-collection-errors", f"--rootdir={os.getcwd()}"]
     options += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "required_plugins=", *spec["options"]]
     before = fingerprint()
     send("hello")
     if tests:
-        pytest.main([*options, *tests], plugins=[Reporter(spec, send)])
+        pytest.main([*options, *tests], plugins=[Reporter(spec, send, sources)])
     send("end", text=", ".join(changed(before))[:WHY_CHARS])
     os._exit(0)
 
