@@ -46,11 +46,11 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 FAILED = 1
 _OPEN_FILES = 16384
 _COMMANDS = {
-    **{name: f"orchestrator.fleet.commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
+    **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "audit": "orchestrator.main:audit",
-    "invite": "orchestrator.invite",
+    "invite": "orchestrator.swarm.invite",
     "join": "orchestrator.workers.join",
-    "weights": "orchestrator.weight_service",
+    "weights": "orchestrator.swarm.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)

@@ -34,13 +34,10 @@ from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
-from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
-from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer
-from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink
@@ -48,6 +45,9 @@ from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.twins import start_twins
 from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
+from orchestrator.swarm.admission import Enrollment
+from orchestrator.swarm.audits import Audits
+from orchestrator.swarm.node_control import build_control
 
 logger = logging.getLogger(__name__)
 
