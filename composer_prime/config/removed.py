@@ -13,7 +13,10 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "orchestrator.worker_address": "workers run on the orchestrator's machine; a source's sandboxes may be elsewhere "
+    "(orchestrator.source.runtime.type: modal, e2b, prime)",
+}
 """By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all
 its keys."""
 MOVED = {

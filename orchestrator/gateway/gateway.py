@@ -401,22 +401,17 @@ class Gateway:
         }
 
 
-def how_to_join(endpoint: str, model: str | None, token: Path) -> str:
-    """Return the whole `inference join` command, or `orchestrator join` with None as `model`, and where it works.
-
-    For nodes an invite comes first: with it they have keys of their own.
+def how_to_join(endpoint: str, model: str, token: Path) -> str:
+    """Return the whole `inference join` command, after an invite for keys of its own, and where it works.
 
     `endpoint`: tcp://HOST:PORT as bound; `model`: model.path; `token`: the file that holds the run's join token.
     """
     bound = urlsplit(endpoint)
     host = socket.gethostname() if bound.hostname in WILDCARDS else bound.hostname or ""
     address = f"tcp://[{host}]:{bound.port}" if ":" in host else f"tcp://{host}:{bound.port}"
-    role = ["orchestrator", "join", address] if model is None else ["inference", "join", address, "--model", model]
-    command = shlex.join([*role, "--token-file", str(token)])
-    if model is not None:
-        invite = shlex.join(["orchestrator", "invite", str(token.parent.parent)])
-        command = f"{invite}` here and what it prints elsewhere, or `{command}"
+    join = shlex.join(["inference", "join", address, "--model", model, "--token-file", str(token)])
+    invite = shlex.join(["orchestrator", "invite", str(token.parent.parent)])
+    command = f"{invite}` here and what it prints elsewhere, or `{join}"
     if host == "127.0.0.1":
-        setting = "orchestrator.worker_address" if model is None else "orchestrator.node_address"
-        return f"run `{command}` on this machine (others need {setting} on a public interface)"
+        return f"run `{command}` on this machine (others need orchestrator.node_address on a public interface)"
     return f"run `{command}` on a machine that has a copy of that file"
