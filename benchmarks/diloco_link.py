@@ -1,4 +1,4 @@
-"""Time synchronizations on a thin link, beside the forecast of `diloco simulate`: python benchmarks/diloco_link.py
+"""Time synchronizations on a thin link, beside its forecast (diloco/forecast.py): python benchmarks/diloco_link.py
 
     peer a (namespace) ── tbf ──┐
                                 ├── switch ── tbf ── rendezvous (namespace)
@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from composer_prime.config.diloco import CodecConfig
-from diloco.simulate.joint_run import JointRun, forecast_link
+from diloco.forecast import JointRun, forecast_link
 from diloco.transport.keys import JointKey
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,7 +168,7 @@ class Bench:
 def joint_run(words: argparse.Namespace, codec: str, delay: int) -> JointRun:
     interval = DELAYED_INTERVAL if delay else 1
     return JointRun(
-        parameters=BLOCKS * words.width**2, layers=BLOCKS, step_s=words.step_s if delay else AT_ONCE_STEP_S,
+        parameters=BLOCKS * words.width**2, step_s=words.step_s if delay else AT_ONCE_STEP_S,
         every=interval * FRAGMENTS, fragments=FRAGMENTS, delay=delay, codec=CodecConfig(type=codec),
     )  # fmt: skip
 
@@ -208,20 +208,20 @@ def compare(bench: Bench, star: Star, words: argparse.Namespace) -> int:
                 star.shape(mbit)
                 found[mbit] = bench.measure(run)
             star.shape(None)
-            plain, own = mean(before, bench.measure(run)), run.net(1.0)
+            plain, own = mean(before, bench.measure(run)), run.work()
             way_s = way_s if delay else plain.waited_s  # with delay it is hidden
             round_s = min(own.round_s, way_s)
-            net = replace(own, busy_s=plain.cost_s - plain.waited_s, round_s=round_s, handling_s=way_s - round_s)
+            work = replace(own, busy_s=plain.cost_s - plain.waited_s, round_s=round_s, handling_s=way_s - round_s)
             print(
-                f"      -  {codec:<5}  {delay:3d}  without buckets: {net.busy_s:.2f} s on the training thread, "
-                f"{way_s:.2f} s on the way (simulate's constants: {own.busy_s:.2f}, {own.handling_s + own.round_s:.2f})"
+                f"      -  {codec:<5}  {delay:3d}  without buckets: {work.busy_s:.2f} s on the training thread, "
+                f"{way_s:.2f} s on the way (by the constants: {own.busy_s:.2f}, {own.handling_s + own.round_s:.2f})"
             )
             for mbit, measured in found.items():
-                forecast = forecast_link(run, replace(net, gbit_s=mbit / 1e3))
+                forecast = forecast_link(run, mbit / 1e3, work=work)
                 figure = "s that a sync costs" if delay else "s a sync"
                 good &= _row(mbit, codec, delay, figure, measured.cost_s, forecast.exposed_s)
                 if delay:
-                    waits_s = forecast.exposed_s - net.busy_s
+                    waits_s = forecast.exposed_s - work.busy_s
                     good &= _row(mbit, codec, delay, "s waited for the link", measured.waited_s, waits_s)
     print("\nall figures agree" if good else "\nFAILED: figures marked with * do not agree")
     return 0 if good else 1

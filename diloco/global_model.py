@@ -21,8 +21,7 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError, ChecksumError
 from diloco.fragments import Fragment
-from diloco.outer_optimizer import Muon, Nesterov, largest_of, weighted_mean
-from diloco.ranks import Ranks
+from diloco.outer_optimizer import Nesterov, largest_of, weighted_mean
 
 _TOO_LARGE = torch.finfo(torch.float32).max / 2
 """Half of the range, which leaves room for what rounding adds."""
@@ -30,11 +29,8 @@ REMEMBERED_NORMS = 16
 
 
 class GlobalModel:
-    def __init__(self, fragments: Sequence[Fragment], config: OuterConfig, ranks: Ranks | None = None) -> None:
-        """Take the parameters as they are as outer step 0. `ranks` hold the shards; None: the default process group.
-
-        Raises ConfigError when the outer optimizer cannot work on them.
-        """
+    def __init__(self, fragments: Sequence[Fragment], config: OuterConfig) -> None:
+        """Take the parameters as they are as outer step 0."""
         self.fragments = fragments
         self.lock = threading.Lock()
         """Held while values change. The training thread alone changes them; the link thread reads them for others."""
@@ -42,11 +38,7 @@ class GlobalModel:
         """float32 [numel] a fragment, on the CPU."""
         self.swept: list[Tensor] = [master.clone() for master in self.masters]
         """The masters as they were after the last full sweep."""
-        self.outer = (
-            Muon(config, fragments, ranks or Ranks())
-            if config.type == "muon"
-            else Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
-        )
+        self.outer = Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
         self.norms = [torch.zeros(REMEMBERED_NORMS) for _ in fragments]
         """float32 [REMEMBERED_NORMS] a fragment: norms of its last deltas, 0 where there was none. All peers hold the
         same, for the guard compares with them."""
@@ -83,8 +75,7 @@ class GlobalModel:
     ) -> None:
         """Take one outer step along the mean delta; without any delta the values stay and the step counts all the same.
 
-        `norms`: what later deltas of this fragment are compared with. With Muon it is a collective: all ranks give
-        deltas, or none does.
+        `norms`: what later deltas of this fragment are compared with.
         """
         mean_n = weighted_mean(deltas, weights) if weights else None
         with self.lock:

@@ -1,4 +1,4 @@
-"""The console script `diloco`: keygen, rendezvous, simulate, demo.
+"""The console script `diloco`: keygen and rendezvous.
 
 Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 when the reader of the
 output left early.
@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 from composer_prime.address import tcp_address
 from composer_prime.console import EXIT_USAGE, exit_on_version_flag, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
-from diloco.demo import demo_parser
-from diloco.simulate import command as simulate
-from diloco.simulate.forecast import DEFAULT_MEMORY_GB
+from diloco.forecast import DEFAULT_MEMORY_GB
 
 if TYPE_CHECKING:
     from diloco.rendezvous.request_handler import RendezvousSettings
@@ -80,8 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
     )  # fmt: skip
     rendezvous.set_defaults(run=_rendezvous)
-    simulate.simulate_parser(add)
-    demo_parser(add)
     return parser
 
 

@@ -197,7 +197,7 @@ class Replica:
     def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
         """Take the parameters as they are as outer step 0."""
         self.fragments = fragments
-        self.global_model = GlobalModel(fragments, config.outer, ranks)
+        self.global_model = GlobalModel(fragments, config.outer)
         self.progress = LocalProgress(self.global_model, config.mixing, ranks)
         self.feedback = ErrorFeedback([fragment.numel for fragment in fragments])
         self.pending: PendingDelta | None = None

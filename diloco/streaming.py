@@ -291,9 +291,7 @@ class StreamingDiLoCo:
 
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
     """Return what decides the global model, as text by `diloco.` key: the same for all peers."""
-    unused = {"outer": {"muon_lr"}} if config.outer.type != "muon" else None
-    included = {"fragments", "partition", "outer", "guard"}
-    values = config.model_dump(mode="json", include=included, exclude=unused)
+    values = config.model_dump(mode="json", include={"fragments", "partition", "outer", "guard"})
     flat: dict[str, str] = {}
     for name, value in values.items():
         inner = value if isinstance(value, dict) else {"": value}

@@ -35,7 +35,7 @@ def _main() -> int:
             plan = build_plan(config)
         if command.dry_run:
             from composer_prime.plan.sources import check_sources
-            from diloco.simulate.forecast import link_rows
+            from diloco.forecast import link_rows
 
             check_sources(config, plan)
             plan.rows.extend(link_rows(config))

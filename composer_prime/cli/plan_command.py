@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     config = resolve(words).config
     plan = build_plan(config, machine)
     from composer_prime.plan.sources import check_sources
-    from diloco.simulate.forecast import link_rows
+    from diloco.forecast import link_rows
 
     check_sources(config, plan)
     plan.rows.extend(link_rows(config))

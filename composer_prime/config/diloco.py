@@ -18,30 +18,22 @@ from composer_prime.address import tcp_address
 
 MAX_BLOCK = 1 << 20
 """Largest codec.block that a peer decodes."""
-MUON_LR = 1.5
-"""Near the best of 0.7 to 2 at a tuned inner rate (benchmarks/diloco_quality.py); at a low one 2 to 3 are better."""
 
 
 class CodecConfig(BaseConfig):
-    type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "int4"
-    """Encoding of a pseudo-gradient: 32, 16, about 7.5, 3.4 or 3.6 bits per parameter, or only the largest entries."""
+    type: Literal["fp32", "bf16", "int8", "int4"] = "int4"
+    """Encoding of a pseudo-gradient: 32, 16, about 7.5 or 3.4 bits per parameter."""
     block: int = Field(default=256, ge=8, le=MAX_BLOCK, multiple_of=2)
-    """Parameters per scale (int8, int4, e3m0); even, because two 4-bit values share a byte."""
-    density: float = Field(default=1 / 64, gt=0, le=0.5)
-    """sparse: share of the entries to send, chosen in each chunk of 4096."""
+    """Parameters per scale (int8, int4); even, because two 4-bit values share a byte."""
 
 
 class OuterConfig(BaseConfig):
-    type: Literal["nesterov", "average", "muon"] = "nesterov"
-    """average sets the global model to the mean of the peers (learning rate 1, no momentum). muon takes orthogonalized
-    steps for the matrices of the blocks, and Nesterov steps for the rest (including fused experts).
-    """
+    type: Literal["nesterov", "average"] = "nesterov"
+    """average sets the global model to the mean of the peers (learning rate 1, no momentum)."""
     lr: float = Field(default=1.0, gt=0)
     """Outer learning rate. lr / (1 - momentum) is the gain in steady state; start near 1."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Nesterov momentum. DiLoCo's pre-training pair is lr 0.7, momentum 0.9 (arXiv 2311.08105)."""
-    muon_lr: float | None = Field(default=None, gt=0)
-    """muon: length of a matrix's step, in Frobenius norms of its mean delta; default 1.5."""
 
     @model_validator(mode="after")
     def _rates_of_this_type(self) -> OuterConfig:
@@ -49,13 +41,6 @@ class OuterConfig(BaseConfig):
             raise ValueError(
                 f"diloco.outer.type is 'average', but lr is {self.lr} and momentum {self.momentum}: averaging has "
                 "neither; remove them or use type = 'nesterov'"
-            )
-        if self.type == "muon":
-            self.muon_lr = MUON_LR if self.muon_lr is None else self.muon_lr
-        elif self.muon_lr is not None:
-            raise ValueError(
-                f"diloco.outer.type is '{self.type}', but muon_lr is {self.muon_lr}: only muon has one; remove it or "
-                "use type = 'muon'"
             )
         return self
 

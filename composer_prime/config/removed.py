@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 REMOVED: dict[str, str] = {
     "orchestrator.worker_address": "workers run on the orchestrator's machine; a source's sandboxes may be elsewhere "
     "(orchestrator.source.runtime.type: modal, e2b, prime)",
+    "diloco.codec.density": "codecs are fp32, bf16, int8 and int4",
+    "diloco.outer.muon_lr": "outer optimizers are nesterov and average; trainer.optim.type = 'muon' stays",
 }
 """By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all
 its keys."""

@@ -160,11 +160,6 @@ def _joint_run(config: Config) -> Iterator[str]:
             f"{pluralize(steps % period, 'step')} would reach no other cluster; use max_steps = "
             f"{steps // period * period or period}"
         )
-    if config.trainer.lora is not None and diloco.outer.type == "muon":
-        yield (
-            "trainer.lora is set and diloco.outer.type is 'muon': orthogonalized updates of low-rank factors are not "
-            "supported; use diloco.outer.type = 'nesterov' or remove trainer.lora"
-        )
     yield from _nested_waits(diloco, config.trainer, config.orchestrator)
 
 

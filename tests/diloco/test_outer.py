@@ -169,7 +169,6 @@ def test_a_state_is_checked_by_its_hash():
         ({"sync_every": 10, "fragments": 4}, "sync_every is 10 and diloco.fragments is 4.*to 2 or .* to 12"),
         ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*diloco.fragments = 2 steps.*delay to at most 1"),
         ({"outer": {"type": "average", "lr": 0.7}}, "type is 'average', but lr is 0.7"),
-        ({"outer": {"muon_lr": 0.1}}, "type is 'nesterov', but muon_lr is 0.1: only muon has one.*type = 'muon'"),
         ({"rendezvous": "somewhere"}, "diloco.rendezvous is 'somewhere'; expected tcp://HOST:PORT"),
         (
             {"rendezvous": "tcp://host:99999"},
@@ -186,23 +185,14 @@ def test_wrong_settings(values, message):
         DilocoConfig(**PEER | values)
 
 
-# The rate that a run had is in its configuration as it is written down, and is no part of one that has no such rate.
-def test_muon_rate_is_muons():
-    for values, rate in [({}, None), ({"type": "average"}, None), ({"type": "muon"}, 1.5)]:
-        written = OuterConfig(**values).model_dump()
-        assert written["muon_lr"] == rate and OuterConfig(**written).model_dump() == written
-
-
 # Peers must agree on every setting of the outer optimizer that it has.
 def test_agreed_settings():
     def agreed(**outer):
         settings = agreed_settings(DilocoConfig(**PEER, outer=outer)).items()
         return {key.rpartition(".")[2]: value for key, value in settings if key.startswith("diloco.outer.")}
 
-    rates = {"lr": "1.0", "momentum": "0.0"}
-    assert agreed(type="muon", muon_lr=2.5) == {"type": "muon", **rates, "muon_lr": "2.5"}
-    assert agreed(type="muon") == {"type": "muon", **rates, "muon_lr": "1.5"}
-    assert agreed() == {"type": "nesterov", **rates}
+    assert agreed(lr=0.7) == {"type": "nesterov", "lr": "0.7", "momentum": "0.0"}
+    assert agreed(type="average") == {"type": "average", "lr": "1.0", "momentum": "0.0"}
 
 
 # In the whole configuration: a peer's own folder, whole periods, an orchestrator that waits longer than a round may.
@@ -214,9 +204,6 @@ def test_joint_run_rules():
     assert Config.model_validate(config.model_dump(mode="json")).run_directory == Path("outputs/r/a")
     with pytest.raises(ValidationError, match=r"max_steps is 6, but diloco.sync_every is 4: .* max_steps = 4"):
         Config.model_validate({**run, "run": {"name": "r", "max_steps": 6}})
-    lora = {**run, "trainer": {"lora": {"rank": 4}}, "diloco": {**run["diloco"], "outer": {"type": "muon"}}}
-    with pytest.raises(ValidationError, match=r"lora is set and diloco.outer.type is 'muon': .* use .* = 'nesterov'"):
-        Config.model_validate(lora)
     for values, message in [
         ({"round_timeout_s": 2000}, r"round_timeout_s \+ 2 diloco.heal_timeout_s is 3800, .*trainer_timeout_s is 3600"),
         ({"round_timeout_s": 100}, "round_deadline_s is 120, but diloco.round_timeout_s is 100"),

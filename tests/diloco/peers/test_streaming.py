@@ -12,16 +12,15 @@ from joint_run import Blocks, adamw, assert_same_globals, inner_step, settings, 
 from torch import Tensor
 
 from diloco.fragments import partition
-from diloco.muon import frobenius_norm, orthogonalized
 
 
 def oracle(
     peers: int, steps: int, *, H: int, P: int, tau: int, alpha: float, lr: float, m: float,
-    muon_lr: float | None = None, tokens=lambda peer, step: 1,
+    tokens=lambda peer, step: 1,
 ):  # fmt: skip
     """Streaming DiLoCo in one process: loops over peers and parameters.
 
-    Of the product it uses `partition` and, for Muon, newton_schulz.py. `tokens(peer, step)` are trained on in a step
+    Of the product it uses `partition`. `tokens(peer, step)` are trained on in a step
     (from 0). Returns the global model's parameters by name.
     """
     models = [Blocks() for _ in range(peers)]
@@ -52,14 +51,9 @@ def oracle(
                 mean = under_way[name][0] * shares[0]
                 for peer in range(1, peers):
                     mean = mean + under_way[name][peer] * shares[peer]
-                if muon_lr and name.startswith("layers.") and mean.ndim == 2:
-                    direction = orthogonalized(mean)
-                    stretch = muon_lr * frobenius_norm(mean) / frobenius_norm(direction)
-                    master[name] = master[name] - (direction.double() * stretch).float()
-                else:
-                    velocity[name] = velocity[name] * m + mean
-                    direction = mean + velocity[name] * m if m else mean
-                    master[name] = master[name] - direction * lr
+                velocity[name] = velocity[name] * m + mean
+                direction = mean + velocity[name] * m if m else mean
+                master[name] = master[name] - direction * lr
                 for model in models:
                     local = dict(model.named_parameters())[name]
                     local.data.copy_(torch.lerp(master[name], local.detach(), alpha) if alpha else master[name])
@@ -77,22 +71,19 @@ def final_globals(masters: list[Tensor], P: int) -> dict[str, Tensor]:
 
 # In fp32 a joint run gives the oracle's global model bit for bit, whatever H, P, tau, alpha and outer optimizer are.
 @pytest.mark.parametrize(
-    ("H", "P", "tau", "alpha", "lr", "m", "muon_lr"),
-    [
-        (4, 1, 0, 0.0, 1.0, 0.0, None), (4, 2, 1, 0.0, 0.7, 0.9, None), (6, 2, 2, 0.5, 0.5, 0.8, None),
-        (4, 4, 0, 0.0, 0.7, 0.9, None), (4, 1, 0, 0.0, 0.7, 0.5, 2.0), (6, 2, 2, 0.5, 1.0, 0.0, 0.8),
-    ],
-)  # fmt: skip
-def test_equals_the_oracle(make_rendezvous, key_file, H, P, tau, alpha, lr, m, muon_lr):
+    ("H", "P", "tau", "alpha", "lr", "m"),
+    [(4, 1, 0, 0.0, 1.0, 0.0), (4, 2, 1, 0.0, 0.7, 0.9), (6, 2, 2, 0.5, 0.5, 0.8), (4, 4, 0, 0.0, 0.7, 0.9)],
+)
+def test_equals_the_oracle(make_rendezvous, key_file, H, P, tau, alpha, lr, m):
     address = make_rendezvous(start_peers=2).endpoint
-    outer = {"lr": lr, "momentum": m} | ({"type": "muon", "muon_lr": muon_lr} if muon_lr else {})
+    outer = {"lr": lr, "momentum": m}
     values = {"sync_every": H, "fragments": P, "delay": tau, "mixing": alpha, "outer": outer}
     seen = together(
         *[partial(train, settings(address, key_file, name, **values), peer, 12) for peer, name in enumerate("ab")]
     )
     assert_same_globals(*seen)
     assert max(seen[0].hashes) == 12 * P // H
-    expected = oracle(2, 12, H=H, P=P, tau=tau, alpha=alpha, lr=lr, m=m, muon_lr=muon_lr)
+    expected = oracle(2, 12, H=H, P=P, tau=tau, alpha=alpha, lr=lr, m=m)
     found = final_globals(seen[0].masters, P)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -141,7 +132,7 @@ def test_every_step_is_parameter_averaging(make_rendezvous, key_file):
 
 
 # Every codec keeps the peers' global models equal, at every outer step, also with fragments and delay.
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "e3m0", "sparse"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_codecs_keep_peers_equal(make_rendezvous, key_file, codec):
     address = make_rendezvous(start_peers=2).endpoint
     values = {"sync_every": 4, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}}

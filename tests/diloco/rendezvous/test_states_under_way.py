@@ -165,7 +165,7 @@ def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
     caplog.set_level("INFO", "diloco.transport.peer_link")
     server = make_rendezvous(start_peers=2, keep_rounds=2)
     joined = threading.Event()
-    config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "sparse"}, heal_timeout_s=20)
+    config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "int4"}, heal_timeout_s=20)
 
     def newest():
         return server.server.rounds.newest

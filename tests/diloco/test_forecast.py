@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,10 +12,9 @@ import pytest
 from composer_prime.cli.plan_command import main
 from composer_prime.config.diloco import CodecConfig
 from composer_prime.config.load import resolve
-from diloco.simulate.forecast import _memory_text, link_rows
-from diloco.simulate.joint_run import JointRun
+from diloco.forecast import JointRun, _memory_rows, forecast_link, link_rows
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
 
 
@@ -43,15 +43,13 @@ def test_bytes(tmp_path):
     assert float(text(tmp_path, "--trainer.lora.rank", "4").split()[0]) < parameters / 10
 
 
-# A link on which a delta takes longer than the rounds' deadline gives a warning with both figures and the remedy. What
-# follows, until all peers have all deltas, may take longer: the round is closed by then.
+# A link on which a delta takes longer than the rounds' deadline gives a warning with both figures.
 def test_link_slower_than_the_deadline(tmp_path):
     said = text(tmp_path, "--diloco.rate-limit-mbit", "0.01", "--diloco.round-deadline-s", "60")
-    found = re.search(r"warning: .* takes ([\d.e+]+) s, more than diloco.round_deadline_s = 60: .*set .* above ", said)
+    found = re.search(r"warning: .* takes ([\d.]+) s, more than diloco.round_deadline_s = 60", said)
     assert found and float(found[1]) > 60
     shorter = text(tmp_path, "--diloco.rate-limit-mbit", "0.01", "--diloco.round-deadline-s", f"{float(found[1]) + 1}")
     assert "round_deadline_s" not in shorter and "warning" not in text(tmp_path)
-    assert float(re.search(r"Mbit/s: ([\d.e+]+) s a synchronization", shorter)[1]) > 1.9 * float(found[1])
 
 
 # So does a state that takes a joining peer longer than its timeout; without outer momentum the state is smaller.
@@ -66,33 +64,24 @@ def test_link_too_slow_to_join(tmp_path):
     assert "heal_timeout_s" not in text(tmp_path, *enough, "--diloco.outer.momentum", "0")
 
 
-# Muon keeps momentum of the embeddings and the head alone. The forecast states that it leaves out Muon's steps.
-def test_muon(tmp_path):
-    slow = ["--diloco.rate-limit-mbit", "0.1", "--diloco.outer.momentum", "0.5"]
-    plain, muon = text(tmp_path, *slow), text(tmp_path, *slow, "--diloco.outer.type", "muon")
-    bare = text(tmp_path, *slow[:2], "--diloco.outer.momentum", "0")
-    heal_s = [int(re.search(r"the state takes (\d+) s", each)[1]) for each in (bare, muon, plain)]
-    assert heal_s[0] < heal_s[1] < heal_s[2]
-    assert "the time of Muon's steps, which no link changes, is not in this forecast" in muon
-    assert "Muon" not in plain
+# The formula by hand: two peers, fp32, no delay. A delta goes up once and one comes down; then the utilization is
+# compute over compute and what the synchronization adds.
+def test_utilization():
+    run = JointRun(parameters=2e8, step_s=1.0, every=4, fragments=2, delay=0, codec=CodecConfig(type="fp32"))
+    forecast = forecast_link(run, 1.0)
+    moving_s = 1e8 * 32 * 1.047 * (2 + 2) / 1e9
+    busy_s = 1e8 * 1e-9 * (25 + 2 * 10 + 4)
+    assert forecast.exposed_s == pytest.approx(moving_s + 0.08 + busy_s)
+    assert forecast.utilization == pytest.approx(2 / (2 + forecast.exposed_s))
+    hidden = forecast_link(dataclasses.replace(run, delay=1e3), 1.0)
+    assert hidden.exposed_s == pytest.approx(busy_s)
 
 
-# What the outer loop takes of a cluster's and of the rendezvous' memory, for as many peers as share the tasks: more
-# than the rendezvous has by default gives a warning with the value to set.
-def test_memory(tmp_path):
-    small = text(tmp_path)
-    assert re.search(
-        r"memory: [\d.]+ MB of this cluster's hosts for the outer loop; the rendezvous needs [\d.]+ ", small
-    )
-    assert "--memory-gb is" not in small
-    rounds = [
-        float(re.search(r"the rendezvous needs ([\d.]+) ", text(tmp_path, "--diloco.task-shard", f"[0, {peers}]"))[1])
-        for peers in (2, 8)
-    ]
-    assert rounds[1] == pytest.approx(4 * rounds[0], rel=0.02)
-    run = JointRun(parameters=8e9, layers=36, step_s=60, every=8, fragments=4, delay=1, codec=CodecConfig(), peers=8)
-    assert 1.6e11 < run.host_bytes < 1.9e11
-    assert "--memory-gb is 16 unless given: start `diloco rendezvous` with --memory-gb 90" in _memory_text(run)
+# More memory than the rendezvous has by default gives a warning with the value to set.
+def test_memory():
+    run = JointRun(parameters=8e9, step_s=60, every=8, fragments=4, delay=1, codec=CodecConfig(), peers=8)
+    ((_, said),) = _memory_rows(run)
+    assert "--memory-gb 90" in said and not _memory_rows(dataclasses.replace(run, parameters=8e6))
 
 
 # A run that has steps gives the time of one.
