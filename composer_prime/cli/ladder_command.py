@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from composer_prime.cli.ladder.compare import BINS, METRICS, compare, report_ladder
+from composer_prime.cli.ladder.preregistration import RULE, read_preregistration
 from composer_prime.monitor.rollouts import open_run
-from composer_prime.stats.preregistration import RULE, read_preregistration
 
 
 def main(words: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(words: list[str]) -> int:
 
         return run_ladder(words[1:])
     options = _parser().parse_args(words)
-    shown = {"metrics": options.metric or METRICS, "steps": options.steps, "bins": options.bins, "html": options.html}
+    shown = {"metrics": options.metric or METRICS, "steps": options.steps, "bins": options.bins}
     registered = read_preregistration(Path(options.run[0])) if len(options.run) == 1 else None
     if registered is not None:
         report_ladder(Path(options.run[0]), registered, **shown)
@@ -40,5 +40,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(METRICS)})")
     parser.add_argument("--steps", type=int, help="compare the first STEPS steps (default: those of the shortest run)")
     parser.add_argument("--bins", type=int, default=BINS, help="windows of steps")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that compares the arms instead")
     return parser

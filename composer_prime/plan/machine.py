@@ -29,6 +29,7 @@ BASE_GB = 5.1
 EXTRA_GB = {
     "smollm2": 0.10,
     "diloco": 0.01,
+    "ladder": 0.12,
     "trackio": 0.03,
     "wandb": 0.06,
     "tensorboard": 0.05,

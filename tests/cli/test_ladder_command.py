@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from composer_prime.cli.ladder.compare import ladder_table
+from composer_prime.cli.ladder.seeds import Arm, differences, differing, load_run, over_seeds, windows
 from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.ladder import Arm, differences, differing, load_run, over_seeds, windows
 
 
 def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[float]) -> str:

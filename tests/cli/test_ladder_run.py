@@ -47,23 +47,18 @@ def test_words_for_every_run_are_told_apart() -> None:
     assert common == ["@", "x.toml", "--run.seed", "4", "--monitor.tokens", "@y.toml"]
 
 
-# A0 is an arm without training, A1 the baseline, A2 gets a twin that loses SDPO; the plan names runs, price and power.
+# A0 is an arm without training, A1 the baseline; the plan names runs and price.
 def test_a_ladder_is_planned(tmp_path: Path) -> None:
     ladder = tmp_path / "ladder"
-    words = [A0, A1, A2, "-o", str(ladder), "--seeds", "2", "--steps", "30", "--washout", "sdpo", "--at", "10"]
+    words = [A0, A1, A2, "-o", str(ladder), "--seeds", "2", "--steps", "30"]
     options, common = parse([*words, "--orchestrator.eval.every_steps", "5", "--run.usd_per_hour", "2"])
     commands = plan_arms(options, common)
     planned = preregistration(options, [command.arm for command in commands])
-    assert [(arm.name, arm.steps) for arm in planned.arms] == [
-        ("a0", 0), ("a1", 30), ("a2", 30), ("a2-no-sdpo-after-10", 30),
-    ]  # fmt: skip
+    assert [(arm.name, arm.steps) for arm in planned.arms] == [("a0", 0), ("a1", 30), ("a2", 30)]
     assert (planned.baseline, planned.held_out, planned.tasks) == ("a1", "toolsmith", 128)
-    washout = commands[3]
-    assert washout.config.channels.sdpo.weight_at(10) == 0.5 and washout.config.channels.sdpo.weight_at(11) == 0
-    assert [arm.name for arm in planned.challengers] == ["a2", "a2-no-sdpo-after-10"]
+    assert [arm.name for arm in planned.challengers] == ["a2"]
     text = "\n".join(plan_lines(ladder, planned, commands))
-    assert "4 arms x 2 seeds = 8: 8 new" in text and "a0 (not trained)" in text and "$2 an hour" in text
-    assert "power     for differences that spread by 0.03 over seeds and 0.5 over tasks (assumed)" in text
+    assert "3 arms x 2 seeds = 6: 6 new" in text and "a0 (not trained)" in text and "$2 an hour" in text
     run_words = commands[1].run_words(1, RunDir(ladder / "a1-seed1"))
     assert run_words[:2] == ["@", A1] and run_words[-2:] == ["--run.seed", "1"] and "--resume" not in run_words
     (ladder / "a1-seed1" / "checkpoints").mkdir(parents=True)
@@ -95,38 +90,26 @@ def test_no_answer_to_the_question(
     assert not (tmp_path / "ladder").exists()
 
 
-# A finished run of the same settings beside the ladder gives its pace: 100 s for 10 steps are 300 s for 30, each.
-def test_hours_and_dollars_follow_from_earlier_runs(tmp_path: Path) -> None:
+# A finished run of the ladder gives the pace of those that are left.
+def test_hours_and_dollars_follow_from_finished_runs(tmp_path: Path) -> None:
     words = [A1, "-o", str(tmp_path / "ladder"), "--seeds", "2", "--steps", "30"]
     options, common = parse([*words, "--run.usd_per_hour", "36"])
     commands = plan_arms(options, common)
     planned = preregistration(options, [command.arm for command in commands])
     assert "unknown until a run" in forecast_text(tmp_path / "ladder", planned, commands)
-    earlier = RunDir(tmp_path / "a1")
-    settings = commands[0].arm.settings | {"run": {"max_steps": 10}}
-    earlier.eval_rollouts(10).parent.mkdir(parents=True)
-    earlier.config.write_text(json.dumps(settings))
-    earlier.eval_rollouts(10).write_text("")
-    earlier.metrics.write_text('{"step": 10, "event": "ended", "state": "finished"}\n')
-    CostLedger(earlier.root / "costs.jsonl").write("machine", seconds=100.0, usd=1.0)
-    assert (
-        forecast_text(tmp_path / "ladder", planned, commands) == "about 10m 00s left, $6.00 (a run so far: a1 5m 00s)"
-    )
-    other = settings | {"model": {"path": "another"}}
-    earlier.config.write_text(json.dumps(other))
-    assert "unknown until a run" in forecast_text(tmp_path / "ladder", planned, commands)
+    finished = RunDir(tmp_path / "ladder" / "a1-seed0")
+    finished.eval_rollouts(30).parent.mkdir(parents=True)
+    finished.checkpoint(30).mkdir(parents=True)
+    finished.eval_rollouts(30).write_text("")
+    finished.metrics.write_text('{"step": 30, "event": "ended", "state": "finished"}\n')
+    CostLedger(finished.root / "costs.jsonl").write("machine", seconds=100.0, usd=1.0)
+    assert "about 1m 40s left, $1.00" in forecast_text(tmp_path / "ladder", planned, commands)
 
 
 # What cannot be compared is refused before anything is written, with both values and the remedy.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([A1, "--washout", "sdpo", "--at", "30"], "no arm has this loss term"),
-        ([A2, "--washout", "sdpo", "--at", "25"], "arm a2 has 60 steps and is evaluated every 30"),
-        (
-            [A2, "--washout", "sdpo", "--at", "30"],
-            r"arm a2 gives this term the weight 0.04\d* instead of 0.5 at that step",
-        ),
         ([A1, "--baseline", "a7"], "--baseline a7: no arm of that name trains; there is a1"),
         ([A0], "no arm trains"),
         ([A1, "--held-out", "far"], "held-out source 'far' is not evaluated by arm a1, which has toolsmith"),

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import beta
 
+from composer_prime.cli.ladder.seeds import over_seeds
 from composer_prime.stats.intervals import (
     bootstrap_interval,
     bounded_interval,
@@ -17,7 +18,6 @@ from composer_prime.stats.intervals import (
     scale_of,
     wilson_interval,
 )
-from composer_prime.stats.ladder import over_seeds
 
 
 def passes(passed: int, tasks: int) -> list[float]:

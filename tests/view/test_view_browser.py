@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from composer_prime.cli import ladder_command
 from composer_prime.console import console_script
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
@@ -274,7 +273,7 @@ def test_the_page_is_live(browser, tmp_path):
     page.until("server has ended", "#lost")
 
 
-# report.html and the ladder's page open from a file, show the same blocks, and run no script of a rollout.
+# report.html opens from a file, shows the same blocks, and runs no script of a rollout.
 def test_the_report_opens_from_a_file(browser, outputs, tmp_path):
     report = write_report(RunDir(outputs / "a1"), tmp_path / "report.html")
     page = Page(browser, report.as_uri())
@@ -283,10 +282,4 @@ def test_the_report_opens_from_a_file(browser, outputs, tmp_path):
     assert len(page.all(".chart svg")) >= 5 and len(page.all(".rollout")) == 3 and HOSTILE in page.text()
     page.click_text("summary", "settings")
     page.until("orchestrator.eval.pass_threshold")
-    page.check_clean()
-    words = [str(outputs / name) for name in ("a1", "a2")]
-    assert ladder_command.main([*words, "--html", str(tmp_path / "ladder.html")]) == 0
-    page = Page(browser, (tmp_path / "ladder.html").as_uri())
-    page.until("2 arms", "#bar")
-    assert page.all(".chart svg") and page.all("table")
     page.check_clean()

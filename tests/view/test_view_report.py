@@ -1,4 +1,4 @@
-"""report.html, the ladder's page and the model card."""
+"""report.html and the model card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli import ladder_command, report_command
+from composer_prime.cli import report_command
 from composer_prime.config.load import dump, resolve
 from composer_prime.errors import ConfigError
 from composer_prime.view.model_card import model_card, write_model_card
@@ -98,19 +98,6 @@ def test_the_report_command_writes_a_page(tmp_path, capsys):
         report_command.main([str(run_dir.root), "--html", str(tmp_path)])
     with pytest.raises(ConfigError, match="--html shows one run, not 2"):
         report_command.main([str(run_dir.root), str(run_dir.root), "--html", str(tmp_path / "x.html")])
-
-
-# The ladder's page states each arm's difference from the first over paired seeds, and decides nothing from one seed.
-def test_the_ladders_page_compares_arms(tmp_path):
-    runs = [make_run(tmp_path / f"a1-seed{seed}", seed=seed, learns=False) for seed in (0, 1)]
-    more = [make_run(tmp_path / f"a2-seed{seed}", seed=seed, model={"path": "other"}) for seed in (0, 1)]
-    words = [str(run.root) for run in [*runs, *more]]
-    assert ladder_command.main([*words, "--html", str(tmp_path / "ladder.html")]) == 0
-    data = data_of((tmp_path / "ladder.html").read_text())
-    assert [arm["name"] for arm in data["arms"]] == ["a1", "a2"]
-    assert data["arms"][1]["differs"] == ["model.path: tiny -> other"]
-    assert data["verdicts"][0]["text"].startswith("a2 − a1 on held-out s after step 12: +.62 over 2 seeds")
-    assert data["tables"][0]["title"] == "reward/mean" and data["curves"]["reward/mean"]["a1"][0] == [1, 0.22]
 
 
 # The card has what a reader of a published model asks for, and the loading code names the folder.

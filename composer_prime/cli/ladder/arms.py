@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from composer_prime.cli.ladder.preregistration import STOPPING, PlannedArm, Preregistration, digest_of
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
 from composer_prime.run.check_run_dir import earlier_output
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.preregistration import STOPPING, PlannedArm, Preregistration, WashoutProbe, digest_of
-
-_TERMS = ("sdpo", "replay_dpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +69,6 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--alpha", type=float, default=0.05, help="error rate of the intervals (default 0.05)")
     text.add_argument("--rewards", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"),
                       help="bounds of held-out rewards (default 0 1)")  # fmt: skip
-    text.add_argument("--seed-spread", type=float, default=0.03, help="assumed standard deviation of a difference over "
-                      "seeds, for the power before any run (default 0.03)")  # fmt: skip
-    text.add_argument("--task-spread", type=float, default=0.5, help="the same over tasks (default 0.5)")
-    text.add_argument("--washout", action="append", default=[], choices=_TERMS, metavar="TERM",
-                      help="for each arm with this loss term (sdpo, replay_dpo) also train one that loses it after "
-                      "step --at")  # fmt: skip
-    text.add_argument("--at", type=int, metavar="STEP", help="last step with the term of --washout")
     text.add_argument("--stop-when-decided", action="store_true", help="train no further seeds once every arm is "
                       "VALIDATED or REFUTED")  # fmt: skip
     text.add_argument("--yes", action="store_true", help="start without asking")
@@ -85,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_arms(options: argparse.Namespace, common: Sequence[str]) -> list[ArmCommand]:
-    """Return the arms, each with its washouts behind it. Raises ConfigError for arms that cannot be compared."""
+    """Return the arms. Raises ConfigError for arms that cannot be compared."""
     steps = [] if options.steps is None else ["--run.max_steps", str(options.steps)]
     commands: list[ArmCommand] = []
     for file in _files(options.config):
@@ -95,13 +86,7 @@ def plan_arms(options: argparse.Namespace, common: Sequence[str]) -> list[ArmCom
             words += steps
             config = resolve(words).config
         commands.append(_command(config.run.name, config, words))
-        commands += _washouts(options, commands[-1])
     _check_arms(commands)
-    if options.washout and not any(command.arm.washout for command in commands):
-        raise ConfigError(
-            f"--washout {' '.join(options.washout)}: no arm has this loss term; add a configuration that sets its "
-            "weight, or leave the option out"
-        )
     return commands
 
 
@@ -112,38 +97,12 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def _command(name: str, config: Config, words: list[str], washout: WashoutProbe | None = None) -> ArmCommand:
+def _command(name: str, config: Config, words: list[str]) -> ArmCommand:
     tables = config.model_dump(mode="json")
     settings = {table: values for table, values in tables.items() if table not in ("run", "monitor")}
     steps = config.run.max_steps
-    arm = PlannedArm(name=name, settings=settings, steps=steps, digest=digest_of(settings, steps), washout=washout)
+    arm = PlannedArm(name=name, settings=settings, steps=steps, digest=digest_of(settings, steps))
     return ArmCommand(arm=arm, config=config, words=words)
-
-
-def _washouts(options: argparse.Namespace, of: ArmCommand) -> Iterator[ArmCommand]:
-    """Yield `of` without each term of --washout after step --at. Raises ConfigError for a step without evaluation."""
-    if not options.washout:
-        return
-    steps, every, at = of.arm.steps, of.config.orchestrator.eval.every_steps, options.at
-    for term in dict.fromkeys(options.washout):
-        channel = getattr(of.config.channels, term)
-        if not (steps and channel.weight):
-            continue
-        if at is None or not 0 < at < steps or not every or at % every:
-            raise ConfigError(
-                f"--washout {term} --at {at}: arm {of.arm.name} has {steps} steps and is evaluated every {every}; give "
-                "a step before its last at which it is evaluated, or set --orchestrator.eval.every_steps"
-            )
-        if channel.weight_at(at) != channel.weight:
-            raise ConfigError(
-                f"--washout {term} --at {at}: by channels.{term}.schedule arm {of.arm.name} gives this term the weight "
-                f"{channel.weight_at(at):g} instead of {channel.weight:g} at that step; take another step, or for a "
-                f"weight that stays set --channels.{term}.schedule.end_step None"
-            )
-        key = f"--channels.{term}.schedule"
-        words = [*of.words, f"{key}.end_step", str(at), f"{key}.decay_steps", "0"]
-        probe = WashoutProbe(arm=of.arm.name, term=term, step=at)
-        yield _command(f"{of.arm.name}-no-{term}-after-{at}", resolve(words).config, words, probe)
 
 
 def _check_arms(commands: Sequence[ArmCommand]) -> None:
@@ -188,8 +147,7 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
             )
     low, high = options.rewards
     figures = {"--seeds": options.seeds >= 1, "--effect": options.effect > 0, "--alpha": 0 < options.alpha < 0.5,
-               "--rewards": low < high, "--seed-spread": options.seed_spread > 0,
-               "--task-spread": options.task_spread > 0}  # fmt: skip
+               "--rewards": low < high}  # fmt: skip
     for flag, right in figures.items():
         if not right:
             value = getattr(options, flag[2:].replace("-", "_"))
@@ -203,8 +161,6 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
         reward_range=(low, high),
         minimal_effect=options.effect,
         alpha=options.alpha,
-        seed_spread=options.seed_spread,
-        task_spread=options.task_spread,
         stopping=STOPPING[options.stop_when_decided],
         version=version("composer-prime"),
         written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

@@ -1,4 +1,4 @@
-"""Arms side by side at equal steps: the tables of `composer ladder`, or its page."""
+"""Arms side by side at equal steps: the tables of `composer ladder`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 from textwrap import wrap
 
 from composer_prime.cli.ladder import report
-from composer_prime.console import columns, pluralize
-from composer_prime.errors import ConfigError
-from composer_prime.run.run_dir import RunDir, write_atomic
-from composer_prime.stats.ladder import (
+from composer_prime.cli.ladder.preregistration import Preregistration
+from composer_prime.cli.ladder.seeds import (
     Arm,
     differences,
     differing,
@@ -20,7 +18,9 @@ from composer_prime.stats.ladder import (
     seeds_text,
     windows,
 )
-from composer_prime.stats.preregistration import Preregistration
+from composer_prime.console import columns, pluralize
+from composer_prime.errors import ConfigError
+from composer_prime.run.run_dir import RunDir
 
 METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 BINS = 6
@@ -36,15 +36,11 @@ def report_ladder(
     metrics: Sequence[str] = METRICS,
     steps: int | None = None,
     bins: int = BINS,
-    html: Path | None = None,
 ) -> None:
-    """Print the comparison of a registered ladder's finished runs, and its results below; or write the page."""
-    runs = report.finished_runs(folder, registered)
-    if runs:
-        verdicts = report.sentences(folder, registered)
-        compare(runs, metrics=metrics, steps=steps, bins=bins, html=html, verdicts=verdicts)
-    if not (html and runs):
-        print("\n".join(["", *report.result_lines(folder, registered)]))
+    """Print the comparison of a registered ladder's finished runs, and its results below."""
+    if runs := report.finished_runs(folder, registered):
+        compare(runs, metrics=metrics, steps=steps, bins=bins)
+    print("\n".join(["", *report.result_lines(folder, registered)]))
 
 
 def compare(
@@ -53,10 +49,8 @@ def compare(
     metrics: Sequence[str],
     steps: int | None,
     bins: int,
-    html: Path | None,
-    verdicts: Sequence[dict[str, str]] = (),
 ) -> None:
-    """Print the arms side by side, or write the page `html`, with `verdicts` in place of its own.
+    """Print the arms side by side.
 
     `steps`: how many to compare; None for those of the shortest run. Raises ConfigError if that has fewer.
     """
@@ -65,36 +59,11 @@ def compare(
     if steps is not None and steps > shortest:
         raise ConfigError(f"--steps {steps}: the shortest of the runs has {shortest}; give at most that")
     steps = shortest if steps is None else steps
-    if html is not None:
-        _write_html(html, all_arms, steps, metrics, bins, verdicts)
-        print(f"wrote {html}")
-        return
     width = columns() or _WIDTH
     lines = _head(all_arms, steps, width)
     for metric in metrics:
         lines += _training(all_arms, metric, steps, bins, width)
     print("\n".join(lines + _held_out(all_arms, steps, width)))
-
-
-def _write_html(
-    path: Path,
-    all_arms: list[Arm],
-    steps: int,
-    metrics: Sequence[str],
-    bins: int,
-    verdicts: Sequence[dict[str, str]],
-) -> None:
-    """Write the page that compares the arms. Raises ConfigError when the file cannot be written."""
-    from composer_prime.view.ladder_payload import ladder_payload
-    from composer_prime.view.report_html import page
-
-    data = ladder_payload(all_arms, steps, list(metrics), bins)
-    data["verdicts"] = list(verdicts) or data["verdicts"]
-    title = f"{' / '.join(arm.name for arm in all_arms)} at {pluralize(steps, 'step')}"
-    try:
-        write_atomic(path, page(title, data).encode())
-    except OSError as error:
-        raise ConfigError(f"the page cannot be written to {path} ({error.strerror}): name another") from None
 
 
 def _head(all_arms: list[Arm], steps: int, width: int) -> list[str]:

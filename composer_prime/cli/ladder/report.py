@@ -1,4 +1,4 @@
-"""The report of a registered ladder: verdicts, washouts, every set of held-out tasks, what each arm used."""
+"""The report of a registered ladder: verdicts, every set of held-out tasks, what each arm used."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
+from composer_prime.cli.ladder.preregistration import FILE, PlannedArm, Preregistration
+from composer_prime.cli.ladder.verdicts import Comparison, RunCompute, arm_means, compare, run_compute
 from composer_prime.console import pluralize
 from composer_prime.errors import LedgerError
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.comparison import Comparison, RunCompute, arm_means, compare, run_compute
-from composer_prime.stats.preregistration import FILE, PlannedArm, Preregistration
 
 
 def finished_runs(folder: Path, registered: Preregistration) -> list[RunDir]:
@@ -26,7 +26,7 @@ def finished_runs(folder: Path, registered: Preregistration) -> list[RunDir]:
 
 
 def result_lines(folder: Path, registered: Preregistration) -> list[str]:
-    """Return the results in the order in which they decide: primary outcome, washouts, other tasks, compute."""
+    """Return the results in the order in which they decide: primary outcome, other tasks, compute."""
     base = registered.arm(registered.baseline)
     text = [
         f"{folder / FILE} of {registered.written}: {registered.primary_outcome};",
@@ -36,31 +36,10 @@ def result_lines(folder: Path, registered: Preregistration) -> list[str]:
     ]
     text += _levels(folder, registered)
     for arm in registered.challengers:
-        if arm.washout is None:
-            text += ["", *_primary(folder, registered, base, arm)]
-    for arm in registered.challengers:
-        if arm.washout is not None:
-            text += ["", *_washout(folder, registered, base, arm)]
+        text += ["", *_primary(folder, registered, base, arm)]
     for source in _other_sources(registered, base):
         text += ["", *_elsewhere(folder, registered, base, source)]
     return [*text, "", *_compute(folder, registered)]
-
-
-def sentences(folder: Path, registered: Preregistration) -> list[dict[str, str]]:
-    """Return verdicts, washouts and other sets of tasks as the page shows them: `text` and `tone`."""
-    base = registered.arm(registered.baseline)
-    shown = []
-    for arm in registered.challengers:
-        result = _result(folder, registered, base, arm, registered.held_out)
-        if arm.washout is not None:
-            shown.append({"text": _washout(folder, registered, base, arm)[0], "tone": "open"})
-        elif result is not None:
-            intervals = f"{_headline(base, arm, registered.held_out, result)} ({_intervals(result)})"
-            shown.append({"text": intervals, "tone": result.tone})
-    for source in _other_sources(registered, base):
-        name, *rows = _elsewhere(folder, registered, base, source)
-        shown += [{"text": f"{name}: {row.strip()}", "tone": "open"} for row in rows]
-    return shown
 
 
 def _other_sources(registered: Preregistration, base: PlannedArm) -> list[str]:
@@ -68,17 +47,9 @@ def _other_sources(registered: Preregistration, base: PlannedArm) -> list[str]:
 
 
 def _result(
-    folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm, source: str, step: int | None = None
+    folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm, source: str
 ) -> Comparison | None:
-    means = [arm_means(folder, registered, each, source, step) for each in (base, arm)]
-    return compare(registered, *means)
-
-
-def _headline(base: PlannedArm, arm: PlannedArm, source: str, result: Comparison) -> str:
-    return (
-        f"{arm.name} - {base.name}, held-out {source} after step {arm.steps}: {result.over_tasks.mean:+.3f} "
-        f"{result.verdict}: {result.meaning}"
-    )
+    return compare(registered, *(arm_means(folder, registered, each, source) for each in (base, arm)))
 
 
 def _levels(folder: Path, registered: Preregistration) -> Iterator[str]:
@@ -95,49 +66,11 @@ def _primary(folder: Path, registered: Preregistration, base: PlannedArm, arm: P
     result = _result(folder, registered, base, arm, registered.held_out)
     if result is None:
         return [f"{arm.name} - {base.name}: no seed that has both evaluations"]
-    return [
-        _headline(base, arm, registered.held_out, result),
-        *(f"  {line}" for line in result.lines()),
-    ]
-
-
-def _washout(folder: Path, registered: Preregistration, base: PlannedArm, arm: PlannedArm) -> list[str]:
-    """Return whether the gain of a term stays after its weight fell to 0."""
-    probe = arm.washout
-    assert probe is not None
-    full, last = registered.arm(probe.arm), arm.steps
-    source = registered.held_out
-    with_term = _result(folder, registered, base, full, source, probe.step)
-    at_end = _result(folder, registered, base, arm, source)
-    against = _result(folder, registered, full, arm, source)
-    text = [f"washout of {probe.term} in {full.name}, weight 0 after step {probe.step}: {_stays(with_term, at_end)}"]
-    for name, result in (
-        (f"{full.name} - {base.name} after step {probe.step}", with_term),
-        (f"{arm.name} - {base.name} after step {last}", at_end),
-        (f"{arm.name} - {full.name} after step {last}", against),
-    ):
-        text.append(f"  {name}: " + (_intervals(result) if result else "no seed that has both evaluations"))
-    return text
-
-
-def _stays(with_term: Comparison | None, at_end: Comparison | None) -> str:
-    """Return the answer, by the intervals over tasks, and by those over seeds where there are some."""
-    if with_term is None or at_end is None:
-        return "not known yet"
-    if not _above(with_term):
-        return "no gain was shown while the term had its weight, so none can be lost"
-    if _above(at_end):
-        return "the gain stays"
-    high, least = at_end.over_tasks.high, at_end.minimal_effect
-    if high is not None and high < least:
-        return f"the gain is gone: {least:g} or more is excluded at the end"
-    return "undecided: the gain was there, and at the end neither it nor 0 is excluded"
-
-
-def _above(result: Comparison) -> bool:
-    """Return whether the difference lies above 0 over tasks, and over seeds where there are several."""
-    of_seeds = len(result.by_seed) == 1 or (result.over_seeds.low or 0.0) > 0
-    return (result.over_tasks.low or 0.0) > 0 and of_seeds
+    headline = (
+        f"{arm.name} - {base.name}, held-out {registered.held_out} after step {arm.steps}: "
+        f"{result.over_tasks.mean:+.3f} {result.verdict}: {result.meaning}"
+    )
+    return [headline, *(f"  {line}" for line in result.lines())]
 
 
 def _elsewhere(folder: Path, registered: Preregistration, base: PlannedArm, source: str) -> Iterator[str]:
@@ -149,14 +82,13 @@ def _elsewhere(folder: Path, registered: Preregistration, base: PlannedArm, sour
             yield f"  {arm.name}: not evaluated on it"
             continue
         result = _result(folder, registered, base, arm, source)
-        yield f"  {arm.name} - {base.name}: " + (_intervals(result) if result else "no seed that has both evaluations")
-
-
-def _intervals(result: Comparison) -> str:
-    return (
-        f"over tasks {result.over_tasks.text(sign=True)}, over {pluralize(len(result.by_seed), 'seed')} "
-        f"{result.over_seeds.text(sign=True)}"
-    )
+        intervals = "no seed that has both evaluations"
+        if result is not None:
+            intervals = (
+                f"over tasks {result.over_tasks.text(sign=True)}, over {pluralize(len(result.by_seed), 'seed')} "
+                f"{result.over_seeds.text(sign=True)}"
+            )
+        yield f"  {arm.name} - {base.name}: {intervals}"
 
 
 def _compute(folder: Path, registered: Preregistration) -> Iterator[str]:

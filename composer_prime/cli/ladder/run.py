@@ -1,6 +1,6 @@
 """`composer ladder run CONFIG ... -o FOLDER`: plan, register, train and compare the arms of a ladder.
 
-    configurations -> arms (with washouts) -> preregistration.json   refused where an earlier start said otherwise
+    configurations -> arms -> preregistration.json   refused where an earlier start said otherwise
                    -> plan: runs, hours, dollars -> asks
                    -> for each seed, each arm: trainer @ ...         finished: skipped; begun: --resume; else: new
                    -> the report of `composer ladder FOLDER`
@@ -26,6 +26,8 @@ import msgspec
 
 from composer_prime.cli.ladder.arms import ArmCommand, parse, plan_arms, preregistration
 from composer_prime.cli.ladder.compare import report_ladder
+from composer_prime.cli.ladder.preregistration import FILE, STOPPING, Preregistration, read_preregistration, register
+from composer_prime.cli.ladder.verdicts import decided, run_compute
 from composer_prime.console import INTERRUPTED, clock, console_script, pluralize, tell_waits, what_is_wrong
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.metrics_file import read_history
@@ -34,15 +36,9 @@ from composer_prime.plan.sources import held_out_tasks, load_sources
 from composer_prime.run.check_run_dir import earlier_output
 from composer_prime.run.process import child_options, exit_text
 from composer_prime.run.run_dir import RunDir
-from composer_prime.stats.comparison import decided, run_compute
-from composer_prime.stats.preregistration import FILE, STOPPING, Preregistration, read_preregistration, register
-from composer_prime.stats.sequential import POWER, detectable_effect, power
-from composer_prime.view.catalog import max_steps, read_settings
 
 _LAUNCHER_ENDS_S = 120.0
 _LAUNCHER_POLL_S = 5.0
-_PACE_TABLES = ("model", "inference", "orchestrator", "trainer", "teachers")
-"""Settings of a run that decide how long its steps take. Loss terms hardly matter beside them."""
 
 
 def main(words: list[str]) -> int:
@@ -83,22 +79,17 @@ def _plan_and_run(words: list[str]) -> int:
         status = run_all(folder, planned, commands)
     if status == 0 and (registered := read_preregistration(folder)) is not None:
         report_ladder(folder, registered)
-        report_ladder(folder, registered, html=folder / "ladder.html")
     return status
 
 
 def plan_lines(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> list[str]:
-    """Return the plan: runs, hours and dollars, primary outcome, power."""
+    """Return the plan: runs, hours and dollars, primary outcome."""
     states = Counter(
         _state(_run_dir(folder, planned, command, seed), command.arm.steps)
         for command in commands
         for seed in planned.seeds
     )
     steps = planned.arm(planned.baseline).steps
-    every = {"seeds": len(planned.seeds), "tasks": planned.tasks, "alpha": planned.alpha, "span": planned.span,
-             "seed_spread": planned.seed_spread, "task_spread": planned.task_spread}  # fmt: skip
-    found = detectable_effect(**every)
-    likely = f"{found:.3f} or more is found with {POWER:.0%}" if found else f"none is found with {POWER:.0%}"
     names = ", ".join(f"{command.arm.name}{'' if command.arm.steps else ' (not trained)'}" for command in commands)
     return [
         f"arms      {names}; baseline {planned.baseline}",
@@ -110,19 +101,14 @@ def plan_lines(folder: Path, planned: Preregistration, commands: Sequence[ArmCom
         f"outcome   held-out {planned.held_out} after step {steps}: {planned.tasks} tasks, rewards from "
         f"{planned.reward_range[0]:g} to {planned.reward_range[1]:g}, smallest effect of interest "
         f"{planned.minimal_effect:g}, alpha {planned.alpha:g}, stop: {planned.stopping}",
-        f"power     for differences that spread by {planned.seed_spread:g} over seeds and {planned.task_spread:g} over "
-        f"tasks (assumed): {likely}, {planned.minimal_effect:g} with {power(planned.minimal_effect, **every):.0%}",
     ]
 
 
 def forecast_text(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> str:
-    """Return hours and dollars that are left, by finished runs of these arms, here or beside the ladder's folder."""
+    """Return hours and dollars that are left, by finished runs of the ladder."""
     paces = _paces(folder, planned, commands)
     if not paces:
-        return (
-            "unknown until a run of one of these arms has finished, here or next to this folder; "
-            f"{_price_text(commands)}"
-        )
+        return f"unknown until a run has finished; {_price_text(commands)}"
     left_s = usd = 0.0
     for command in commands:
         for seed in planned.seeds:
@@ -144,12 +130,11 @@ def _price_text(commands: Sequence[ArmCommand]) -> str:
 
 
 def _paces(folder: Path, planned: Preregistration, commands: Sequence[ArmCommand]) -> dict[str, float]:
-    """Return the mean seconds of a finished run by arm: of this ladder's, else of earlier ones of equal settings."""
+    """Return the mean seconds of a finished run, by arm."""
     paces = {}
     for command in commands:
         run_dirs = [_run_dir(folder, planned, command, seed) for seed in planned.seeds]
-        own = [wall_s for run_dir in run_dirs if (wall_s := _wall_s(run_dir, command.arm.steps))]
-        if seconds := own or list(_earlier_walls_s(folder, command)):
+        if seconds := [wall_s for run_dir in run_dirs if (wall_s := _wall_s(run_dir, command.arm.steps))]:
             paces[command.arm.name] = sum(seconds) / len(seconds)
     return paces
 
@@ -160,36 +145,6 @@ def _wall_s(run_dir: RunDir, steps: int) -> float:
         return run_compute(run_dir).wall_s if _state(run_dir, steps) == "finished" else 0.0
     except LedgerError:
         return 0.0
-
-
-def _earlier_walls_s(folder: Path, command: ArmCommand) -> Iterator[float]:
-    """Yield the seconds of runs beside `folder` that have the arm's settings, scaled to its steps."""
-    beside = _folders_in(folder.parent)
-    for path in [*beside, *(inside for each in beside for inside in _folders_in(each))]:
-        run_dir = RunDir(path)
-        if not (settings := read_settings(run_dir)):
-            continue
-        steps = max_steps(settings)
-        known = all(_agree(settings.get(table), command.arm.settings[table]) for table in _PACE_TABLES)
-        if known and bool(steps) == bool(command.arm.steps) and (wall_s := _wall_s(run_dir, steps)):
-            yield wall_s * (command.arm.steps / steps if steps else 1.0)
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    """Return the folders in `folder`; none where they cannot be listed, or are being removed."""
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
-    except OSError:
-        return []
-
-
-def _agree(old: Any, new: Any) -> bool:
-    """Return whether settings that both have are equal; another release has a few more or fewer."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return all(_agree(old[key], new[key]) for key in old.keys() & new.keys())
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(map(_agree, old, new))
-    return old == new
 
 
 def _run_dir(folder: Path, planned: Preregistration, command: ArmCommand, seed: int) -> RunDir:

@@ -5,7 +5,6 @@ import { verdictBlock, runFacts, eventLog, costsBlock, nodesBlock, settingsBlock
 import { evaluationBlock } from "./evaluation.js";
 import { rolloutCard } from "./transcript.js";
 import { roundsTable } from "./runs.js";
-import { ladderBlocks } from "./ladder.js";
 
 function reportBlocks(data) {
   const run = data.run;
@@ -31,8 +30,6 @@ function reportBlocks(data) {
 }
 
 const reported = JSON.parse(document.getElementById("data").textContent);
-const isLadder = reported.mode === "ladder";
-const titleText = isLadder ? plural(reported.arms.length, "arm") : reported.run.id;
-replace(document.getElementById("bar"), h("nav", { class: "crumbs" }, h("b", null, titleText), h("span", { class: "quiet" }, isLadder ? `${reported.steps} steps` : "report")),
+replace(document.getElementById("bar"), h("nav", { class: "crumbs" }, h("b", null, reported.run.id), h("span", { class: "quiet" }, "report")),
   h("div", { class: "right quiet small" }, `composer-prime ${reported.version}, ${new Date(reported.written * 1000).toISOString().slice(0, 16).replace("T", " ")} UTC`));
-replace(document.getElementById("main"), isLadder ? ladderBlocks(reported) : reportBlocks(reported));
+replace(document.getElementById("main"), reportBlocks(reported));

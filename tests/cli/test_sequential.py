@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from composer_prime.stats.sequential import (
+from composer_prime.cli.ladder.sequential import (
     capital,
     confidence_sequence,
-    detectable_effect,
-    power,
     seeds_interval,
     spread,
     tasks_interval,
@@ -104,33 +102,3 @@ def test_interval_over_seeds_holds_at_all_of_its_looks() -> None:
         wrong += any((look.low or 0) > 0 or (look.high or 0) < 0 for look in looks)
         plain_wrong += any((look.low or 0) > 0 or (look.high or 0) < 0 for look in plain)
     assert wrong <= 20 < 30 < plain_wrong
-
-
-# The power that is told is that of simulated ladders, where seeds limit it and where tasks do.
-def test_power_is_that_of_simulated_ladders() -> None:
-    draws = np.random.default_rng(5)
-    over_seeds = draws.normal(0.2, 0.04, size=(1000, 3))
-    found = sum((seeds_interval(seeds, alpha=0.05, planned=3).low or -1) > 0 for seeds in over_seeds.tolist())
-    told = power(0.2, seeds=3, seed_spread=0.04, tasks=10_000, task_spread=0.1, alpha=0.05, span=1.0)
-    assert found / 1000 == pytest.approx(told, abs=0.04)
-    for rate in (0.4, 0.5, 0.6):
-        over_tasks = (draws.random((200, 128)) < rate).astype(float) - (draws.random((200, 128)) < 0.3)
-        wealth = [capital((each + 1) / 2, np.array([0.5]), alpha=0.05 / 3, horizon=128) for each in over_tasks]
-        found = np.mean([each.max() >= 3 / 0.05 for each in wealth])
-        told = power(
-            rate - 0.3, seeds=3, seed_spread=1e-6, tasks=128, task_spread=over_tasks.std(), alpha=0.05, span=1.0
-        )
-        assert found == pytest.approx(told, abs=0.12)
-
-
-# A ladder likely finds its detectable effect and not half of it; more seeds and tasks find less; one seed finds none.
-def test_detectable_effect() -> None:
-    few = detectable_effect(seeds=3, seed_spread=0.04, tasks=128, task_spread=0.5, alpha=0.05, span=1.0)
-    many = detectable_effect(seeds=6, seed_spread=0.04, tasks=1024, task_spread=0.5, alpha=0.05, span=1.0)
-    assert few is not None and many is not None and 0 < many < few < 1
-    chances = [
-        power(effect, seeds=3, seed_spread=0.04, tasks=128, task_spread=0.5, alpha=0.05, span=1.0)
-        for effect in (few, few / 2)
-    ]
-    assert chances[0] >= 0.8 > 0.5 > chances[1]
-    assert detectable_effect(seeds=1, seed_spread=0.04, tasks=128, task_spread=0.5, alpha=0.05, span=1.0) is None

@@ -24,19 +24,9 @@ VALIDATED  the interval over tasks and the interval over seeds both lie above 0,
 REFUTED    both intervals end below the smallest effect of interest: an effect of that size is excluded
 PARTIAL    the interval over tasks lies above 0: these trained models are better, but that other seeds would be, or
            that the difference is large enough, is not shown
-UNDECIDED  anything else; the report says which effect the ladder could have found"""
+UNDECIDED  anything else"""
 """How a verdict follows from an arm's difference from the baseline arm. The first line that holds counts."""
 STOPPING = ("all seeds", "when decided")
-
-
-class WashoutProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """An arm's loss term that ends in mid-run."""
-
-    arm: str
-    """The arm that keeps the term."""
-    term: str
-    step: int
-    """The last step with the term."""
 
 
 class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +39,6 @@ class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps; 0 only evaluates the start model."""
     digest: str
     """SHA-256 of `settings` and `steps`."""
-    washout: WashoutProbe | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -74,9 +63,6 @@ class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest difference in held-out reward that is of interest."""
     alpha: float
     """Chance of an interval to miss, over all of its looks; for each arm on its own."""
-    seed_spread: float
-    task_spread: float
-    """Assumed standard deviations of paired differences over seeds and over tasks, for the power before any run."""
     stopping: str
     """One of STOPPING: train every seed, or stop after a seed when each arm is VALIDATED or REFUTED."""
     rule: str = RULE

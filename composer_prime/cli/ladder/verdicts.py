@@ -1,4 +1,4 @@
-"""The result of a registered ladder: differences from the baseline arm, their intervals, verdicts, washouts, compute.
+"""The result of a registered ladder: differences from the baseline arm, their intervals, verdicts, compute.
 
 rollouts/eval_*.jsonl of each run -> mean reward by task -> paired differences
     mean over seeds, by task -> interval over tasks: these trained models, on other tasks of this kind
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration
+from composer_prime.cli.ladder.sequential import seeds_interval, tasks_interval
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import read_history
@@ -21,12 +23,9 @@ from composer_prime.monitor.rollouts import scores
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval
-from composer_prime.stats.preregistration import PlannedArm, Preregistration
-from composer_prime.stats.sequential import POWER, detectable_effect, power, seeds_interval, spread, tasks_interval
 
 TaskMeans = dict[str, float]
 """Mean reward by held-out task."""
-_TONES = {"VALIDATED": "good", "PARTIAL": "open", "REFUTED": "bad", "UNDECIDED": "open"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +40,6 @@ class Comparison:
     """Over seeds: what training again does on these tasks. No bounds for one seed."""
     planned_seeds: int
     minimal_effect: float
-    detectable: float | None
-    """The difference that such a ladder finds with probability POWER, by the spreads of its own figures."""
-    power: float
-    """About how likely such a ladder finds `minimal_effect`."""
 
     @property
     def verdict(self) -> str:
@@ -83,11 +78,6 @@ class Comparison:
             return f"neither a gain nor a loss is shown; over tasks a gain of {least} is excluded, {others}"
         return f"neither a gain nor a loss is shown, and one of {least} is not excluded"
 
-    @property
-    def tone(self) -> str:
-        """Of the page: good, bad or open."""
-        return "bad" if self.over_tasks.high is not None and self.over_tasks.high < 0 else _TONES[self.verdict]
-
     def lines(self) -> list[str]:
         seeds = f"{len(self.by_seed)} of {pluralize(self.planned_seeds, 'seed')}"
         of_each = ", ".join(f"{value:+.3f} with seed {seed}" for seed, value in sorted(self.by_seed.items()))
@@ -95,16 +85,7 @@ class Comparison:
         return [
             f"over tasks  {self.over_tasks.text(sign=True)}  {tasks}, mean of {seeds}",
             f"over seeds  {self.over_seeds.text(sign=True)}  {of_each}",
-            f"power       {self._power_text()}",
         ]
-
-    def _power_text(self) -> str:
-        if self.planned_seeds == 1:
-            return "none: one seed cannot validate, whatever the difference"
-        least = f"one of {self.minimal_effect:.3f} in {self.power:.0%} of such ladders"
-        if self.detectable is None:
-            return f"no difference within the range of rewards is likely found ({POWER:.0%}), {least}"
-        return f"a difference of {self.detectable:.3f} is likely found ({POWER:.0%}), {least}"
 
 
 def task_means(run_dir: RunDir, source: str, step: int, registered: Preregistration) -> TaskMeans | None:
@@ -127,15 +108,12 @@ def task_means(run_dir: RunDir, source: str, step: int, registered: Preregistrat
     return {task: fmean(rewards) for task, rewards in by_task.items()}
 
 
-def arm_means(
-    folder: Path, registered: Preregistration, arm: PlannedArm, source: str, step: int | None = None
-) -> dict[int, TaskMeans]:
-    """Return the task means of every seed of `arm` after `step`, by default its last, as far as they are there."""
-    at = arm.steps if step is None else step
+def arm_means(folder: Path, registered: Preregistration, arm: PlannedArm, source: str) -> dict[int, TaskMeans]:
+    """Return the task means of every seed of `arm` after its last step, as far as they are there."""
     found = {}
     for seed in registered.seeds:
-        means = task_means(RunDir(folder / registered.run_name(arm.name, seed)), source, at, registered)
-        if means:
+        run_dir = RunDir(folder / registered.run_name(arm.name, seed))
+        if means := task_means(run_dir, source, arm.steps, registered):
             found[seed] = means
     return found
 
@@ -156,35 +134,21 @@ def compare(
     tasks = sorted(shared, key=lambda task: hashlib.sha256(task.encode()).digest())
     by_seed = {seed: fmean(other[seed][task] - base[seed][task] for task in tasks) for seed in seeds}
     by_task = [fmean(other[seed][task] - base[seed][task] for seed in seeds) for task in tasks]
-    planned, alpha, span = len(registered.seeds), registered.alpha, registered.span
-    seed_spread = spread(list(by_seed.values())) if len(seeds) > 1 else registered.seed_spread
-    task_spread = spread(by_task) if len(tasks) > 1 else registered.task_spread
+    planned, alpha = len(registered.seeds), registered.alpha
     return Comparison(
         by_seed=by_seed,
-        over_tasks=tasks_interval(by_task, span=span, alpha=alpha / planned, horizon=registered.tasks),
+        over_tasks=tasks_interval(by_task, span=registered.span, alpha=alpha / planned, horizon=registered.tasks),
         over_seeds=seeds_interval(list(by_seed.values()), alpha=alpha, planned=planned),
         planned_seeds=planned,
         minimal_effect=registered.minimal_effect,
-        detectable=detectable_effect(
-            seeds=planned, seed_spread=seed_spread, tasks=len(tasks), task_spread=task_spread, alpha=alpha, span=span
-        ),
-        power=power(
-            registered.minimal_effect,
-            seeds=planned,
-            seed_spread=seed_spread,
-            tasks=len(tasks),
-            task_spread=task_spread,
-            alpha=alpha,
-            span=span,
-        ),
     )
 
 
 def decided(folder: Path, registered: Preregistration) -> bool:
-    """Return whether every arm is VALIDATED or REFUTED by the runs that are finished; washouts do not count."""
+    """Return whether every arm is VALIDATED or REFUTED by the runs that are finished."""
     base = arm_means(folder, registered, registered.arm(registered.baseline), registered.held_out)
-    arms = [arm for arm in registered.challengers if arm.washout is None]
-    results = [compare(registered, base, arm_means(folder, registered, arm, registered.held_out)) for arm in arms]
+    others = (arm_means(folder, registered, arm, registered.held_out) for arm in registered.challengers)
+    results = [compare(registered, base, means) for means in others]
     return bool(results) and all(each is not None and each.verdict in ("VALIDATED", "REFUTED") for each in results)
 
 

@@ -1,4 +1,4 @@
-"""Intervals that stay valid when looked at early, and their power.
+"""Intervals that stay valid when looked at early.
 
     confidence_sequence   bounded values that arrive one after another, such as paired differences of held-out tasks.
                           Its bounds hold at all times at once, so one may stop at any time.
@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 import numpy as np
 
+from composer_prime.errors import ConfigError
+from composer_prime.plan.machine import install_command
 from composer_prime.stats.intervals import Interval
 
 _GRID = 1000
@@ -31,8 +33,6 @@ _LARGEST_BET = 0.5
 """c of the paper: the share of its capital that a gambler may lose at once."""
 _ROUNDING = 1e-9
 """Differences of rewards up to this size come from rounding."""
-POWER = 0.8
-"""Power at which an effect counts as detectable."""
 
 
 def capital(values: np.ndarray, means: np.ndarray, *, alpha: float, horizon: int) -> np.ndarray:
@@ -99,62 +99,14 @@ def seeds_interval(differences: Sequence[float], *, alpha: float, planned: int) 
     mean, count = fmean(differences), len(differences)
     if count < 2 or not spread(differences):
         return Interval(mean=mean, low=None, high=None, count=count)
-    half = _t_quantile(alpha, planned, count) * stdev(differences) / math.sqrt(count)
+    half = t_quantile(1 - alpha / (planned - 1) / 2, count - 1) * stdev(differences) / math.sqrt(count)
     return Interval(mean=mean, low=mean - half, high=mean + half, count=count)
 
 
-def _t_quantile(alpha: float, planned: int, count: int) -> float:
-    from scipy.special import stdtrit  # A slow import; only needed for an interval.
-
-    return float(stdtrit(count - 1, 1 - alpha / (planned - 1) / 2))
-
-
-def power(
-    effect: float, *, seeds: int, seed_spread: float, tasks: int, task_spread: float, alpha: float, span: float
-) -> float:
-    """Return about how likely both intervals lie above 0 after all seeds, when the true difference is `effect`.
-
-    `seed_spread`, `task_spread`: standard deviations of the paired differences. 0 for one seed, which has no interval.
-    """
-    if seeds < 2 or effect <= 0:
-        return 0.0
-    from scipy.special import nctdtr
-
-    of_seeds = 1.0
-    if seed_spread > 0:
-        noncentrality = effect / (seed_spread / math.sqrt(seeds))
-        of_seeds = 1 - float(nctdtr(seeds - 1, noncentrality, _t_quantile(alpha, seeds, seeds)))
-    # Half the width of a betting interval: from the spread, or without spread from the largest bet. It is a little
-    # optimistic for few tasks: with 32, this gives .81, and a simulated ladder finds .66. With 128 the two agree.
-    level = math.log(2 * seeds / alpha)
-    half = max(task_spread * math.sqrt(2 * level / tasks), 2 * span * level / tasks)
-    of_tasks = NormalDist(half, max(task_spread, 1e-9) / math.sqrt(tasks)).cdf(effect)
-    return max(0.0, of_seeds + of_tasks - 1)
-
-
-def detectable_effect(
-    *, seeds: int, seed_spread: float, tasks: int, task_spread: float, alpha: float, span: float
-) -> float | None:
-    """Return the least difference that is found with probability POWER; None where not even `span` is."""
-
-    def enough(effect: float) -> bool:
-        return (
-            power(
-                effect,
-                seeds=seeds,
-                seed_spread=seed_spread,
-                tasks=tasks,
-                task_spread=task_spread,
-                alpha=alpha,
-                span=span,
-            )
-            >= POWER
-        )
-
-    if not enough(span):
-        return None
-    low, high = 0.0, span
-    while high - low > span / 1000:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+def t_quantile(share: float, freedom: int) -> float:
+    """Return the quantile of Student's t distribution. Raises ConfigError without scipy."""
+    try:
+        from scipy.special import stdtrit  # A slow import; only needed for an interval.
+    except ImportError:
+        raise ConfigError(f"intervals over seeds need scipy: run {install_command('ladder')}") from None
+    return float(stdtrit(freedom, share))

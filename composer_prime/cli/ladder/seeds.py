@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
+from composer_prime.cli.ladder.sequential import t_quantile
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.progress import numeric_field
@@ -124,9 +125,7 @@ def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
     mean, count = fmean(figures), len(figures)
     if count < 3 or min(figures) == max(figures):
         return Interval(mean=mean, low=None, high=None, count=count)
-    from scipy.special import stdtrit  # A slow import; only needed for an interval.
-
-    half = float(stdtrit(count - 1, 0.975)) * stdev(figures) / count**0.5
+    half = t_quantile(0.975, count - 1) * stdev(figures) / count**0.5
     return Interval(mean=mean, low=mean - half, high=mean + half, count=count)
 
 
