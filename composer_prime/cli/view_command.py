@@ -24,12 +24,10 @@ _PORTS_TRIED = 20
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
-    from composer_prime.view.rollout_index import remove_unused, user_cache
     from composer_prime.view.server import ViewServer
     from composer_prime.view.workspace import Workspace
 
     workspace = Workspace(options.folder or [Path("outputs")])
-    remove_unused(user_cache())
     server = listen(lambda port: ViewServer(workspace, port), options.port)
     runs = workspace.runs()
     name = next(iter(runs)) if len(runs) == 1 else None

@@ -1,4 +1,4 @@
-"""report.html: a run, or arms of several runs, in one file that opens without a server.
+"""report.html: a run in one file that opens without a server.
 
 The data is the JSON of the live page and the JavaScript is the same modules, joined into one script. The policy in the
 file allows exactly that script and that style, by hash.
@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import re
-import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -35,25 +34,22 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+\.js)";\n', re.MULTILIN
 
 def report_page(run_dir: RunDir, state: str | None = None) -> str:
     """Return the report of one run as HTML. `state`: how it ended, where its launcher still lives to say so."""
-    with tempfile.TemporaryDirectory(prefix="composer-report-") as cache:
-        index = RolloutIndex(run_dir, Path(cache))
-        index.read_all()
-        evaluations = read_evaluations(index)
-        metrics = RunMetrics(run_dir.metrics)
-        metrics.refresh()
-        found = FoundRun(run_id=run_dir.root.resolve().name, run_dir=run_dir, joint=None)
-        run = run_payload(found, metrics, evaluations)
-        threshold = run["settings"].get("orchestrator.eval.pass_threshold")
-        data = {
-            "mode": "report",
-            # The full path is of no use to whom the file is sent.
-            "run": run | {"folder": found.run_id, "state": state or run["state"]},
-            "chosen": chosen_rollouts(index),
-            "evaluation": evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0),
-            "differences": unlike_defaults(run_dir),
-            "written": time.time(),
-            "version": version("composer-prime"),
-        }
+    index = RolloutIndex(run_dir)
+    evaluations = read_evaluations(index)
+    metrics = RunMetrics(run_dir.metrics)
+    metrics.refresh()
+    found = FoundRun(run_id=run_dir.root.resolve().name, run_dir=run_dir, joint=None)
+    run = run_payload(found, metrics, evaluations)
+    threshold = run["settings"].get("orchestrator.eval.pass_threshold")
+    data = {
+        # The full path is of no use to whom the file is sent.
+        "run": run | {"folder": found.run_id, "state": state or run["state"]},
+        "chosen": chosen_rollouts(index),
+        "evaluation": evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0),
+        "differences": unlike_defaults(run_dir),
+        "written": time.time(),
+        "version": version("composer-prime"),
+    }
     return page(f"{found.run_id}: {run['verdict']['text']}", data)
 
 
@@ -134,11 +130,9 @@ def chosen_rollouts(index: RolloutIndex) -> list[dict[str, Any]]:
 
 
 def _last_scored(index: RolloutIndex, kind: str) -> list[dict[str, Any]]:
-    steps = index.distinct("step", kind)
-    if not steps:
-        return []
-    where = "kind = ? AND step = ? AND reward IS NOT NULL"
-    return index.select(where, (kind, steps[-1]), order="rollout_id")
+    rows = index.entries(kind)
+    scored = [row for row in rows if row["step"] == rows[0]["step"] and row["reward"] is not None]
+    return sorted(scored, key=lambda row: row["rollout_id"] or "")
 
 
 def unlike_defaults(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Also the pairs, a page of them at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -18,16 +18,16 @@ from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Scores
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
-from composer_prime.view.rollout_index import RolloutIndex
+from composer_prime.view.rollout_index import Entry, RolloutIndex
 
-KINDS = ("step", "eval", "failed")
-_ORDERS = {
-    "": "step DESC, grp, task_id, rollout_id",
-    "reward": "reward, step DESC",
-    "-reward": "reward DESC, step DESC",
-    "tokens": "tokens DESC",
-    "errors": "tool_errors DESC, step DESC",
-    "step": "step, grp, task_id, rollout_id",
+_FACETS = {"steps": "step", "sources": "source", "statuses": "status", "verdicts": "verdict", "nodes": "node"}
+_FAULTS: dict[str, Callable[[Entry], bool]] = {
+    "failed": lambda row: row["error"] is not None,
+    "tool": lambda row: row["tool_errors"] > 0,
+    "any": lambda row: row["error"] is not None or row["tool_errors"] > 0,
+    "none": lambda row: row["error"] is None and not row["tool_errors"],
+    "hinted": lambda row: row["hints"] > 0,
+    "truncated": lambda row: row["truncated"],
 }
 _MAX_ROWS = 500
 _MAX_SIBLINGS = 16
@@ -40,104 +40,76 @@ Query = Mapping[str, str]
 
 def rollout_list(index: RolloutIndex, query: Query) -> dict[str, Any]:
     """Return the entries that pass the query's filters. Raises ConfigError for a value that is not a number."""
-    kind, where, values = _filters(query)
-    if (step := _integer(query, "step")) is not None:
-        index.ensure(kind, step)
-    state = index.update()
+    kind = query.get("kind", "step")
+    everything = index.entries(kind)
+    rows = _sorted([row for row in everything if _passes(row, query)], query.get("sort", ""))
+    offset = max(0, _integer(query, "offset") or 0)
     limit = max(1, min(_integer(query, "limit") or 100, _MAX_ROWS))
-    order = _ORDERS.get(query.get("sort", ""), _ORDERS[""])
-    rows = index.select(where, values, order=order, limit=limit, offset=_integer(query, "offset") or 0)
     return {
-        "rows": [public(row) for row in rows],
-        "total": index.count(where, values),
-        "files": state.files,
-        "files_left": state.files_left,
+        "rows": [public(row) for row in rows[offset : offset + limit]],
+        "total": len(rows),
         "facets": {
-            name: index.distinct(column, kind)
-            for name, column in {
-                "steps": "step",
-                "sources": "source",
-                "statuses": "status",
-                "verdicts": "verdict",
-                "nodes": "node",
-            }.items()
+            name: sorted({row[column] for row in everything if row[column] is not None})
+            for name, column in _FACETS.items()
         },
     }
 
 
-def _filters(query: Query) -> tuple[str, str, list[Any]]:
-    """Return kind, SQL and values of a query."""
-    kind = query.get("kind", "step")
-    clauses, values = ["kind = ?"], [kind]
+def _sorted(rows: list[Entry], order: str) -> list[Entry]:
+    """Return rows that came by step, newest first, in an order of the page. Rows without the figure come last."""
+    rows.sort(key=lambda row: (row["grp"] or 0, row["task_id"] or "", row["rollout_id"] or ""))
+    rows.sort(key=lambda row: row["step"] or 0, reverse=order != "step")
+    column = {"reward": "reward", "-reward": "reward", "tokens": "tokens", "errors": "tool_errors"}.get(order)
+    if column is None:
+        return rows
+    sign = 1 if order == "reward" else -1
+    return sorted(rows, key=lambda row: (row[column] is None, sign * (row[column] or 0)))
 
-    def add(clause: str, value: Any) -> None:
-        if value not in (None, ""):
-            clauses.append(clause)
-            values.append(value)
 
-    add("step = ?", _integer(query, "step"))
-    add("grp = ?", _integer(query, "group"))
-    add("reward >= ?", _figure(query, "min"))
-    add("reward <= ?", _figure(query, "max"))
-    for name, column in {"source": "source", "status": "status", "verdict": "verdict"}.items():
-        add(f"{column} = ?", query.get(name))
-    for name, column in {"task": "task_id", "node": "node"}.items():
-        if text := query.get(name):
-            add(f"{column} LIKE ? ESCAPE '\\'", f"%{_escaped(text)}%")
-    if text := query.get("q"):
-        clauses.append("(task_id LIKE ? ESCAPE '\\' OR rollout_id LIKE ? ESCAPE '\\' OR error LIKE ? ESCAPE '\\')")
-        values += [f"%{_escaped(text)}%"] * 3
-    faults = {
-        "failed": "error IS NOT NULL",
-        "tool": "tool_errors > 0",
-        "any": "(error IS NOT NULL OR tool_errors > 0)",
-        "none": "error IS NULL AND tool_errors = 0",
-        "hinted": "hints > 0",
-        "truncated": "truncated = 1",
-    }
-    if fault := faults.get(query.get("error", "")):
-        clauses.append(fault)
-    return kind, " AND ".join(clauses), values
+def _passes(row: Entry, query: Query) -> bool:
+    """Return whether a row passes every filter. Text that is searched for is text, without patterns."""
+    for name, column in {"step": "step", "group": "grp"}.items():
+        if (number := _integer(query, name)) is not None and row[column] != number:
+            return False
+    least, most = _figure(query, "min"), _figure(query, "max")
+    if (least is not None or most is not None) and row["reward"] is None:
+        return False
+    if (least is not None and row["reward"] < least) or (most is not None and row["reward"] > most):
+        return False
+    if any(query.get(name) and row[name] != query[name] for name in ("source", "status", "verdict")):
+        return False
+    if not (_holds(row, ("task_id",), query.get("task")) and _holds(row, ("node",), query.get("node"))):
+        return False
+    fault = _FAULTS.get(query.get("error", ""))
+    return _holds(row, ("task_id", "rollout_id", "error"), query.get("q")) and (fault is None or fault(row))
+
+
+def _holds(row: Entry, columns: tuple[str, ...], text: str | None) -> bool:
+    return not text or any(text.lower() in (row[column] or "").lower() for column in columns)
 
 
 def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
-    """Return a rollout with all its siblings, whole, and the entries before and after; None if it does not exist."""
-    values: list[Any] = [query.get("kind", "step"), query.get("id", "")]
-    where = "kind = ? AND rollout_id = ?"
-    if (step := _integer(query, "step")) is None:
-        index.read_all()
-    else:
-        index.ensure(values[0], step)
-        where, values = f"{where} AND step = ?", [*values, step]
-    entries = index.select(where, values, order="step DESC", limit=1)
-    if not entries or (rollout := index.read(entries[0])) is None:
+    """Return a rollout with all its siblings, whole; None if it does not exist."""
+    kind, name = query.get("kind", "step"), query.get("id", "")
+    rows = index.entries(kind, _integer(query, "step"))
+    entry = next((row for row in rows if row["rollout_id"] == name), None)
+    if entry is None or (rollout := index.read(entry)) is None:
         return None
-    entry = entries[0]
-    siblings = siblings_of(index, entry)
-    wholes = [rollout if row["rollout_id"] == entry["rollout_id"] else index.read(row) for row in siblings]
+    keys = ("step", "grp") if entry["grp"] is not None else ("step", "grp", "source", "task_id")
+    siblings = [row for row in rows if all(row[key] == entry[key] for key in keys)]
+    siblings = sorted(siblings, key=lambda row: row["rollout_id"] or "")[:_MAX_SIBLINGS]
+    wholes = [(row, rollout if row is entry else index.read(row)) for row in siblings]
     return {
         "entry": public(entry),
         "rollout": rollout,
-        "siblings": [
-            {"entry": public(row), "rollout": whole} for row, whole in zip(siblings, wholes, strict=True) if whole
-        ],
+        "siblings": [{"entry": public(row), "rollout": whole} for row, whole in wholes if whole],
     }
-
-
-def siblings_of(index: RolloutIndex, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of the same group and step; of an evaluation those of the same task. Holds `entry` itself."""
-    if entry["grp"] is not None:
-        where, values = "kind = ? AND step = ? AND grp = ?", (entry["kind"], entry["step"], entry["grp"])
-    else:
-        where = "kind = ? AND step = ? AND grp IS NULL AND source = ? AND task_id = ?"
-        values = (entry["kind"], entry["step"], entry["source"], entry["task_id"])
-    return index.select(where, values, order="rollout_id", limit=_MAX_SIBLINGS)
 
 
 def read_evaluations(index: RolloutIndex) -> dict[int, Scores]:
     """Return rewards by task of every evaluation, by step. Failed rollouts have none."""
     found: dict[int, Scores] = {}
-    for row in index.select("kind = 'eval' AND reward IS NOT NULL", order="step"):
+    for row in reversed(index.entries("eval", wanted=lambda row: row["reward"] is not None)):
         found.setdefault(row["step"], {}).setdefault(f"{row['source']}/{row['task_id']}", []).append(row["reward"])
     return found
 
@@ -203,10 +175,6 @@ def _figure(query: Query, name: str) -> float | None:
         return float(text) if text else None
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not a number") from None
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
 
 
 # -- tokens with their figures, where the run recorded them (monitor.tokens) --------------------------------------

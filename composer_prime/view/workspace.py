@@ -39,10 +39,9 @@ _OPEN_RUNS = 12
 class Workspace:
     """Answers the page's questions. Any thread may ask; questions about figures are answered one after another."""
 
-    def __init__(self, folders: list[Path], cache: Path | None = None) -> None:
+    def __init__(self, folders: list[Path]) -> None:
         """Search the folders. Raises ConfigError for one that does not exist."""
         self._folders = folders
-        self._cache = cache
         self._lock = threading.RLock()
         self._runs = find_runs(folders)
         self._searched_at = time.monotonic()
@@ -134,9 +133,7 @@ class Workspace:
         return pair_list(found.run_dir, read_settings(found.run_dir), offset)
 
     def _evaluations(self, found: FoundRun) -> dict[int, Scores]:
-        index = self._index(found)
-        index.ensure_evaluations()
-        return read_evaluations(index)
+        return read_evaluations(self._index(found))
 
     def _threshold(self, found: FoundRun) -> float:
         value = self._flat_settings(found).get("orchestrator.eval.pass_threshold")
@@ -153,5 +150,5 @@ class Workspace:
     def _index(self, found: FoundRun) -> RolloutIndex:
         with self._lock:
             if found.run_id not in self._indexes:
-                self._indexes[found.run_id] = RolloutIndex(found.run_dir, self._cache)
+                self._indexes[found.run_id] = RolloutIndex(found.run_dir)
             return self._indexes[found.run_id]

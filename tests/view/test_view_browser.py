@@ -6,7 +6,6 @@ Skipped where Chromium, chromedriver or selenium is missing (Debian: apt-get ins
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -254,8 +253,7 @@ def test_runs_are_laid_over_each_other(browser, server):
 def test_the_page_is_live(browser, tmp_path):
     run_dir = make_run(tmp_path / "outputs" / "a1", steps=3)
     words = [*console_script("composer"), "view", str(tmp_path / "outputs"), "--port", "0"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = next(word for word in process.stdout.readline().split() if word.startswith("http://127.0.0.1:"))

@@ -63,7 +63,7 @@ def test_the_list_tells_states_apart(tmp_path):
     MetricsFile(joined.metrics, "launcher").log(3, {"event": "ended", "state": "finished"})
     running = make_run(tmp_path / "running", steps=3)
     (running.root / ".launcher.lock").write_text(f"{os.getpid()}\n")
-    rows = {row["id"]: row for row in Workspace([tmp_path], tmp_path / "cache").run_list()["runs"]}
+    rows = {row["id"]: row for row in Workspace([tmp_path]).run_list()["runs"]}
     states = {run_id: row["state"] for run_id, row in rows.items()}
     assert states == {"done": "finished", "failed": "failed", "running": "running", "joined": "finished"}
     assert rows["done"]["held_out"][-1]["mean"] == 7 / 8
@@ -135,4 +135,4 @@ def test_a_half_written_configuration_is_empty(tmp_path):
     run_dir = make_run(tmp_path / "a")
     run_dir.config.write_text(json.dumps({"run": {}})[:-3])
     assert read_settings(run_dir) == {}
-    assert Workspace([tmp_path], tmp_path / "cache").run_list()["runs"][0]["max_steps"] == 0
+    assert Workspace([tmp_path]).run_list()["runs"][0]["max_steps"] == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -22,8 +20,8 @@ def run_dir(tmp_path):
 
 
 @pytest.fixture
-def index(run_dir, tmp_path):
-    return RolloutIndex(run_dir, tmp_path / "cache")
+def index(run_dir):
+    return RolloutIndex(run_dir)
 
 
 def ids(index: RolloutIndex, **query: str) -> list[str]:
@@ -57,17 +55,6 @@ def test_a_filter_is_no_pattern_and_no_sql(index, text):
         rollout_list(index, {"step": text})
 
 
-# Several pages may read one run at the same time: every rollout is in the index once.
-def test_indexes_that_share_a_file(run_dir, tmp_path):
-    def read(_: int) -> None:
-        RolloutIndex(run_dir, tmp_path / "shared").read_all()
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(read, range(4)))
-    index = RolloutIndex(run_dir, tmp_path / "shared")
-    assert [index.count("kind = ?", [kind]) for kind in ("step", "eval", "failed")] == [24, 16, 1]
-
-
 # The verdict of the monitor for hacks and the nodes of a rollout can be filtered by, where the run records them.
 def test_verdicts_and_nodes_are_filters(run_dir, index):
     found = {"rule": "test-edit", "severity": "suspicious", "place": "turn 2", "evidence": "rm tests"}
@@ -94,33 +81,6 @@ def test_the_index_follows_the_files(run_dir, index):
     assert ids(index, kind="failed") == ["g000007-1", "g000007-2", "g000002-0"]
 
 
-# A verdict can have all evaluations before anything else has been read, and a link its step.
-def test_evaluations_and_one_step_come_first(index):
-    index.ensure_evaluations()
-    assert (index.count("kind = 'eval'"), index.count("kind = 'step'")) == (16, 0)
-    index.ensure("step", 2)
-    assert index.distinct("step", "step") == [2]
-
-
-# A second index of the same run reads no rollout file again.
-def test_the_index_is_kept(run_dir, index, tmp_path):
-    index.read_all()
-    again = RolloutIndex(run_dir, tmp_path / "cache")
-    assert again.path == index.path and again.update().files_left == 0
-    for path in run_dir.root.glob("rollouts/*.jsonl"):
-        stat = path.stat()
-        with path.open("r+b") as file:
-            file.write(b" " * stat.st_size)
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert len(ids(again)) == 24
-
-
-# Where the cache cannot be written, the index lives in a temporary folder.
-def test_a_cache_that_cannot_be_written_is_not_needed(run_dir, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert len(ids(RolloutIndex(run_dir, tmp_path / "file" / "cache"))) == 24
-
-
 # One rollout comes whole, with its siblings in order; an evaluation's siblings are those of its task.
 def test_one_rollout_with_siblings(index):
     page = one_rollout(index, {"kind": "step", "step": "2", "id": "g000004-1"})
@@ -135,7 +95,6 @@ def test_one_rollout_with_siblings(index):
 # What training fixed and broke comes from the tasks that both evaluations have.
 def test_flipped_tasks(run_dir, index):
     write_lines(run_dir.eval_rollouts(3), [rollout(3, None, task, float(task > 0)) for task in range(7)])
-    index.update()
     found = evaluation_difference(read_evaluations(index), None, None)
     assert [row["task"] for row in found["fixed"]] == [f"s/task-{task}" for task in range(2, 7)]
     assert [row["task"] for row in found["broken"]] == ["s/task-0"]
@@ -147,7 +106,6 @@ def test_flipped_tasks(run_dir, index):
 
 # Best, typical and worst are three rollouts of the last evaluation, chosen by reward.
 def test_chosen_rollouts(index):
-    index.read_all()
     chosen = {each["why"]: each["rollout"]["reward"] for each in chosen_rollouts(index)}
     assert chosen["best"] == 1.0 and chosen["worst"] == 0.0 and len(chosen) == 3
 

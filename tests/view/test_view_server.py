@@ -20,7 +20,7 @@ from tests.view.run_made import HOSTILE, batch, log_evaluation, log_step, make_r
 
 @contextmanager
 def serving(folder) -> Iterator[ViewServer]:
-    server = ViewServer(Workspace([folder], folder.parent / "cache"), 0)
+    server = ViewServer(Workspace([folder]), 0)
     with server.in_background():
         yield server
 
@@ -145,7 +145,7 @@ def test_the_verdict_is_of_all_evaluations(tmp_path):
     run_dir = make_run(tmp_path / "outputs" / "a1", steps=3)
     for step in range(4, 40):
         log_evaluation(run_dir, step, solved=8)
-    workspace = Workspace([tmp_path / "outputs"], tmp_path / "cache")
+    workspace = Workspace([tmp_path / "outputs"])
     run = workspace.run({"run": "a1"})
     assert "(.25 after step 0, 1.00 after step 39)" in run["verdict"]["text"]
     assert [point["step"] for point in run["evaluations"]] == [0, 3, *range(4, 40)]
@@ -162,7 +162,7 @@ def test_rounds_of_a_joint_run(tmp_path):
             trainer.log(
                 step, {"diloco/outer_step": outer_step, "diloco/sync_s": 0.5, "diloco/bytes_sent": 1e6, **peers}
             )
-    workspace = Workspace([tmp_path / "outputs"], tmp_path / "cache")
+    workspace = Workspace([tmp_path / "outputs"])
     assert {row["id"]: row["joint"] for row in workspace.run_list()["runs"]} == {"joint/a": "joint", "joint/b": "joint"}
     rounds = workspace.run({"run": "joint/a"})["joint_rounds"]
     assert [(each["round"], each["step"], sorted(each["peers"])) for each in rounds] == [
@@ -175,7 +175,7 @@ def test_rounds_of_a_joint_run(tmp_path):
 # Each node has a row with what it cost and a lane, which is cut where its state or version changes.
 def test_nodes_have_rows_and_lanes(tmp_path):
     make_run(tmp_path / "outputs" / "a1", steps=4)
-    nodes = Workspace([tmp_path / "outputs"], tmp_path / "cache").run({"run": "a1"})["nodes"]
+    nodes = Workspace([tmp_path / "outputs"]).run({"run": "a1"})["nodes"]
     rows = {row["name"]: row for row in nodes["rows"]}
     assert rows["node-0"]["usd_per_million"] == 6.25 and rows["node-0"]["totals"]["trained_tokens"] == 8000
     assert rows["node-1"]["usd_per_million"] is None and rows["node-1"]["state"] == "draining"

@@ -97,7 +97,7 @@ async function runPart(run, tab, rest, query) {
   const head = runHead(run, { rollout: "rollouts", flip: "evaluation" }[tab] ?? tab);
   if (tab === "rollouts") {
     const list = await rolloutsPage(run, query, go);
-    return { ...page, nodes: [head, list.nodes], live: page.live || list.again, answers: [await ask("rollouts", { ...query, run: run.id, limit: 100 })] };
+    return { ...page, nodes: [head, list.nodes], live: page.live, answers: [await ask("rollouts", { ...query, run: run.id, limit: 100 })] };
   }
   if (tab === "rollout") {
     if (query.color) state.shade = query.color === "none" ? "" : query.color;

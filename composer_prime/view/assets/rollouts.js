@@ -14,13 +14,11 @@ export async function rolloutsPage(run, query, go) {
   const list = h("div", { id: "list" });
   replace(list, rolloutTable(run, answer.rows, query));
   const last = Math.min(offset + PAGE, answer.total);
-  const left = answer.files_left ? `; ${plural(answer.files_left, "file")} of ${answer.files} still to be read` : "";
   const turn = (to, text) => h("button", { type: "button", disabled: to < 0 || to >= answer.total, onclick: () => change({ offset: to || "" }) }, text);
   return {
-    again: answer.files_left > 0,
     nodes: [
       filterBar(query, answer.facets, change),
-      h("p", { class: "filters" }, h("span", { class: "quiet", id: "count" }, answer.total ? `${offset + 1}–${last} of ${plural(answer.total, "rollout")}${left}` : `no rollout matches${left}`),
+      h("p", { class: "filters" }, h("span", { class: "quiet", id: "count" }, answer.total ? `${offset + 1}–${last} of ${plural(answer.total, "rollout")}` : "no rollout matches"),
         answer.total > PAGE && [turn(offset - PAGE, "Back"), turn(offset + PAGE, "Next")]),
       list,
     ],
