@@ -44,7 +44,7 @@ from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
-from orchestrator.batching.scheduler import BatchScheduler
+from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.chat_template import chat_folder
 from orchestrator.coding.factory.making import task_makers
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
@@ -56,9 +56,9 @@ from orchestrator.gateway import Gateway
 from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.behavior import build_behavior
-from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
+from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages

@@ -18,10 +18,10 @@ from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from orchestrator.batching.batches import Batches
-from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits
+from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import StepServer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import TRAIN

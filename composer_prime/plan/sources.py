@@ -1,7 +1,7 @@
 """The task sets and the chat template of a plan, loaded for real in another process.
 
 Only the plugins know which settings they take and how many tasks they have, and importing them takes seconds. So the
-command itself stays light: it starts `orchestrator.workers.check_sources` and waits for its answer.
+command itself stays light: it starts `orchestrator.check_sources` and waits for its answer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load_sources(config: Config, *, deadline_s: float = DEADLINE_S) -> LoadedSou
     if config.orchestrator.address is not None or not installed:
         return LoadedSources()
     orchestrator = config.orchestrator.model_copy(update={"source": installed})
-    words = [sys.executable, "-m", "orchestrator.workers.check_sources"]
+    words = [sys.executable, "-m", "orchestrator.check_sources"]
     text = config.model_copy(update={"orchestrator": orchestrator}).model_dump_json()
     if sys.stderr.isatty():
         print("loading the task sets in another process ...", file=sys.stderr)

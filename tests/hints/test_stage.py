@@ -16,6 +16,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
+from orchestrator.batching.dispatch import score_group
 from orchestrator.hints.detect import RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import (
@@ -28,7 +29,6 @@ from orchestrator.hints.generate import (
 )
 from orchestrator.hints.placement import HintPlacer
 from orchestrator.hints.stage import HintStage, check_kinds
-from orchestrator.rollouts.dispatch import score_group
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord

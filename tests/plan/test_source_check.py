@@ -16,7 +16,7 @@ from composer_prime.plan.machine import Machine
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.sandboxes import probe, why_not_started
 from composer_prime.plan.sources import check_sources
-from orchestrator.workers import check_sources as worker_side
+from orchestrator import check_sources as worker_side
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.toml"))

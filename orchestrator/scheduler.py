@@ -28,6 +28,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Batch, Batches, Buffer, free_slots, oldest_accepted
+from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.durability.resume import (
     OrchestratorState,
@@ -41,7 +42,6 @@ from orchestrator.durability.resume import (
 from orchestrator.event_loop import Notifier
 from orchestrator.preferences import PairCursor, PairMixer
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
 from orchestrator.tasks.sources import Sources
 

@@ -1,4 +1,4 @@
-"""Load everything that a run's environment workers load: `python -m orchestrator.workers.check_sources < config.json`.
+"""Load everything that a run's environment workers load: `python -m orchestrator.check_sources < config.json`.
 
 `trainer --dry-run`, `orchestrator --dry-run` and `composer plan` start it (composer_prime/plan/sources.py), because
 only the plugins know their settings, and importing verifiers takes seconds. Its last line on stdout is a JSON object:
