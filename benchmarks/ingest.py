@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_prime.traces.state import write_state
-from composer_prime.traces.states_file import read_states
+from composer_prime.traces.states import read_states, write_state
 
 WORDS = [
     "def",
@@ -65,7 +64,7 @@ def run(mask):
     global records, states
     from composer_prime.traces.ingest.ingest import ingest
     from composer_prime.traces.ingest.trace_file import Options, Tally
-    from composer_prime.traces.states_file import StateLines, compressed
+    from composer_prime.traces.states import StateLines, compressed
     tally, table = Tally(), StateLines()
     with open("/dev/null", "wb") as out, compressed(out) as sink:
         for state in ingest(path, tally, Options(mask=mask)):

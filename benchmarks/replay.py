@@ -37,18 +37,16 @@ from statistics import fmean
 from typing import Any
 
 from aiohttp import web
+from composer_prime.traces.replay.frozen_base import ServedScorer, base_margins
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.teachers import TeachersConfig
+from composer_prime.data.pairs import TINY_PAIRS, Pair
 from composer_prime.errors import ConfigError
-from composer_prime.llm.budget import teacher_budget
-from composer_prime.traces.pairs import TINY_PAIRS, Pair
-from composer_prime.traces.replay.frozen_base import ServedScorer, base_margins
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
-from composer_prime.traces.replay.teachers import TeacherPool, local_models
-from composer_prime.traces.state import TraceState
-from composer_prime.traces.states_file import read_states
+from composer_prime.traces.replay.teachers import TeacherPool, local_models, teacher_budget
+from composer_prime.traces.states import TraceState, read_states
 from inference.model_server import load_served
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}

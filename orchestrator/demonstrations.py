@@ -1,6 +1,6 @@
 """SFT's rows for each step: recorded conversations as the token ids that the policy reads, with what it imitates.
 
-    files -> rows (composer_prime/traces/demonstrations.py) -> renderer -> Demonstration -> step N
+    files -> rows (composer_prime/data/conversation_rows.py) -> renderer -> Demonstration -> step N
 
 Imitated are the tokens that the policy itself would sample in an assistant turn: content, thinking, tool calls and the
 token that ends the turn. The template's opening of a turn, and everything that others say, is context.
@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from composer_prime.config import Config
 from composer_prime.console import pluralize
+from composer_prime.data.conversation_rows import ConversationRow, digest, read_rows
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.monitor.events import event
-from composer_prime.traces.demonstrations import ConversationRow, digest, read_rows
 from composer_prime.wire.types import Demonstration, pack_flags, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.rollouts.groups import derive_seed

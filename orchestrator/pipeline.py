@@ -27,7 +27,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_prime.address import reachable
 from composer_prime.config import Config
@@ -39,7 +39,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
-from composer_prime.traces.replay.online import OnlineReplay
+from composer_prime.traces import build_online_replay
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import StepDone
@@ -62,8 +62,12 @@ from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
+from orchestrator.workers.hosts import HostServer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, SourceSpec
+
+if TYPE_CHECKING:
+    from composer_prime.traces import OnlineReplay
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +129,8 @@ class Pipeline:
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
         self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir, run_dir=run_dir)
         self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}
-        self.replay: OnlineReplay | None = None
         """None unless teachers replay traces during training."""
-        if config.teachers.online:
-            self.replay = OnlineReplay(config, run_dir, self.metrics, lambda: self.batches.trained)
+        self.replay = build_online_replay(config, run_dir, self.metrics, lambda: self.batches.trained)
         self._loaded: asyncio.Future[Training] = asyncio.get_running_loop().create_future()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -165,7 +167,7 @@ class Pipeline:
     async def _open(self, stack: AsyncExitStack) -> StepServer:
         """Bind every address and publish them."""
         await self.gateway.start()
-        stack.push_async_callback(self._close_gateway)
+        stack.push_async_callback(self._close, self.gateway)
         server = StepServer(
             socket=bind_router(
                 self.config.orchestrator.step_address, self.keys.curve("server"), [self.keys.curve("trainer").public]
@@ -185,6 +187,11 @@ class Pipeline:
             "node": reachable(self.gateway.node_endpoint),
             "http": self.gateway.http_url,
         }
+        if self.config.orchestrator.worker_address is not None:
+            hosts = HostServer(self.config, self.pools, self.gateway.http_url, self.keys, self.run_id)
+            stack.push_async_callback(self._close, hosts)
+            self._spawn(hosts.serve())
+            addresses["worker"] = reachable(hosts.endpoint)
         addresses |= {"audit": reachable(audits.endpoint)} if (audits := self.gateway.audits) is not None else {}
         write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", self.run_id, addresses)
@@ -201,7 +208,10 @@ class Pipeline:
         """Start the environments, then build everything that depends on their tasks."""
         config = self.config
         stack.push_async_callback(self._close_pools)
-        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
+        # Hosts are admitted only once the tasks are known. So start the other pools first, then wait for hosts.
+        for here in (True, False):
+            names = [source.name for source in config.orchestrator.source if (source.workers > 0) is here]
+            await asyncio.gather(*(self.pools[name].start() for name in names))
         blamed = frozenset(left_out(self.run_dir.ledger))
         self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
@@ -250,8 +260,8 @@ class Pipeline:
             if self.replay is not None:
                 self.replay.stop()
 
-    async def _close_gateway(self) -> None:
-        await self.gateway.close(finished=self.completion.all_trained and not self._failure.done())
+    async def _close(self, server: Gateway | HostServer) -> None:
+        await server.close(finished=self.completion.all_trained and not self._failure.done())
 
     async def _close_pools(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))

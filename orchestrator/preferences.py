@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from composer_prime.config import Config
+from composer_prime.data.pairs import Gate, Pair, PairFile, checked_gate, gate_file, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
-from composer_prime.traces.pairs import Gate, Pair, PairFile, check_binding, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.rollouts.groups import derive_seed
@@ -178,7 +178,7 @@ class PairOrder:
 
 
 class ReleasedPairs:
-    """Which pairs of a growing file the density gate released (composer_prime/traces/pairs.py). Not thread-safe."""
+    """Which pairs of a growing file the density gate released (composer_prime/data/pairs.py). Not thread-safe."""
 
     def __init__(self, file: PairFile) -> None:
         self._file = file
@@ -202,8 +202,7 @@ class ReleasedPairs:
             return False
         self._last_read = current
         try:
-            gate = read_gate(self._file.path) or Gate(verdicts=[])
-            check_binding(gate, self._file)
+            gate = checked_gate(self._file)
         except ConfigError as error:
             logger.warning("replay-DPO trains no pair: %s", error)
             gate = Gate(verdicts=[])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_prime.traces.pairs import Gate, PairFile, Verdict, write_gate
+import msgspec
+
+from composer_prime.data.pairs import Gate, PairFile, Verdict, gate_file
 
 
 def release(path: Path, *, passed: bool = True, first: int = 0) -> Path:
@@ -12,17 +14,16 @@ def release(path: Path, *, passed: bool = True, first: int = 0) -> Path:
     file = PairFile(path)
     count = file.refresh()
     bounds = [(0, first, False), (first, count, passed)]
-    write_gate(path, Gate(verdicts=[verdict(file, *each) for each in bounds if each[0] < each[1]]))
+    gate = Gate(verdicts=[verdict(*each) for each in bounds if each[0] < each[1]])
+    gate_file(path).write_bytes(msgspec.json.encode(gate))
     return path
 
 
-def verdict(file: PairFile, first: int, last: int, passed: bool) -> Verdict:
+def verdict(first: int, last: int, passed: bool) -> Verdict:
     return Verdict(
         first=first,
         last=last,
-        digest=file.digest(last, first),
         passed=passed,
         reasons=[] if passed else ["1.00 pairs a trace, at least 5 are wanted"],
         min_pairs_a_trace=5.0,
-        votes=0,
     )

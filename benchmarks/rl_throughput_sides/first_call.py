@@ -28,5 +28,5 @@ class FirstCallTask(ToolsmithTask):
 
 class FirstCallTaskset(ToolsmithTaskset):
     def load(self) -> Iterator[FirstCallTask]:
-        for index in range(self.config.num_tasks):
-            yield FirstCallTask(self._data(index), self.config.task)
+        for task in super().load():
+            yield FirstCallTask(task.data, self.config.task)

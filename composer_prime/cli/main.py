@@ -35,9 +35,9 @@ COMMANDS = {
     "ladder": ("composer_prime.cli.ladder_command", "train and compare arms with several seeds (run CONFIGS -o)"),
     "view": ("composer_prime.cli.view_command", "open a web page with all runs, live and finished (outputs/)"),
     "rollouts": ("composer_prime.cli.rollouts_command", "list, filter and show rollouts"),
-    "ingest": ("composer_prime.traces.ingest.command", "read agent sessions (PATHS... -o states.zst)"),
-    "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
-    "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
+    "ingest": ("composer_prime.traces.ingest.ingest_command", "read agent sessions (PATHS... -o states.zst)"),
+    "replay": ("composer_prime.cli.replay_command", "let teachers vote on states, and write preference pairs"),
+    "pairs report": ("composer_prime.traces.replay.density", "measure pairs: pairs a trace, cost, verdict"),
     "tasks": ("composer_prime.cli.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
 }
@@ -63,9 +63,8 @@ def _main() -> int:
     name, arguments = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
         fail(ComposerError(f"{unknown_command(name, COMMANDS)}\n\n{composer_usage()}"))
-    module = importlib.import_module(COMMANDS[name][0])
     try:
-        return module.main(arguments)
+        return importlib.import_module(COMMANDS[name][0]).main(arguments)
     except ComposerError as error:
         fail(error)
 

@@ -390,7 +390,7 @@ def _costs(run_dir: RunDir) -> list[str]:
     if not paid.calls:
         return text
     from composer_prime.config.load import read_config  # takes a second of CPU time
-    from composer_prime.llm.prices import forecast_cost
+    from composer_prime.traces import forecast_cost
 
     try:
         forecast = forecast_cost(read_config(run_dir.config))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.console import COMPOSER, pluralize, printable
+from composer_prime.data.conversation_rows import rollout_row
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
 from composer_prime.run.run_dir import RunDir
-from composer_prime.traces.demonstrations import rollout_row
 
 
 def main(words: list[str]) -> int:

@@ -33,8 +33,8 @@ from composer_prime.config.problems import describe_problems, spell_flag, split_
 from composer_prime.config.removed import without_removed
 from composer_prime.config.root import Config
 from composer_prime.console import columns, fail, pluralize, program, what_is_wrong
+from composer_prime.data.conversation_rows import count_rows
 from composer_prime.errors import ConfigError
-from composer_prime.traces.demonstrations import count_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,13 @@ REMOVED: dict[str, str] = {
     "(orchestrator.source.runtime.type: modal, e2b, prime)",
     "diloco.codec.density": "codecs are fp32, bf16, int8 and int4",
     "diloco.outer.muon_lr": "outer optimizers are nesterov and average; trainer.optim.type = 'muon' stays",
+    "teachers.frozen_base": "no base chooses among agreeing answers: the cheapest teacher's is taken",
+    "teachers.score": "no base chooses among agreeing answers: the cheapest teacher's is taken",
+    "teachers.samples": "each teacher gives one answer to a state",
+    "teachers.voting": "teachers are asked one by one until the majority is decided",
+    "teachers.kill.mean_usd_per_trace": "teachers.budget.usd_per_trace is the limit of a trace",
+    "teachers.kill.p95_s_per_step": "teachers.timeout_s is the limit of an answer",
+    "teachers.teacher.requests_per_minute": "teachers.teacher.max_concurrent limits the calls",
 }
 """By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all
 its keys."""

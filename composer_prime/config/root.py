@@ -20,7 +20,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.console import pluralize
-from composer_prime.llm.families import UNKNOWN, family_of
+from composer_prime.model_families import UNKNOWN, family_of
 
 
 class RunConfig(BaseConfig):

@@ -12,7 +12,7 @@ from pydantic_config import BaseConfig
 from composer_prime.address import endpoint_url
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
-from composer_prime.llm.families import UNKNOWN, family_named, family_of
+from composer_prime.model_families import UNKNOWN, family_named, family_of
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable through which the launcher gives the orchestrator the URL of local teachers and base."""
@@ -46,8 +46,6 @@ class TeacherConfig(BaseConfig):
     temperature: Annotated[float, Field(ge=0, le=2)] | Literal["omit"] | None = None
     """Temperature from 0 to 2; None uses teachers.temperature, omit sends none, for models that refuse the parameter.
     """
-    requests_per_minute: float = Field(default=0.0, ge=0)
-    """Limit on calls per minute, evenly spaced; 0: no limit."""
     max_concurrent: int = Field(default=8, ge=1)
     """Calls in flight."""
 
@@ -114,37 +112,6 @@ class TeacherConfig(BaseConfig):
         return self
 
 
-class FrozenBaseConfig(BaseConfig):
-    """Your own endpoint that serves the frozen base. Its calls do not count in the budget."""
-
-    base_url: str
-    """The part before /chat/completions; the endpoint must support vLLM's prompt_logprobs."""
-    model: str = Field(min_length=1)
-    """Name of the model at the endpoint."""
-    api_key_var: str | None = None
-    """Environment variable with the API key; None sends no key."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_a_prefix(cls, url: str) -> str:
-        return endpoint_url(url, "teachers.frozen_base.base_url")
-
-    def api_key(self) -> str | None:
-        """Return the endpoint's key from the environment. Raises ConfigError when it is named and not set."""
-        key = os.environ.get(self.api_key_var or "")
-        if self.api_key_var is not None and not key:
-            raise ConfigError(
-                f"teachers.frozen_base needs a key for {self.base_url}: set the environment variable "
-                f"{self.api_key_var}, or leave out api_key_var for an endpoint without a key"
-            )
-        return key
-
-    @property
-    def mark(self) -> str:
-        """Return what stands for the weights in the cache, for an endpoint does not show them."""
-        return f"{self.base_url.rstrip('/')} {self.model}"
-
-
 class BudgetConfig(BaseConfig):
     """Hard caps. Each call first reserves its worst-case cost; a call that does not fit is not made."""
 
@@ -157,18 +124,12 @@ class BudgetConfig(BaseConfig):
 
 
 class KillSwitchConfig(BaseConfig):
-    """Limits at which a replay stops and reports the reason."""
+    """When a replay stops because its calls fail, and reports the reason."""
 
-    mean_usd_per_trace: float = Field(default=5.0, gt=0)
-    """Mean cost per trace, over traces with at least one call."""
-    p95_s_per_step: float = Field(default=120.0, gt=0)
-    """95th percentile of the endpoints' time for the votes on a state, without pauses before retries. Votes are
-    sequential, and a reasoning model thinks for 15 to 30 s.
-    """
     error_rate: float = Field(default=0.25, gt=0, le=1)
     """Share of calls that failed after all retries."""
     min_states: int = Field(default=20, ge=1)
-    """States with at least one call before these limits apply."""
+    """States with at least one call before the limit applies."""
 
 
 class GateConfig(BaseConfig):
@@ -199,9 +160,7 @@ class TeachersConfig(BaseConfig):
     states: Path | None = None
     """States file (`composer ingest`) to replay online; None: the run's own rollouts."""
     voters: int = Field(default=3, ge=2)
-    """N: number of votes; the majority decides, and must include two families."""
-    voting: Literal["sequential", "all"] = "sequential"
-    """Request votes one by one until the majority is decided, or all at once."""
+    """N: number of votes, requested one by one until the majority is decided; it must include two families."""
     system_prompt: str = (
         "You are a capable software agent. Continue the task from here: give the single next step, by calling a tool "
         "when one is needed, or by answering when the task is done."
@@ -209,10 +168,6 @@ class TeachersConfig(BaseConfig):
     """System message for traces without one."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature of teachers."""
-    samples: int = Field(default=1, ge=1, le=64)
-    """Answers that each teacher draws per state; its vote is split evenly over them. More than 1 needs a temperature
-    above 0.
-    """
     max_tokens: int = Field(default=1024, ge=1)
     """Maximum tokens of an answer; a truncated answer is not a vote."""
     timeout_s: float = Field(default=120.0, gt=0)
@@ -231,10 +186,6 @@ class TeachersConfig(BaseConfig):
     """Use only cached answers and make no calls."""
     assume_family: str | None = None
     """Family of traces that do not name a model; without it these states are refused."""
-    score: bool = True
-    """Choose among agreeing answers by their likelihood under the frozen base."""
-    frozen_base: FrozenBaseConfig | None = None
-    """Endpoint of the frozen base; None serves model.path on this machine."""
     local_threads: int = Field(default=1, ge=1)
     """CPU threads of each local model."""
     local_start_timeout_s: float = Field(default=180.0, gt=0)
@@ -255,13 +206,10 @@ class TeachersConfig(BaseConfig):
         charged = self.online and not self.cache_only and any(not teacher.local for teacher in self.teacher)
         return self.timeout_s if charged else 0.0
 
-    def models_served(self, base: str) -> list[str]:
-        """Return the models that a replay needs on this machine: local teachers, and the frozen base `base` unless an
-        endpoint serves it."""
-        if self.cache_only:
-            return []
-        models = [teacher.model for teacher in self.teacher if teacher.local]
-        return list(dict.fromkeys([*models, base] if self.score and self.frozen_base is None else models))
+    def models_served(self) -> list[str]:
+        """Return the models of local teachers, each once: a replay needs them on this machine."""
+        local = [teacher.model for teacher in self.teacher if teacher.local]
+        return [] if self.cache_only else list(dict.fromkeys(local))
 
     @field_validator("assume_family")
     @classmethod
@@ -284,17 +232,6 @@ class TeachersConfig(BaseConfig):
             raise ValueError(
                 f"teachers.teacher has {pluralize(len(self.teacher), 'teacher')}, all of family {families[0]!r}: "
                 "agreement within one family proves little; add a teacher of another family"
-            )
-        greedy = [teacher.name for teacher in self.teacher if teacher.temperature_of(self.temperature) == 0]
-        if self.samples > 1 and greedy:
-            raise ValueError(
-                f"teachers.samples = {self.samples}, but {', '.join(greedy)} would draw the same answer each time at "
-                "temperature 0: set teachers.temperature above 0, or samples = 1"
-            )
-        if self.frozen_base is not None and not self.score:
-            raise ValueError(
-                f"teachers.score is false, but teachers.frozen_base names {self.frozen_base.base_url}, which would "
-                "choose among agreeing answers: leave out one of them"
             )
         if self.online and not self.teacher:
             raise ValueError("teachers.online is true, but there is no [[teachers.teacher]]: add at least two")

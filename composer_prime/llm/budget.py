@@ -20,11 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from composer_prime.config.teachers import BudgetConfig
 from composer_prime.errors import CapError
-from composer_prime.run.costs import CostLedger, Spent, charge_ratio, spent
+from composer_prime.run.costs import Spent, charge_ratio
 
 OVERCHARGE = 2.0
 """The reservation for a call to a teacher, in multiples of the call's bound. If an endpoint suddenly charges up to this
@@ -33,7 +31,7 @@ much more, no cap is exceeded, for any number of calls in flight."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """USD. The caps of teachers are a BudgetConfig."""
+    """USD."""
 
     usd_per_run: float
     usd_per_trace: float = math.inf
@@ -54,20 +52,10 @@ class Reservation:
     """What an honest endpoint may charge for it."""
 
 
-def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
-    """Return the budget of teachers over one costs.jsonl, the money of earlier runs in it included.
-
-    Raises LedgerError where the file does not tell what was spent.
-    """
-    return Budget(config, CostLedger(path).write, spent(path))
-
-
 class Budget:
     """Used by one event loop."""
 
-    def __init__(
-        self, caps: Caps | BudgetConfig, record: Callable[..., None], before: Spent, *, trusted: bool = False
-    ) -> None:
+    def __init__(self, caps: Caps, record: Callable[..., None], before: Spent, *, trusted: bool = False) -> None:
         """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
         spent. `trusted`: only its bound is held for a call, several calls may be in flight before the endpoint has kept
         to a bound, and a call that costs nothing is made whatever was spent."""

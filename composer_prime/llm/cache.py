@@ -16,8 +16,9 @@ import msgspec
 
 from composer_prime.errors import UnwritableError
 from composer_prime.sqlite import BUSY_S, switch_to_wal
-from composer_prime.traces.state import Message
 
+Message = dict[str, Any]
+"""A message in the form of OpenAI's chat completions."""
 VERSION = 1
 """Part of every question's key. Raise it when the meaning of a stored answer changes."""
 IN_MEMORY = 4096
@@ -58,8 +59,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """None: the model's own."""
     max_tokens: int
     version: int = VERSION
-    sample: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of the answer, from 1, where several are drawn after the first."""
 
     @property
     def key(self) -> str:

@@ -79,8 +79,6 @@ class Endpoint:
     max_retries: int = 0
     retry_base_s: float = 1.0
     retry_max_s: float = 30.0
-    requests_per_minute: float = 0.0
-    """0 does not space calls."""
     rest_s: float = 0.0
     """How long nothing is asked after five failures in a row."""
     proxied: bool = True
@@ -164,7 +162,6 @@ class ChatClient:
         self._cache = cache
         self._url = endpoint.base_url.rstrip("/") + "/chat/completions"
         self._http = http_client(endpoint)
-        self._pacer = CallPacer(endpoint.requests_per_minute)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._under_way: dict[str, _Call] = {}
         self._failures_in_row = 0
@@ -224,7 +221,6 @@ class ChatClient:
         endpoint, seconds, attempt = self._endpoint, 0.0, 0
         async with self._places:
             while True:
-                await self._budget.pause(self._pacer.turn_s())
                 self._refuse_while_resting()
                 reservation = await self._budget.reserve(
                     trace=request.trace,
@@ -394,21 +390,6 @@ class ChatClient:
         endpoint = self._endpoint
         bound_s = backoff_s(attempt, first_s=endpoint.retry_base_s, longest_s=endpoint.retry_max_s)
         return max(min(retry_after_s, endpoint.retry_max_s), random.uniform(bound_s / 2, bound_s))
-
-
-class CallPacer:
-    """Spaces calls evenly, at most `per_minute` a minute. 0 does not space them."""
-
-    def __init__(self, per_minute: float) -> None:
-        self._interval_s = 60.0 / per_minute if per_minute else 0.0
-        self._next = 0.0
-
-    def turn_s(self) -> float:
-        """Return the seconds until the caller's turn. Turns are given in the order of asking."""
-        now = time.monotonic()
-        turn = max(self._next, now)
-        self._next = turn + self._interval_s
-        return turn - now
 
 
 def http_client(endpoint: Endpoint) -> httpx.AsyncClient:

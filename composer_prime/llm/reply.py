@@ -2,7 +2,7 @@
 
 Thinking and tool calls may stand between tags in the text of an answer. Two places treat them otherwise on purpose.
 inference/model_server.py removes closed <think> blocks only, because its clients split the rest.
-traces/replay/actions/canonical.py looks for the beginnings of calls in any agent's notation.
+traces/replay/actions.py looks for the beginnings of calls in any agent's notation.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.llm.cache import CachedAnswer
-from composer_prime.traces.state import Message, storable_arguments
+from composer_prime.llm.cache import CachedAnswer, Message
 
 ROUNDING = 0.01
 """By which share a charge may differ from the price list."""
@@ -26,6 +25,7 @@ TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """A closed call; group 1 is what should be JSON."""
 TOOL_CALL_OR_REST = re.compile(r"<tool_call>.*?(?:</tool_call>|$)", re.DOTALL)
 """A call whose closing tag may be missing: then it reaches to the end."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _THINK_TAG = re.compile(r"<think(?:ing)?>|</think(?:ing)?>\s*")
 _LOOK_BACK = 200
 """Characters before a tag that tell whether it is quoted."""
@@ -136,6 +136,21 @@ def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, secon
         seconds=seconds,
         model=completion.model,
     )
+
+
+def storable_arguments(arguments: str) -> str:
+    """Return a call's arguments with "?" for each half character.
+
+    A model may escape half a character in JSON text (`"\\ud83d"`), which no file, endpoint or tokenizer takes.
+    """
+    if not _SURROGATE.search(arguments):
+        return arguments
+    try:
+        text = json.dumps(json.loads(arguments), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments
+    whole = text.encode("utf-8", "replace").decode()
+    return arguments if whole == text else whole
 
 
 def lenient_json(content: bytes) -> Any:

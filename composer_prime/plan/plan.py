@@ -14,7 +14,6 @@ from textwrap import wrap
 from composer_prime.config import Config
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.llm.prices import cost_with_cap, forecast_cost
 from composer_prime.plan.footprint import (
     ModelShape,
     Need,
@@ -29,6 +28,7 @@ from composer_prime.plan.preflight import Findings, check_start, setting_notes, 
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
+from composer_prime.traces import cost_line
 
 Rows = list[tuple[str, str]]
 
@@ -140,8 +140,10 @@ def _roles(config: Config, findings: Findings) -> Rows:
     if orchestrator.address:
         rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
     else:
-        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
+        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source if source.workers)
         rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers or 'none'})"))
+        if remote := ", ".join(source.name for source in orchestrator.source if not source.workers):
+            rows.append(("", f"workers of {remote} elsewhere: their hosts join at {orchestrator.worker_address}"))
         rows += [("", f"code of {source.name} runs in: {text}") for source, text in source_runtimes(config)]
     if inference.nodes == 0 and orchestrator.source:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
@@ -232,10 +234,9 @@ def _teachers(config: Config, findings: Findings) -> Rows:
         return []
     families = ", ".join(f"{teacher.name} ({teacher.known_family})" for teacher in teachers.teacher)
     when = "online" if teachers.online else "for `composer replay`"
-    answers = f" with {teachers.samples} answers each" if teachers.samples > 1 else ""
-    rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}{answers}, {when}")]
+    rows = [("teachers", f"{families}; {teachers.voters} votes, {when}")]
     try:
-        rows.append(("", cost_with_cap(config, forecast_cost(config))))
+        rows.append(("", cost_line(config)))
     except ConfigError as error:
         findings.problems.append(str(error))
         return rows

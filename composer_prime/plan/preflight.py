@@ -15,6 +15,8 @@ from typing import Any
 from composer_prime.address import is_loopback, tcp_address
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
+from composer_prime.data.conversation_rows import read_rows
+from composer_prime.data.pairs import refusal, resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.model_source import (
     block_of,
@@ -38,8 +40,6 @@ from composer_prime.plan.machine import (
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir
-from composer_prime.traces.demonstrations import read_rows
-from composer_prime.traces.pairs import refusal, resolve_pairs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def _runtimes(config: Config, findings: Findings) -> None:
     """Check that the sandboxes which sources name can be opened here."""
     for source in config.orchestrator.source:
         kind = source.runtime.type
-        is_elsewhere = config.orchestrator.address is not None
+        is_elsewhere = config.orchestrator.address is not None or source.workers == 0
         if kind != "auto" and not is_elsewhere and not (found := probe(kind)).works:
             findings.problems.append(
                 f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}; `composer doctor` "
@@ -246,6 +246,8 @@ def _addresses(config: Config, findings: Findings) -> None:
         check_port("127.0.0.1", orchestrator.gateway_port, "orchestrator.gateway_port")
     check_address(orchestrator.node_address, "orchestrator.node_address")
     check_address(orchestrator.step_address, "orchestrator.step_address")
+    if orchestrator.worker_address is not None:
+        check_address(orchestrator.worker_address, "orchestrator.worker_address")
     if orchestrator.weights.address is not None:
         check_address(f"tcp://{orchestrator.weights.address}", "orchestrator.weights.address")
     if orchestrator.node_address == orchestrator.step_address and not orchestrator.step_address.endswith(":0"):
@@ -281,13 +283,13 @@ def _hints(config: Config, findings: Findings) -> None:
 
 
 def _teachers(config: Config, findings: Findings) -> None:
-    """Check the keys of the teachers and the base that are called during training."""
-    teachers, base = config.teachers, config.teachers.frozen_base
+    """Check the keys of the teachers that are called during training."""
+    teachers = config.teachers
     if not teachers.online or teachers.cache_only or config.orchestrator.address is not None:
         return
-    for endpoint in [*(each for each in teachers.teacher if not each.local), *([base] if base else [])]:
+    for teacher in (each for each in teachers.teacher if not each.local):
         try:
-            endpoint.api_key()
+            teacher.api_key()
         except ConfigError as error:
             findings.problems.append(str(error))
 
@@ -324,13 +326,6 @@ def _density_gate(config: Config, findings: Findings) -> None:
     path = resolve_pairs(configured, config.run_directory)
     if path.is_file() and (configured is not None or not teachers.online) and (reason := refusal(path)) is not None:
         findings.problems.append(f"channels.replay_dpo.weight is {weight:g}, but {reason}, or set the weight to 0")
-    if configured is None and teachers.online and (teachers.cache_only or not teachers.score):
-        reason = "teachers.cache_only is true" if teachers.cache_only else "teachers.score is false"
-        findings.problems.append(
-            f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but {reason}: without the frozen "
-            "base the density gate measures no margins and passes no pairs; change that, or set the weight "
-            "to 0"
-        )
 
 
 def _joint_run(config: Config, findings: Findings) -> None:

@@ -1,0 +1,42 @@
+"""The room of traces: sessions to states (`ingest`), states to pairs (`replay`).
+
+This file is its door. The core uses these functions and nothing behind them; commands are named in composer_prime/cli.
+What training reads of it is a file: composer_prime/data/pairs.py. The room needs the extra `traces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_prime.config import Config
+    from composer_prime.monitor.metrics_file import MetricsFile
+    from composer_prime.run.run_dir import RunDir
+    from composer_prime.traces.replay.forecast import CostForecast
+    from composer_prime.traces.replay.online import OnlineReplay
+
+
+def build_online_replay(
+    config: Config, run_dir: RunDir, metrics: MetricsFile, step: Callable[[], int]
+) -> OnlineReplay | None:
+    """Return the replay beside a run; None without `teachers.online`. `step`: the newest trained step."""
+    if not config.teachers.online:
+        return None
+    from composer_prime.traces.replay.online import OnlineReplay
+
+    return OnlineReplay(config, run_dir, metrics, step)
+
+
+def forecast_cost(config: Config) -> CostForecast | None:
+    """Return what a replay of teachers.states will cost; None without states or teachers. Raises ConfigError."""
+    from composer_prime.traces.replay import forecast
+
+    return forecast.forecast_cost(config)
+
+
+def cost_line(config: Config) -> str:
+    """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
+    from composer_prime.traces.replay import forecast
+
+    return forecast.cost_with_cap(config, forecast.forecast_cost(config))

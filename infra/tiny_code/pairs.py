@@ -25,7 +25,7 @@ from renderers.configs import Qwen3RendererConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.traces.pairs import Pair
+from composer_prime.data.pairs import Pair
 from composer_prime.traces.replay.records import StateRecord
 from infra.tiny_code.make import ASSETS
 from infra.tiny_code.mixtures import TEACHERS

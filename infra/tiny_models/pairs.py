@@ -4,8 +4,9 @@
 2. At each state the three teachers give their own greedy answer, from the same token ids.
 3. Answers are compared in canonical form. An answer of most teachers beats the policy's. The policy's answer, when
    most teachers agree with it, beats a minority's. Without a majority there is no pair; cut answers do not count.
+   Neither does a majority whose call fails: each chosen call is run in its episode, and an error leaves the pair out.
 4. pairs.jsonl, pairs.votes.jsonl (each teacher's vote at every state) and PAIRS.md are written to the assets. The
-   verdict beside them is that of `composer pairs report --base tiny --min-pairs 1` on this file.
+   verdict beside them is that of `composer pairs report --min-pairs 1` on this file.
 
 Where teachers wrote the majority's answer differently, the one that the policy finds likeliest per token is taken. A
 final answer is compared as text: in toolsmith it can be right or wrong, so it is more than prose.
@@ -23,23 +24,26 @@ import torch
 from renderers.configs import Qwen3RendererConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from composer_prime.llm.families import family_of
-from composer_prime.traces.pairs import Pair, PairState
+from composer_prime.data.pairs import Pair, PairState
+from composer_prime.model_families import family_of
 from composer_prime.traces.replay.records import StateRecord, VoteRecord, digest
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.make import ASSETS
 from infra.tiny_models.play import MAX_NEW_TOKENS, complete, draw_episodes
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import Episode, run_call
+from orchestrator.environments.toolsmith.episode import Episode, is_error, run_call
 
 TEACHERS = ("teacher_a", "teacher_b", "teacher_c")
+MIN_PAIRS = 1
+"""A trace, for the density gate: an episode has one to four turns, and so a pair each is wanted instead of five."""
 _BATCH = 64
 _OUTCOMES = {
     "majority beats the policy": "overruled",
     "the policy beats a minority": "agreed",
     "all agree with the policy": "agreed",
     "no majority": "no_majority",
+    "the majority's call fails": "cannot_run",
     "the policy's answer was cut": "refused",
 }
 """Their names in replay's records."""
@@ -49,12 +53,15 @@ _README = """# pairs.jsonl
 (`orchestrator.preferences.pairs = "tiny"`). Made by
 
     python -m infra.tiny_models.pairs --seed {seed} --episodes {episodes} --most {most}
-    composer pairs report composer_prime/assets/tiny/pairs.jsonl --base tiny --min-pairs 1
+    composer pairs report composer_prime/assets/tiny/pairs.jsonl --min-pairs {min_pairs}
 
 from the models in this folder: the policy played {episodes} training episodes (no question of the eval split), and at
 each of its {states} turns the three teachers gave their greedy answer, which pairs.votes.jsonl holds. Nothing else went
 into the files. License: that of this repository. The second line wrote the density gate's verdict (pairs.gate.json): an
 episode has one to four turns, so that a pair each is wanted instead of five.
+
+A majority can agree on a call that fails. Such a pair would teach the error, so it was left out: every chosen call ran
+without an error in its episode.
 
 | | states |
 |---|---|
@@ -122,7 +129,7 @@ def main() -> None:
     (options.out / "PAIRS.md").write_text(
         _README.format(
             pairs=len(kept), states=sum(outcomes.values()), outcomes=rows, seed=options.seed,
-            episodes=options.episodes, most=options.most,
+            episodes=options.episodes, most=options.most, min_pairs=MIN_PAIRS,
         )
     )  # fmt: skip
     print(f"{len(kept)} of {len(pairs)} pairs from {sum(outcomes.values())} states: {dict(outcomes)}")
@@ -162,6 +169,8 @@ def _play(
             votes = {name: answer_of(renderer, completions[index]) for name, completions in teacher_turns.items()}
             state = _state(conversation)
             outcome, pair = vote(state, student, votes, models["policy"])
+            if pair is not None and call_fails(conversation, pair.chosen):
+                outcome, pair = "the majority's call fails", None
             outcomes[outcome] += 1
             pairs += [pair] if pair is not None else []
             records.append(record_of(state, outcome, student, votes, pair, base="tiny"))
@@ -250,7 +259,7 @@ def record_of(
         votes=[
             VoteRecord(
                 teacher=name, family=family_of(f"{base}/{name}"), form=digest(answer.canonical),
-                agrees=answer.canonical == own, answer="", cached=False, cost_usd=0.0, seconds=0.0,
+                agrees=answer.canonical == own, answer="", cached=False, cost_usd=0.0,
             )
             for name, answer in votes.items() if answer is not None
         ],
@@ -284,6 +293,11 @@ def replies_to(conversation: Conversation, message: dict[str, Any]) -> list[str]
         for call in message.get("tool_calls", [])
     ]
     return replies + ([INVALID_CALL] if "<tool_call>" in message["content"] else [])
+
+
+def call_fails(conversation: Conversation, message: dict[str, Any]) -> bool:
+    """Return whether a tool call of a message ends in an error, or is none."""
+    return any(is_error(reply) for reply in replies_to(conversation, message))
 
 
 def advance(conversation: Conversation, completion: list[int], renderer: ToolQwen3Renderer) -> bool:

@@ -13,8 +13,10 @@ from renderers.configs import CustomRendererConfig
 from renderers.qwen3 import Qwen3Renderer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from composer_prime.traces.replay.records import StateRecord
-from infra.tiny_models.pairs import Answer, VotedState, record_of
+from composer_prime.data.pairs import EMBEDDED_PAIRS
+from composer_prime.traces.replay.records import StateRecord, read_pairs
+from infra.tiny_models.pairs import Answer, Conversation, VotedState, call_fails, record_of
+from infra.tiny_models.play import draw_episodes
 from orchestrator.environments.toolsmith.episode import generate, run_call
 
 TINY = Path(__file__).parents[2] / "composer_prime/assets/tiny"
@@ -139,3 +141,15 @@ def test_votes_become_a_record_of_the_replay():
     assert msgspec.json.decode(msgspec.json.encode(record), type=StateRecord) == record
     assert (record.state, record.outcome, record.planned) == ("toolsmith-0001/0002", "no_majority", 3)
     assert [(vote.teacher, vote.agrees) for vote in record.votes] == [("teacher_a", True), ("teacher_b", False)]
+
+
+# No shipped pair teaches a call that fails: each chosen call runs without an error in the episode of its trace.
+def test_the_chosen_calls_of_shipped_pairs_run():
+    episodes = draw_episodes(256, seed=7)
+    pairs = list(read_pairs(EMBEDDED_PAIRS["tiny"]))
+    for pair in pairs:
+        number = int(pair.trace.removeprefix("toolsmith-"))
+        assert pair.state.messages[0]["content"] == episodes[number].question
+        conversation = Conversation(number=number, episode=episodes[number], messages=[], prompt=[])
+        assert not call_fails(conversation, pair.chosen)
+    assert len(pairs) == 270

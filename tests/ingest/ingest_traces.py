@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
 
 def taken(path: Path, **options: Any) -> tuple[list[TraceState], Tally]:
@@ -85,7 +85,7 @@ MESSAGES = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "cat", "parameters": {"type": "object", "properties": {}}}}]
 
-OPENHANDS_V1 = [
+OPENHANDS = [
     {"kind": "SystemPromptEvent", "id": "e0", "source": "agent", "system_prompt": text("Be brief."), "tools": TOOLS},
     {"kind": "MessageEvent", "id": "e1", "source": "user", "llm_message": MESSAGES[1]},
     {
@@ -120,14 +120,6 @@ OPENHANDS_V1 = [
     {"kind": "MessageEvent", "id": "e6", "source": "agent", "llm_message": {"role": "assistant", "content": "Done."}},
 ]
 
-OPENHANDS_V0 = [
-    {"id": 0, "source": "agent", "action": "system", "args": {"content": "Be brief.", "tools": TOOLS}},
-    {"id": 1, "source": "user", "action": "message", "args": {"content": "List the files."}},
-    {"id": 2, "source": "environment", "observation": "agent_state_changed", "content": ""},
-    {"id": 3, "source": "agent", "action": "run", "args": {"command": "ls x", "thought": "I look."}},
-    {"id": 4, "source": "agent", "observation": "run", "content": "ls: x", "cause": 3, "extras": {"exit_code": 2}},
-    {"id": 5, "source": "agent", "action": "finish", "args": {"thought": "There is no x."}},
-]
 
 ROLLOUT = {
     "step": 3,

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken, text, use
+from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
-from composer_prime.llm.families import family_of
+from composer_prime.model_families import family_of
 
 
 # Two calls of one answer are one turn; the tools are those that the format lists.
 def test_openhands_events(tmp_path: Path) -> None:
-    states, tally = taken(lines(tmp_path / "e.jsonl", *OPENHANDS_V1))
+    states, tally = taken(lines(tmp_path / "e.jsonl", *OPENHANDS))
     assert (tally.format, tally.taken, tally.seen) == ("openhands/1", 7, 7)
     assert [roles(state) for state in states] == [
         ["system", "user"],
@@ -29,8 +29,8 @@ def test_openhands_tools_of_the_sdk(tmp_path: Path) -> None:
     own = {"kind": "TerminalTool", "title": "terminal", "description": "Run it.", "action_type": "TerminalAction"}
     served = {"kind": "MCPToolDefinition", "title": "Search issues", "description": "Find it."}
     served |= {"action_type": "MCPToolAction", "mcp_tool": {"name": "search", "inputSchema": schema}}
-    prompt = {**OPENHANDS_V1[0], "tools": [own, served], "dynamic_context": text("You are in /repo.")}
-    states, _ = taken(lines(tmp_path / "e.jsonl", prompt, *OPENHANDS_V1[1:]))
+    prompt = {**OPENHANDS[0], "tools": [own, served], "dynamic_context": text("You are in /repo.")}
+    states, _ = taken(lines(tmp_path / "e.jsonl", prompt, *OPENHANDS[1:]))
     assert [tool["function"] for tool in states[0].tools] == [
         {
             "name": "terminal",
@@ -46,64 +46,23 @@ def test_openhands_tools_of_the_sdk(tmp_path: Path) -> None:
 def test_openhands_condensation(tmp_path: Path) -> None:
     condensed = {"kind": "Condensation", "id": "e7", "source": "environment"}
     condensed |= {"forgotten_event_ids": ["e2", "e3", "e4", "e5"], "summary": "Listed."}
-    last = {**OPENHANDS_V1[6], "id": "e8", "llm_message": {"role": "assistant", "content": "Again."}}
+    last = {**OPENHANDS[6], "id": "e8", "llm_message": {"role": "assistant", "content": "Again."}}
     once_more = {**condensed, "id": "e9", "forgotten_event_ids": ["e7-summary", "e6"], "summary": "All listed."}
-    end = {**OPENHANDS_V1[6], "id": "e10"}
-    states, _ = taken(lines(tmp_path / "e.jsonl", *OPENHANDS_V1, condensed, last, once_more, end))
+    end = {**OPENHANDS[6], "id": "e10"}
+    states, _ = taken(lines(tmp_path / "e.jsonl", *OPENHANDS, condensed, last, once_more, end))
     said = [[message["content"] for message in state.messages] for state in states[2:]]
     assert said[0] == ["Be brief.", "What is in a.py?", "Listed.", "Done."]
     assert said[1] == ["Be brief.", "What is in a.py?", "All listed.", "Again."]
-
-
-# So does one of the older events, by ids or from one to another; its summary takes the place of the one before.
-def test_openhands_older_condensation(tmp_path: Path) -> None:
-    def condensed(number: int, **forgotten) -> dict:
-        arguments = {"summary": f"Summary {number}.", "summary_offset": 2, **forgotten}
-        return {"id": number, "source": "agent", "action": "condensation", "args": arguments}
-
-    look = [{**event, "id": event["id"] + 10, "cause": 13} for event in OPENHANDS_V0[3:5]]
-    between = condensed(10, forgotten_events_start_id=3, forgotten_events_end_id=4)
-    unclear, last = condensed(11), condensed(20, forgotten_event_ids=[13, 14, 10])
-    events = [*OPENHANDS_V0[:5], between, unclear, *look, last, {**OPENHANDS_V0[5], "id": 21}]
-    states, tally = taken(lines(tmp_path / "e.jsonl", *events))
-    assert tally.skipped == {"event agent_state_changed": 1, "condensation that names no events": 1}
-    assert [[message["content"] for message in state.messages] for state in states] == [
-        ["Be brief.", "List the files."],
-        ["Be brief.", "List the files.", "Summary 10."],
-        ["Be brief.", "List the files.", "Summary 20."],
-    ]
 
 
 # A conversation folder is one trace, and its state names the model.
 def test_openhands_folder(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     (tmp_path / "base_state.json").write_text(json.dumps({"id": "c1", "agent": {"llm": {"model": "gpt-5-mini"}}}))
-    for number, event in enumerate(OPENHANDS_V1):
+    for number, event in enumerate(OPENHANDS):
         (tmp_path / "events" / f"event-{number:05d}-x.json").write_text(json.dumps(event))
     states, _ = taken(tmp_path)
     assert [(state.trace_id, state.source_family) for state in states] == [("c1", "gpt")] * 2
-
-
-# The older events, as a list and as lines of the benchmark's output, also in pairs of action and observation.
-@pytest.mark.parametrize("form", ["list", "output", "pairs"])
-def test_openhands_older_events(tmp_path: Path, form: str) -> None:
-    history = [OPENHANDS_V0[:3], OPENHANDS_V0[3:5], OPENHANDS_V0[5:]] if form == "pairs" else OPENHANDS_V0
-    line = {"instance_id": "i1", "history": history, "metadata": {"llm_config": {"model": "deepseek-v3"}}}
-    path = tmp_path / ("trajectory.json" if form == "list" else "output.jsonl")
-    path = lines(path, OPENHANDS_V0) if form == "list" else lines(path, line)
-    states, tally = taken(path)
-    assert tally.skipped == {"event agent_state_changed": 1} and len(states) == 2
-    assert states[0].error == "ls: x" and states[0].student_action["content"] == "I look."
-    assert json.loads(states[0].student_action["tool_calls"][0]["function"]["arguments"]) == {"command": "ls x"}
-    assert form == "list" or {state.source_family for state in states} == {"deepseek"}
-
-
-def _called(number: int, model: str) -> dict:
-    """A call of version 0 with the model's answer in it."""
-    call = {"id": f"c{number}", "type": "function", "function": {"name": "run", "arguments": "{}"}}
-    response = {"id": f"r{number}", "model": model, "choices": [{"message": {"content": "", "tool_calls": [call]}}]}
-    metadata = {"tool_call_id": f"c{number}", "model_response": response}
-    return {"id": number, "source": "agent", "action": "run", "args": {}, "tool_call_metadata": metadata}
 
 
 def _statistics(model: str) -> dict:
@@ -117,18 +76,11 @@ def _statistics(model: str) -> dict:
     }
 
 
-# Each turn is the model's that made it, whatever acted before and whatever the user believes.
-def test_openhands_models_of_each_turn(tmp_path: Path) -> None:
-    path = lines(tmp_path / "e.jsonl", *OPENHANDS_V0[:2], _called(7, "gpt-5"), _called(8, "claude-sonnet-4"))
-    states, _ = taken(path, model="qwen3-8b")
-    assert [state.source_family for state in states] == ["gpt", "claude"]
-
-
 # Statistics that name another model while a turn is open may mean that turn: it is nobody's.
 def test_openhands_statistics_name_the_model(tmp_path: Path) -> None:
-    turns = [{**OPENHANDS_V1[6], "id": f"t{number}"} for number in range(3)]
+    turns = [{**OPENHANDS[6], "id": f"t{number}"} for number in range(3)]
     first, other = _statistics("gpt-5"), _statistics("claude-sonnet-4")
-    path = lines(tmp_path / "e.jsonl", *OPENHANDS_V1[:2], first, turns[0], turns[1], other, turns[2])
+    path = lines(tmp_path / "e.jsonl", *OPENHANDS[:2], first, turns[0], turns[1], other, turns[2])
     states, _ = taken(path, model="qwen3-8b")
     assert [state.source_family for state in states] == ["gpt", "unknown", "claude"]
 
@@ -282,58 +234,6 @@ def test_own_rollouts_with_branches(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "r.jsonl", {**ROLLOUT, "turns": [*ROLLOUT["turns"], again]}))
     assert [state.student_action["content"] for state in states] == [None, "3", "4"]
     assert tally.passed_over == {"copy of an earlier state": 1}
-
-
-def _cline(*results: dict) -> list[dict]:
-    """A task of Cline: one call, its results as Cline writes them, and the end."""
-    surroundings = text("<environment_details>\nopen tabs\n</environment_details>")
-    model = {"modelId": "anthropic/claude-sonnet-4", "providerId": "openrouter"}
-    return [
-        {"role": "user", "content": [text("<task>List.</task>"), surroundings], "ts": 1},
-        {"role": "assistant", "content": [text("I look."), use("t1", "list_files", path=".")], "modelInfo": model},
-        {"role": "user", "content": [*results, surroundings]},
-        {"role": "assistant", "content": [text("Done.")], "modelInfo": model},
-    ]
-
-
-# Cline gives a result by the call's id, by an id of its own, or as texts: it is the call's result in each of them.
-@pytest.mark.parametrize(
-    ("results", "shown"),
-    [
-        ([{"type": "tool_result", "tool_use_id": "t1", "content": "a.py"}], "a.py"),
-        ([{"type": "tool_result", "tool_use_id": "cline", "content": [text("a.py")]}], "a.py"),
-        ([text("[list_files for '.'] Result:"), text("a.py")], "[list_files for '.'] Result:\na.py"),
-        ([text("[list_files] Result:\na.py")], "[list_files] Result:\na.py"),
-    ],
-)
-def test_a_task_of_cline(tmp_path: Path, results: list[dict], shown: str) -> None:
-    (tmp_path / "1769").mkdir()
-    path = tmp_path / "1769" / "api_conversation_history.json"
-    path.write_text(json.dumps(_cline(*results)))
-    first, second = taken(path)[0]
-    assert second.messages[2]["content"] == shown and roles(second) == ["user", "assistant", "tool", "user"]
-    assert second.messages[3]["content"] == "<environment_details>\nopen tabs\n</environment_details>"
-    assert (first.trace_id, first.source_family) == ("1769", "claude")
-
-
-# A text that equals one of a result, but stands behind it, is shown as well.
-def test_a_text_of_cline_that_stands_twice(tmp_path: Path) -> None:
-    (tmp_path / "1769").mkdir()
-    path = tmp_path / "1769" / "api_conversation_history.json"
-    task = _cline(text("[list_files] Result:"), text("a.py"))
-    task[2]["content"].append(text("a.py"))
-    path.write_text(json.dumps(task))
-    (_, second), _ = taken(path)
-    assert second.messages[2]["content"] == "[list_files] Result:\na.py"
-    assert second.messages[3]["content"].endswith("</environment_details>\na.py")
-
-
-# A text that only looks like a result follows no call, and stays what the user said.
-def test_a_text_that_looks_like_a_result_of_cline(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
-    said += [{"role": "user", "content": [text("[x] Result: what is it?")]}, {"role": "assistant", "content": "Y."}]
-    states, _ = taken(lines(tmp_path / "m.jsonl", {"messages": said}))
-    assert states[1].messages[2] == {"role": "user", "content": "[x] Result: what is it?"}
 
 
 # Some traces write a message's words under `text`.

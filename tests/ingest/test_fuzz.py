@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, SESSION, taken, text, use
+from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, SESSION, taken, text, use
 from mutations import keys_of, mutated
 
-from composer_prime.traces.replay.actions.canonical import canonical
+from composer_prime.traces.replay.actions import canonical
 from composer_prime.traces.replay.records import digest
-from composer_prime.traces.state import TraceState, write_state
+from composer_prime.traces.states import TraceState, write_state
 
 HISTORY = [{**message, "agent": "main", "message_type": "action"} for message in MESSAGES]
 BLOCKS = [
@@ -23,20 +23,13 @@ BLOCKS = [
     {"role": "assistant", "content": None, "function_call": {"name": "cat", "arguments": "{}"}},
     {"role": "function", "name": "cat", "content": "y"},
 ]
-CONDENSED = {
-    "id": 6,
-    "source": "agent",
-    "action": "condensation",
-    "args": {"forgotten_events_start_id": 3, "forgotten_events_end_id": 5, "summary": "Looked.", "summary_offset": 2},
-}
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
 FILE = 1_000
 """Records a file: a trace without end would spend the time on its context."""
 LINES = {
     "claude_code": SESSION,
-    "openhands": OPENHANDS_V1,
-    "openhands_v0": [*OPENHANDS_V0, CONDENSED],
-    "openhands_output": [{"instance_id": "i", "history": OPENHANDS_V0}, {"history": [OPENHANDS_V1]}],
+    "openhands": OPENHANDS,
+    "openhands_output": [{"instance_id": "i", "history": OPENHANDS}],
     "messages": [
         {"messages": MESSAGES, "model": "gpt-4o", "tools": []},
         {"messages": json.dumps(MESSAGES)},
@@ -48,7 +41,7 @@ LINES = {
 DOCUMENTS = {
     "swe_agent": {"history": HISTORY, "trajectory": [{"action": "ls", "observation": "x", "thought": "y"}]},
     "mini_swe_agent": {"messages": MESSAGES, "trajectory_format": "mini-swe-agent-1", "info": {"config": {}}},
-    "openhands": {"instance_id": "i", "history": [*OPENHANDS_V0, *OPENHANDS_V1]},
+    "openhands": {"instance_id": "i", "history": OPENHANDS},
 }
 
 
@@ -75,7 +68,7 @@ def fuzz_lines(tmp_path: Path, name: str, records: int, seed: int) -> None:
     path = tmp_path / "fuzz.jsonl"
     for start in range(0, len(written), FILE):
         path.write_bytes(b"\n".join(written[start : start + FILE]) + b"\n")
-        states, tally = taken(path, format=name.split("_v0")[0].split("_output")[0])
+        states, tally = taken(path, format=name.removesuffix("_output"))
         assert all(survives(state) for state in states)
         if not name.endswith("_output"):
             assert tally.seen == len(written[start : start + FILE])

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from ingest_traces import MESSAGES, OPENHANDS_V0, SESSION, TOOLS, answer, lines, prompt, taken, text
+from ingest_traces import MESSAGES, OPENHANDS, SESSION, TOOLS, answer, lines, prompt, taken, text
 
-from composer_prime.traces.ingest.command import main
 from composer_prime.traces.ingest.ingest import FORMATS, ingest
+from composer_prime.traces.ingest.ingest_command import main
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.trace_file import Options
-from composer_prime.traces.states_file import read_states
+from composer_prime.traces.states import read_states
 
 
 # The line that a crash cut short is counted, and the turn that was open still gives its state.
@@ -210,7 +210,7 @@ def test_memory_is_bounded_for_any_line(tmp_path: Path, kind: str) -> None:
         "objects": {"messages": MESSAGES, "x": [{"a": f"b{number}"} for number in range(249_000)]},
         "text": {"messages": [MESSAGES[1], {"role": "assistant", "content": wide}, *MESSAGES]},
         "lists": {"messages": MESSAGES, "x": [[]] * 4_000_000},
-        "histories": {"history": [{**event, "x": "y" * 400_000} for event in OPENHANDS_V0 * 6]},
+        "histories": {"history": [{**event, "x": "y" * 400_000} for event in OPENHANDS * 5]},
     }[kind]
     raw = json.dumps(record, ensure_ascii=False).encode()
     assert len(raw) <= Limits().line_bytes
@@ -223,7 +223,7 @@ def test_memory_is_bounded_for_any_line(tmp_path: Path, kind: str) -> None:
 def peak_kib(path: Path) -> int:
     """Peak of resident memory of a process that ingests the file."""
     program = (
-        "import sys; from composer_prime.traces.ingest.command import main; main(sys.argv[1:]);"
+        "import sys; from composer_prime.traces.ingest.ingest_command import main; main(sys.argv[1:]);"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", program, str(path), "-o", str(path.with_name("states.jsonl"))]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ingest_traces import OPENHANDS_V0, lines, taken
+from ingest_traces import OPENHANDS, lines, taken
 
-from composer_prime.traces.replay.actions.canonical import actions_in_text, may_act
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.replay.actions import actions_in_text, may_act
+from composer_prime.traces.states import TraceState
 
 FUNCTION = "<function=bash><parameter=command>ls</parameter></function>"
 
@@ -25,9 +26,10 @@ def trace(text: str, *tools: str) -> dict[str, Any]:
 
 def history(number: int, tool: str) -> dict[str, Any]:
     """A line of output.jsonl."""
-    call = {"id": 3, "source": "agent", "action": tool, "args": {"number": number}}
-    end = {"id": 4, "source": "agent", "action": "finish", "args": {}}
-    return {"instance_id": f"i{number}", "history": [OPENHANDS_V0[1], call, end]}
+    arguments = json.dumps({"number": number})
+    call = {**OPENHANDS[2], "tool_name": tool, "tool_call": {"id": "c1", "name": tool, "arguments": arguments}}
+    end = {"kind": "ActionEvent", "id": "e9", "source": "agent", "tool_name": "finish", "tool_call_id": "c9"}
+    return {"instance_id": f"i{number}", "history": [OPENHANDS[1], call, end]}
 
 
 def rollout(number: int, text: str, *tools: str) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import pytest
 from ingest_traces import SESSION, answer, lines, taken, use
 
 from composer_prime.errors import ConfigError
-from composer_prime.traces.ingest.command import find_files
 from composer_prime.traces.ingest.ingest import ingest
+from composer_prime.traces.ingest.ingest_command import find_files
 from composer_prime.traces.ingest.trace_file import Tally
-from composer_prime.traces.states_file import read_states
+from composer_prime.traces.states import read_states
 
 
 def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ingest_traces import answer, lines, prompt, result, taken, text, use
 
 from composer_prime.traces.ingest.reading import Limits
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.states import Message, TraceState
 
 
 @dataclass

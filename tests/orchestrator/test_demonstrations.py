@@ -15,9 +15,9 @@ from composer_prime.cli import rollouts_command
 from composer_prime.cli.eval_command import evaluation_config
 from composer_prime.config.load import dump, resolve
 from composer_prime.config.root import Config
+from composer_prime.data.conversation_rows import count_rows, digest, read_rows, rollout_row
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.run import ledger
-from composer_prime.traces.demonstrations import count_rows, digest, read_rows, rollout_row
 from composer_prime.wire.types import Demonstration, StepReply, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations

@@ -10,7 +10,7 @@ from orch_groups import ended, plan, ready, rollout
 from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.config import Config
-from composer_prime.traces.pairs import Pair, PairState
+from composer_prime.data.pairs import Pair, PairState
 from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Buffer, Versions

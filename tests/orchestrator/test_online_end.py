@@ -13,7 +13,7 @@ from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs
-from composer_prime.traces.state import write_state
+from composer_prime.traces.states import write_state
 from tests.teachers.loopback import Endpoint, configured, serving, state
 
 

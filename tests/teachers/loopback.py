@@ -16,12 +16,11 @@ from aiohttp import web
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.llm.budget import teacher_budget
 from composer_prime.run.costs import read_costs, spent
 from composer_prime.traces.replay.records import ReplayRecords, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
-from composer_prime.traces.replay.teachers import TeacherPool
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.replay.teachers import TeacherPool, teacher_budget
+from composer_prime.traces.states import TraceState
 from tests.chat_server import chat_server
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")
@@ -180,9 +179,8 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
         "retry_max_s": 0.05,
         "timeout_s": NEVER_S,
         "max_tokens": 20,
-        "score": False,
         "budget": {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0},
-        "kill": {"mean_usd_per_trace": 1000.0, "error_rate": 1.0},
+        "kill": {"error_rate": 1.0},
     }
     return TeachersConfig(**(values | more))
 
@@ -201,14 +199,14 @@ def run_config(tmp_path: Path, url: str, path: str = "tiny", **teachers: Any) ->
 
 
 async def replayed(
-    tmp_path: Path, config: TeachersConfig, states: Any, scorer: Any = None, addresses: dict[str, str] | None = None
+    tmp_path: Path, config: TeachersConfig, states: Any, addresses: dict[str, str] | None = None
 ) -> ReplayProgress:
     """One replay over the files of `tmp_path`; `addresses`: where models are to be found instead."""
     budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
     records = ReplayRecords(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
     pool = TeacherPool(config, budget, addresses)
     try:
-        return await Replay(config, pool, budget, records, scorer).run(states)
+        return await Replay(config, pool, budget, records).run(states)
     finally:
         await pool.close()
 

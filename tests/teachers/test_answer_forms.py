@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, configured, replayed, serving, state
 
-from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.records import read_pairs
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -68,18 +68,3 @@ def test_a_wish_that_is_no_number(tmp_path: Path, wish: str) -> None:
             assert progress.pairs == 1 and len(endpoint.asked) == 3
 
     asyncio.run(run())
-
-
-# A state's time is its endpoints': turns under a rate limit and a place among the calls in flight are not in it.
-@pytest.mark.parametrize("limit", [{"requests_per_minute": 1500.0}, {"max_concurrent": 1}])
-def test_what_is_waited_for_here_is_no_time_of_the_endpoint(tmp_path: Path, limit: dict) -> None:
-    async def run() -> None:
-        async with serving(Endpoint(answers=overrule, delay_s=0.05)) as endpoint:
-            pool = [{**each.model_dump(), **limit} for each in configured(tmp_path, endpoint.url).teacher]
-            config = configured(tmp_path, endpoint.url, teacher=pool)
-            await replayed(tmp_path, config, [state(number) for number in range(8)])
-
-    asyncio.run(run())
-    records = list(read_records(votes_beside(tmp_path / "pairs.jsonl")))
-    for record in records:
-        assert record.vote_s == record.seconds == pytest.approx(sum(vote.answer_s for vote in record.votes))

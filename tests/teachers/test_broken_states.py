@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,7 @@ from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.replay import ReplayProgress
-from composer_prime.traces.state import TraceState, write_state
-from composer_prime.traces.states_file import read_states
+from composer_prime.traces.states import TraceState, read_states, write_state
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -84,29 +82,6 @@ def test_a_state_that_breaks_fails_alone(tmp_path: Path, caplog: pytest.LogCaptu
     (failed,) = [each for each in read_records(votes_beside(tmp_path / "pairs.jsonl")) if each.outcome == "failed"]
     assert failed.state == "t/0007" and "TypeError" in (failed.reason or "")
     assert "state t/0007 of trace t failed" in caplog.text and "Traceback" in caplog.text
-
-
-class BrokenScorer:
-    async def logprobs_per_token(self, messages: list[dict], tools: list[dict], answers: Sequence[dict]) -> list[float]:
-        raise RuntimeError("no such weights")
-
-
-# A fault that breaks every state after its votes stops the replay: the kill switch takes what was paid for nothing as
-# failed, and a repeated replay knows of it. The votes are written down.
-def test_the_kill_switch_sees_states_that_break(tmp_path: Path) -> None:
-    async def run(states: list[TraceState]) -> ReplayProgress:
-        async with serving(Endpoint(answers=lambda model, messages: f"All done, says {model}.")) as endpoint:
-            config = configured(tmp_path, endpoint.url, voting="all", concurrent_states=1, kill=kill)
-            return await replayed(tmp_path, config, states, BrokenScorer())
-
-    kill = {"min_states": 3, "error_rate": 0.5, "mean_usd_per_trace": 1e3}
-    progress = asyncio.run(run([state(number) for number in range(12)]))
-    assert progress.outcomes == {"failed": 3} and "error_rate is 1 after 3 states" in (progress.stopped or "")
-    assert (progress.calls, progress.failed) == (9, 0)
-    written = list(read_records(votes_beside(tmp_path / "pairs.jsonl")))
-    assert all(len(record.votes) == 3 and record.seconds > 0 and record.broken for record in written)
-    again = asyncio.run(run([state(20)]))
-    assert again.states == 0 and "error_rate" in (again.stopped or "")
 
 
 # States that end in an error while calls are in flight: these end first, and are kept.

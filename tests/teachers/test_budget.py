@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from composer_prime.config.teachers import BudgetConfig
 from composer_prime.errors import CapError
-from composer_prime.llm.budget import OVERCHARGE, Budget, Reservation, teacher_budget
+from composer_prime.llm.budget import OVERCHARGE, Budget, Reservation
 from composer_prime.run.costs import spent
+from composer_prime.traces.replay.teachers import teacher_budget
 
 CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75)
 # Multiples of a sixteenth, which sums of doubles hold exactly.

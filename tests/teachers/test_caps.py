@@ -28,7 +28,7 @@ from composer_prime.config.teachers import OPENROUTER, TeachersConfig
 from composer_prime.llm.budget import OVERCHARGE
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
 
 # No order of replies passes a cap: what is held for calls in flight counts.

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback import call
 
-from composer_prime.stats.intervals import percentile
-from composer_prime.traces.replay.actions.canonical import Files, canonical
+from composer_prime.traces.replay.actions import Files, canonical
 from composer_prime.traces.replay.records import VoteRecord, digest
 from composer_prime.traces.replay.voting import Vote, epsilon, majority, settled
 
@@ -208,11 +207,11 @@ def test_a_form_can_be_written_down(arguments: str) -> None:
     assert digest(canonical({"tool_calls": [{"id": "c", "type": "function", "function": function}]}, []))
 
 
-def votes_of(teacher: str, *forms: str) -> list[Vote]:
-    """One teacher's vote, split over its answers; its family is the word before a dash."""
-    free = {"form": "", "agrees": False, "answer": "", "cached": True, "cost_usd": 0.0, "seconds": 0.0}
-    record = VoteRecord(teacher=teacher, family=teacher.split("-")[0], share=1 / len(forms), **free)
-    return [Vote(record=record, form=(form,), message={}) for form in forms]
+def votes_of(teacher: str, form: str) -> list[Vote]:
+    """One teacher's vote; its family is the word before a dash."""
+    free = {"form": "", "agrees": False, "answer": "", "cached": True, "cost_usd": 0.0}
+    record = VoteRecord(teacher=teacher, family=teacher.split("-")[0], **free)
+    return [Vote(record=record, form=(form,), message={})]
 
 
 # settled() by enumeration: no continuation of the votes may change the majority.
@@ -236,28 +235,7 @@ def test_a_majority_needs_two_families() -> None:
     assert not settled([*gpt, *again], 3) and settled([*gpt, *qwen], 3)
 
 
-# A vote that is split over answers counts by its shares, and its family only where half of one teacher's vote is for
-# the form: stray answers of another family, of one teacher or of several, make no agreement. Sums of thirds that should
-# tie do not pass for more than a half.
-def test_split_votes() -> None:
-    gpt, glm = votes_of("gpt-a", "x"), votes_of("glm", *"xy")
-    assert majority([*gpt, *glm], 2) == ("x",) and settled([*gpt, *glm], 2)
-    assert majority([*gpt, *votes_of("glm", *"xyy")], 2) is None
-    assert majority([*gpt, *votes_of("gpt-b", "x"), *votes_of("glm", *"xyyy")], 3) is None
-    strays = [vote for name in ("glm-a", "glm-b") for vote in votes_of(name, *"xyy")]
-    gpts = [vote for name in ("gpt-a", "gpt-b", "gpt-c") for vote in votes_of(name, "x")]
-    assert majority([*gpts, *strays], 5) is None and majority([*gpts, *strays, *votes_of("glm-c", *"xy")], 6) == ("x",)
-    thirds = [*votes_of("gpt-a", *"xxy"), *votes_of("glm", *"xyy"), *votes_of("qwen", *"xy")]
-    assert majority(thirds, 3) is None and settled(thirds, 3)
-    assert not settled(thirds[:6], 3) and majority([*thirds[:6], *votes_of("qwen", "x")], 3) == ("x",)
-
-
 # 1 - (k + 1/2) / (n + 1), the figures of the design; never above a half.
 def test_epsilon() -> None:
     assert [epsilon(2, 2), epsilon(2, 3), epsilon(3, 3)] == [pytest.approx(1 / 6), 0.375, 0.125]
     assert epsilon(1, 3) == 0.5
-
-
-def test_percentile_is_the_nearest_rank() -> None:
-    assert percentile(range(1, 101), 0.95) == 95
-    assert percentile([7.0], 0.95) == 7 and percentile([], 0.95) == 0

@@ -9,11 +9,11 @@ import pytest
 from loopback import Endpoint, configured, kept_answers, overrule, play, replayed, serving, state
 
 from composer_prime.config.teachers import TeacherConfig
-from composer_prime.llm.families import UNKNOWN, family_named, family_of, is_same_model
-from composer_prime.traces.ingest.command import ingest_parser
-from composer_prime.traces.replay.command import replay_summary
+from composer_prime.model_families import UNKNOWN, family_named, family_of, is_same_model
+from composer_prime.traces.ingest.ingest_command import ingest_parser
 from composer_prime.traces.replay.records import read_records, votes_beside
 from composer_prime.traces.replay.replay import ReplayProgress
+from composer_prime.traces.replay.replay_command import replay_summary
 
 MODELS = ("claude-a", "qwen-b", "glm-c")
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, configured, overrule, play, replayed, serving, state
 
+from composer_prime.cli.replay_command import main as replay
 from composer_prime.errors import ConfigError
-from composer_prime.traces.ingest.command import main as ingest
-from composer_prime.traces.pairs import gate_file
-from composer_prime.traces.replay.command import main as replay
-from composer_prime.traces.replay.density import main as report
+from composer_prime.traces.ingest.ingest_command import main as ingest
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 FOREIGN = [b'{"precious": 1}', b'{"precious": 1}\n', b"A letter.\n\nDear reader", b"\n\n[1, 2]\n", b"\xff\x00"]
@@ -78,7 +76,7 @@ def test_states_are_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert states.read_text() == "{}\n"
 
 
-# Ingestion replaces states, with --overwrite, and nothing else; a chart replaces a chart.
+# Ingestion replaces states, with --overwrite, and nothing else.
 def test_other_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n'
     (tmp_path / "in.jsonl").write_text(said)
@@ -90,26 +88,3 @@ def test_other_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             ingest([*words, str(tmp_path / name)])
         assert f"{name} does not hold states" in capsys.readouterr().err
     assert (tmp_path / "in.jsonl").read_text() == said
-    play(tmp_path, STATES)
-    pairs = tmp_path / "pairs.jsonl"
-    before = pairs.read_bytes()
-    assert report([str(pairs)]) == report([str(pairs)]) == 1
-    with pytest.raises(SystemExit):
-        report([str(pairs), "--chart", str(pairs)])
-    assert "does not hold a chart of pairs" in capsys.readouterr().err and pairs.read_bytes() == before
-
-
-# A PNG of ours is replaced, another one is not. A chart that cannot be drawn is refused before there is a verdict.
-def test_charts_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    play(tmp_path, STATES)
-    pairs, chart = tmp_path / "pairs.jsonl", tmp_path / "chart.png"
-    with pytest.raises(SystemExit):
-        report([str(pairs), "--chart", str(tmp_path / "chart.html")])
-    assert "chart.html is neither .svg nor .png" in capsys.readouterr().err and not gate_file(pairs).exists()
-    words = [str(pairs), "--chart", str(chart)]
-    assert report(words) == report(words) == 1
-    photo = chart.read_bytes().replace(b"composer-prime", b"somebody-other")
-    chart.write_bytes(photo)
-    with pytest.raises(SystemExit):
-        report(words)
-    assert "does not hold a chart of pairs" in capsys.readouterr().err and chart.read_bytes() == photo

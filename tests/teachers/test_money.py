@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from composer_prime.cli.replay_command import NO_RUN
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import BudgetConfig, TeacherConfig
 from composer_prime.errors import ConfigError, UnwritableError
-from composer_prime.llm.budget import OVERCHARGE, teacher_budget
+from composer_prime.llm.budget import OVERCHARGE
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
-from composer_prime.llm.client import CallPacer
-from composer_prime.llm.prices import price_of
 from composer_prime.llm.reply import Usage
 from composer_prime.run.costs import CostLedger, read_costs, spent
-from composer_prime.traces.replay.command import parse_arguments
+from composer_prime.traces.replay.replay_command import parse_arguments
+from composer_prime.traces.replay.teachers import price_of, teacher_budget
 
 
 def answered(content: str) -> CachedAnswer:
@@ -83,7 +83,7 @@ def test_the_run_that_a_pool_names(pool: str) -> None:
     path = Path("configs/teachers") / f"{pool}.toml"
     head = path.read_text().split("\n\n")[0].replace("\\\n#", "")
     (command,) = [line for line in head.splitlines() if "composer replay" in line and " -o " in line]
-    config = parse_arguments(command.split("composer replay ")[1].split()).config
+    config = parse_arguments(command.split("composer replay ")[1].split(), NO_RUN).config
     assert config.model.max_context >= 10_000 and config.trainer.micro_batch_tokens >= 2 * config.model.max_context
     assert len(config.teachers.teacher) == 4
 
@@ -143,13 +143,6 @@ def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
             await budget.reserve(trace="t", state="s", teacher="y", usd=0.01)
 
     asyncio.run(run())
-
-
-# A rate limit spaces calls, whoever asks: the last of four waits three intervals.
-def test_calls_are_spaced() -> None:
-    pace = CallPacer(per_minute=6)
-    turns = [pace.turn_s() for _ in range(4)]
-    assert turns[0] == 0 and 25 < turns[3] <= 30
 
 
 # The key depends on everything an answer depends on, and on nothing else; a damaged answer is a miss.

@@ -6,11 +6,9 @@ import tracemalloc
 from pathlib import Path
 
 import msgspec
-import pytest
 from loopback import call
 
-from composer_prime.traces.pairs import Pair, PairState
-from composer_prime.traces.replay.density import main
+from composer_prime.data.pairs import Pair, PairState
 from composer_prime.traces.replay.records import ReplayRecords, votes_beside
 
 CONTEXT = 200_000
@@ -27,19 +25,13 @@ def write_pairs(path: Path, count: int) -> None:
             file.write(msgspec.json.encode(pair) + b"\n")
 
 
-# A resumed replay knows its pairs by their digests, the report by one reading after another.
-@pytest.mark.parametrize("by", ["records", "report"])
-def test_one_context_at_a_time(tmp_path: Path, by: str) -> None:
+# A resumed replay knows its pairs by their digests.
+def test_one_context_at_a_time(tmp_path: Path) -> None:
     path, count = tmp_path / "pairs.jsonl", 60
     write_pairs(path, count)
-    write_pairs(tmp_path / "one.jsonl", 1)
-    main([str(tmp_path / "one.jsonl")])  # What it imports is no part of the peak.
     tracemalloc.start()
     try:
-        if by == "records":
-            assert len(ReplayRecords(path, votes_beside(path)).contents) == count
-        else:
-            assert main([str(path)]) == 1
+        assert len(ReplayRecords(path, votes_beside(path)).contents) == count
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -11,12 +11,10 @@ from pydantic import ValidationError
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import KillSwitchConfig, TeacherConfig, TeachersConfig
-from composer_prime.llm.budget import teacher_budget
 from composer_prime.llm.cache import Question
 from composer_prime.llm.client import NoAnswerError
-from composer_prime.llm.prices import price_of
 from composer_prime.traces.replay.replay import ReplayProgress
-from composer_prime.traces.replay.teachers import TeacherPool
+from composer_prime.traces.replay.teachers import TeacherPool, price_of, teacher_budget
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -28,11 +26,16 @@ def reasoning(config: TeachersConfig, name: str = "gpt-a", **changes: object) ->
     return TeachersConfig.model_validate(config.model_dump() | {"teacher": teachers})
 
 
+def differ(model: str, messages: list[dict]) -> tuple[str, dict]:
+    """No two teachers agree, so all are asked."""
+    return "cat", {"path": model}
+
+
 # A teacher is asked by the keys that its endpoint knows; the others are asked as before.
 def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
     async def run() -> list[dict]:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            await replayed(tmp_path, reasoning(configured(tmp_path, endpoint.url, voting="all")), [state(0)])
+        async with serving(Endpoint(answers=differ)) as endpoint:
+            await replayed(tmp_path, reasoning(configured(tmp_path, endpoint.url)), [state(0)])
             return endpoint.seen
 
     seen = {body["model"]: body for body in asyncio.run(run())}
@@ -85,8 +88,8 @@ def test_other_refusals_name_no_setting(tmp_path: Path) -> None:
 # Another name of the limit asks nothing else, so answers that are kept stay valid; another temperature does.
 def test_the_name_of_the_limit_is_no_part_of_the_question(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serving(Endpoint(answers=overrule)) as endpoint:
-            config = configured(tmp_path, endpoint.url, voting="all")
+        async with serving(Endpoint(answers=differ)) as endpoint:
+            config = configured(tmp_path, endpoint.url)
             await replayed(tmp_path, config, [state(0)])
             renamed = await replayed(tmp_path / "renamed", reasoning(config, temperature=None), [state(0)])
             assert (renamed.calls, renamed.cached) == (0, 3)

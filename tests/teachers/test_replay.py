@@ -11,13 +11,12 @@ from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, TeacherError
-from composer_prime.llm.budget import teacher_budget
 from composer_prime.llm.cache import AnswerCache
 from composer_prime.run.costs import spent
-from composer_prime.traces.replay.actions.canonical import RULES
+from composer_prime.traces.replay.actions import RULES
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import Replay
-from composer_prime.traces.replay.teachers import Teacher, TeacherPool
+from composer_prime.traces.replay.teachers import Teacher, TeacherPool, teacher_budget
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
@@ -68,15 +67,10 @@ def test_one_family_is_no_majority(tmp_path: Path) -> None:
     assert progress.resumed == 0
 
 
-# With voting = "all" every planned teacher votes.
-def test_all_votes(tmp_path: Path) -> None:
-    assert len(play(tmp_path, overrule, [state(0)], voting="all")[1].answered) == 3
-
-
 # A trace is never shown to its own family; with fewer than two others it is refused, and nothing is asked.
 def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
     models = ("claude-x", "gpt-a", "qwen-b")
-    _, endpoint = play(tmp_path, overrule, [state(0)], models=models, voting="all")
+    _, endpoint = play(tmp_path, overrule, [state(0)], models=models, voters=3)
     assert {model for model, _ in endpoint.answered} == {"gpt-a", "qwen-b"}
     progress, endpoint = play(tmp_path / "two", overrule, [state(0)], models=("claude-x", "gpt-a"))
     assert endpoint.asked == [] and progress.outcomes == {"refused": 1}
@@ -231,7 +225,7 @@ def test_votes_by_other_rules_are_not_continued(tmp_path: Path) -> None:
         play(tmp_path, overrule, [state(0), state(1)])
 
 
-# An answer from the cache keeps the price and the time of when it was asked for, beside what is paid now.
+# An answer from the cache keeps the price of when it was asked for, beside what is paid now.
 def test_the_first_price_is_kept(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=overrule, delay_s=0.05)) as endpoint:
@@ -245,7 +239,6 @@ def test_the_first_price_is_kept(tmp_path: Path) -> None:
     once, twice = (next(read_records(votes_beside(folder / "pairs.jsonl"))) for folder in folders)
     assert (once.cost_usd, twice.cost_usd) == (pytest.approx(0.22), 0)
     assert once.price_usd == twice.price_usd == pytest.approx(0.22)
-    assert twice.seconds == 0 and twice.vote_s >= 0.1 and once.vote_s >= 0.1
     assert next(read_pairs(tmp_path / "again" / "pairs.jsonl")).cost_usd == pytest.approx(0.22)
 
 
@@ -293,22 +286,3 @@ def test_duplicates_and_lengths(tmp_path: Path) -> None:
     assert progress.pairs == 1 and progress.dropped == {"duplicate": 1}
     progress, _ = play(tmp_path / "long", lambda model, messages: ("cat", {"path": "x" * 500}), [state(0)])
     assert progress.pairs == 0 and progress.dropped == {"length": 1}
-
-
-# Agreeing answers differ in their text: the frozen base says which one is taught.
-def test_the_base_chooses_the_text(tmp_path: Path) -> None:
-    class Shortest:
-        async def logprobs_per_token(self, messages, tools, answers) -> list[float]:
-            return [-float(len(answer["tool_calls"][0]["function"]["arguments"])) for answer in answers]
-
-    def spaced(model: str, messages: list[dict]) -> tuple[str, dict]:
-        return "cat", {"path": "./a.py" if model == "gpt-a" else "a.py"}
-
-    async def run() -> None:
-        async with serving(Endpoint(answers=spaced)) as endpoint:
-            await replayed(tmp_path, configured(tmp_path, endpoint.url), [state(0)], scorer=Shortest())
-
-    asyncio.run(run())
-    (pair,) = read_pairs(tmp_path / "pairs.jsonl")
-    assert pair.chosen["tool_calls"][0]["function"]["arguments"] == '{"path": "a.py"}'
-    assert pair.teachers["chosen_by"] == "likeliest"

@@ -11,14 +11,23 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime import console as progress_lines
+from composer_prime.cli.replay_command import NO_RUN, main
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
-from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, parse_arguments, replay, replay_summary
 from composer_prime.traces.replay.records import read_pairs
-from composer_prime.traces.replay.training_limits import training_limits
-from composer_prime.traces.state import write_state
+from composer_prime.traces.replay.replay import training_limits
+from composer_prime.traces.replay.replay_command import (
+    INTERRUPTION,
+    Arguments,
+    replay,
+    replay_summary,
+)
+from composer_prime.traces.replay.replay_command import (
+    parse_arguments as parsed,
+)
+from composer_prime.traces.states import write_state
 
 POOL = """
 [run]
@@ -43,6 +52,10 @@ api_key_var = "NO_SUCH_KEY"
 """
 
 
+def parse_arguments(words: list[str]) -> Arguments:
+    return parsed(words, NO_RUN)
+
+
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
     return "cat", {"path": "a.py"}
 
@@ -55,22 +68,21 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().err
 
 
-# A file of teachers alone is enough: nobody scores, and no step limits the states. A run's file sets both, and
-# so do flags.
+# A file of teachers alone is enough: no step limits the states. A run's file does, and so do flags.
 def test_a_file_of_teachers_alone(tmp_path: Path) -> None:
     whole, alone = tmp_path / "run.toml", tmp_path / "pool.toml"
     whole.write_text(POOL)
     alone.write_text(POOL[POOL.index("[[teachers.teacher]]") :])
     words = ["s.zst", "-o", "p.jsonl"]
     config = parse_arguments([*words, "@", str(alone), "--states", "9", "--per-trace", "2"]).config
-    assert (config.teachers.select.states, config.teachers.select.per_trace, config.teachers.score) == (9, 2, False)
+    assert (config.teachers.select.states, config.teachers.select.per_trace) == (9, 2)
     assert training_limits(config) is None and len(config.teachers.teacher) == 2
-    flags = ["--model.path", "./qwen", "--model.max_context=4096", "--teachers.score", "true", "--states=3"]
+    flags = ["--model.path", "./qwen", "--model.max_context=4096", "--states=3"]
     config = parse_arguments([*words, "@", str(alone), *flags]).config
     assert (config.model.path, config.model.max_context) == ("./qwen", 4096)
-    assert config.teachers.score and config.teachers.select.states == 3
+    assert config.teachers.select.states == 3
     config = parse_arguments([*words, "@", str(whole)]).config
-    assert config.teachers.score and config.model.max_context == 384 and config.teachers.select.states is None
+    assert config.model.max_context == 384 and config.teachers.select.states is None
 
 
 # Wrong input is refused before anything is loaded or written, with what to do about it.
@@ -93,7 +105,7 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "give states, -o pairs and a configuration" in refused(capsys, states, "@", toml)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e.jsonl", "s.jsonl", "x.toml"]
     known = toml.with_name("known.toml")
-    known.write_text(POOL.replace("NO_SUCH_KEY", "LOOPBACK_KEY") + "[teachers]\nscore = false\n")
+    known.write_text(POOL.replace("NO_SUCH_KEY", "LOOPBACK_KEY"))
     assert "name another file" in refused(capsys, states, "-o", tmp_path, "@", known)
 
 
@@ -181,7 +193,7 @@ def test_a_missing_key_is_found_before_a_run(tmp_path: Path, monkeypatch: pytest
     def problems(config: Config) -> str:
         return "\n".join(check_start(config, gpus=0).problems)
 
-    config = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, score=True)
+    config = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True)
     assert "LOOPBACK_KEY" not in problems(config)
     monkeypatch.delenv("LOOPBACK_KEY")
     assert "teacher 'gpt-a' needs a key" in problems(config)

@@ -10,10 +10,9 @@ from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import SelectConfig
-from composer_prime.llm.prices import cost_with_cap, forecast_cost
-from composer_prime.traces.replay.command import Arguments, replay, replay_summary
-from composer_prime.traces.replay.selection import count_selected, selected_states
-from composer_prime.traces.state import write_state
+from composer_prime.traces.replay.forecast import cost_with_cap, count_selected, forecast_cost, selected_states
+from composer_prime.traces.replay.replay_command import Arguments, replay, replay_summary
+from composer_prime.traces.states import write_state
 
 POOL = {"gpt-a": 1.0, "gpt-b": 2.0, "qwen-c": 3.0, "claude-d": 50.0}
 """USD a million tokens."""
@@ -77,7 +76,7 @@ def test_of_selected_states(tmp_path: Path, select: dict[str, int], count: int) 
     found = forecast_cost(pool(tmp_path, "http://x/v1", states=path, select=select))
     assert found is not None and found.states == count
     config = SelectConfig.model_validate(select)
-    assert count_selected(path, config, 8) == count == len(list(selected_states(path, config)))
+    assert count_selected(path, config) == count == len(list(selected_states(path, config)))
 
 
 # Of a run's own rollouts it is known how many there will be, how long a prompt can be and who may judge them; how many

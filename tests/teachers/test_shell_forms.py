@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from composer_prime.traces.replay.actions.shell import shell
+from composer_prime.traces.replay.shell import shell
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=1, max_size=4)
 BLANKS = st.sampled_from([" ", "  ", "\t", " \\\n"])

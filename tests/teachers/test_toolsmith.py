@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from composer_prime.run.costs import read_costs
 from composer_prime.traces.replay.records import read_pairs, read_records
+from composer_prime.traces.states import state_lines
 
 TOML = """
 [run]
@@ -86,9 +88,9 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     assert 0 <= len(pairs) - replayed[-1]["replay/pairs"] <= 8
 
     states = tmp_path / "states.jsonl"
-    run("composer_prime.cli.main", "ingest", folder / "rollouts", "-o", states, "--plain")
+    run("composer_prime.cli.main", "ingest", folder / "rollouts", "-o", states)
     few = tmp_path / "few.jsonl"
-    few.write_bytes(b"".join(states.read_bytes().splitlines(keepends=True)[:40]))
+    few.write_bytes(b"".join(islice(state_lines(states), 40)))
     once, again = tmp_path / "once.jsonl", tmp_path / "again.jsonl"
     command = ("composer_prime.cli.main", "replay", few)
     assert "40 replayed" in run(*command, "-o", once, "@", toml)
@@ -98,5 +100,5 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     assert set(first) == set(second) and first
     assert all(line["usd"] == 0 for line in read_costs(tmp_path / "once.costs.jsonl"))
 
-    shown = run("composer_prime.cli.main", "pairs", "report", once, "--base", "tiny", "--min-pairs", "99", status=1)
-    assert "margins" in shown and "missed" in shown and (tmp_path / "once.svg").is_file()
+    shown = run("composer_prime.cli.main", "pairs", "report", once, "--min-pairs", "99", status=1)
+    assert "missed" in shown

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback import says, xml
 
-from composer_prime.traces.replay.actions.canonical import actions_in_text, canonical, way_of
+from composer_prime.traces.replay.actions import actions_in_text, canonical, way_of
 
 
 @pytest.mark.parametrize(

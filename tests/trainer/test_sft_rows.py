@@ -18,9 +18,9 @@ from torch import Tensor
 from composer_prime.channels.total import channel_metrics
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.policy import PolicyConfig
+from composer_prime.data.conversation_rows import ConversationRow
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
-from composer_prime.traces.demonstrations import ConversationRow
 from composer_prime.wire.types import Demonstration, DemonstrationInRow, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import RowTokenizer

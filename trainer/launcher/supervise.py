@@ -69,7 +69,7 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     where = ["--run-dir", str(run_dir.root)]
     commands = []
     if config.orchestrator.address is None:
-        models = config.teachers.models_served(config.model.path) if config.teachers.online else []
+        models = config.teachers.models_served() if config.teachers.online else []
         env = _threads(1)
         if models:
             port, threads = free_port(), config.teachers.local_threads  # the same port after a restart

@@ -13,15 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from composer_prime.traces.ingest.formats import (
-    adp,
-    aider,
     atif,
     chat_messages,
     claude_code,
-    claude_stream,
-    cline,
     codex,
-    gemini_cli,
     mini_swe_agent,
     openhands,
     rollouts,
@@ -29,21 +24,15 @@ from composer_prime.traces.ingest.formats import (
 )
 from composer_prime.traces.ingest.reading import take_sample
 from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Recent, Tally, TraceFile, observed_tools
-from composer_prime.traces.state import TraceState
-from composer_prime.traces.states_file import is_compressed
+from composer_prime.traces.states import TraceState, is_compressed
 
 FORMATS = (
     claude_code,
-    claude_stream,
     codex,
-    gemini_cli,
     openhands,
     swe_agent,
     atif,
-    adp,
     rollouts,
-    cline,
-    aider,
     mini_swe_agent,
     chat_messages,
 )

@@ -21,7 +21,7 @@ from typing import Any
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker
 from composer_prime.traces.ingest.turns import Call, Turn, digest_of, size_of, too_long
-from composer_prime.traces.state import Message
+from composer_prime.traces.states import Message
 
 MAX_RECORDS = 30_000
 """Records that are kept as possible parents."""

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from composer_prime.llm.families import family_of
+from composer_prime.model_families import family_of
 from composer_prime.traces.ingest.masking.masker import Masker
 from composer_prime.traces.ingest.reading import Bad, Limits, lines
 from composer_prime.traces.ingest.turns import MAX_TOOLS, Call, ObservedTools, OfferedTools, Turn, digest_of, size_of
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.states import Message, TraceState
 
 NO_TRACE = "not a known trace format"
 NO_RESULT = "[no result was recorded]"

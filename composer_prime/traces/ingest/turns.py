@@ -16,8 +16,8 @@ import msgspec
 
 from composer_prime.llm.reply import split_thinking
 from composer_prime.traces.ingest.reading import Limits, at, objects
-from composer_prime.traces.replay.actions.canonical import may_act
-from composer_prime.traces.state import Message
+from composer_prime.traces.replay.actions import may_act
+from composer_prime.traces.states import Message
 
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64
 """Tools of one agent, and arguments of one tool, that are described. A hostile file may call more."""

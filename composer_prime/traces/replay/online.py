@@ -3,7 +3,7 @@
     teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
 It never delays training. Pairs are trained a window at a time, once the window has passed the density gate
-(running_gate.py). If a cap, the kill switch or an error ends the replay, the log and metrics.jsonl report it, and the
+(density.py). If a cap, the kill switch or an error ends the replay, the log and metrics.jsonl report it, and the
 run continues with the pairs so far. A resumed run continues the replay, and no answer is paid for twice.
 
 The end of the run, also by Ctrl-C, waits for calls in flight, which may be charged, at most for their own deadline
@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from composer_prime.config import Config
+from composer_prime.config.teachers import MIN_WINDOW_PAIRS
 from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ConfigError, LedgerError, UnwritableError
 from composer_prime.monitor.events import event
@@ -28,11 +29,10 @@ from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
+from composer_prime.traces.replay.forecast import selected_states
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
-from composer_prime.traces.replay.selection import selected_states
-from composer_prime.traces.state import TraceState
-from composer_prime.traces.states_file import read_states
+from composer_prime.traces.states import TraceState, read_states
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class OnlineReplay:
                     await replay.run(self._states())
                     self._no_more_calls()
                     if replay.gate is not None and replay.progress.stopped != END:
-                        await replay.gate.measure_rest()
+                        await replay.gate.measure(MIN_WINDOW_PAIRS)
                 finally:
                     self._no_more_calls()
                     report.cancel()
@@ -120,7 +120,7 @@ class OnlineReplay:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
             calls = pluralize(replay.in_flight, "call")
-            dropped = "no call was in flight, but pairs were being scored or measured; a resumed run repeats that"
+            dropped = "no call was in flight, but pairs were being written; a resumed run repeats that"
             if replay.in_flight:
                 under_way = "a resumed run continues these states with the answers so far"
                 dropped = f"{calls} in flight, counted at their reservation; {under_way}"
@@ -138,7 +138,7 @@ class OnlineReplay:
         calls = self._replay.in_flight
         left = f"given up in {self._left_s():.0f} s"
         if not calls:
-            return f"the pairs of answers that are there: being scored or measured, {left}"
+            return f"the pairs of answers that are there: being written, {left}"
         return f"answers of teachers that may charge: {pluralize(calls, 'call')} in flight, {left}"
 
     async def _states(self) -> AsyncIterator[TraceState]:

@@ -20,20 +20,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from composer_prime.data.pairs import Pair
 from composer_prime.errors import ConfigError, UnwritableError
-from composer_prime.traces.pairs import Pair
-from composer_prime.traces.replay.actions.canonical import RULES
-from composer_prime.traces.states_file import check_own, lines_of
+from composer_prime.traces.replay.actions import RULES
+from composer_prime.traces.states import check_own
 
 T = TypeVar("T")
-_BEGINNING = b'{"trace":'
-"""Of every line of both files."""
 UNDECIDED = {"refused", "failed", "budget"}
 """Outcomes that the next replay tries again: a teacher may be back, a cap raised, a family named."""
 
 
 class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One teacher's vote, or one of its answers, as votes.jsonl holds it."""
+    """One teacher's vote, as votes.jsonl holds it."""
 
     teacher: str
     family: str
@@ -46,15 +44,10 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached: bool
     cost_usd: float
     """Paid now; 0 from the cache."""
-    seconds: float
     price_usd: float = 0.0
     """Paid when it was first asked for."""
-    answer_s: float = 0.0
-    """What the endpoint took then."""
     model: str | None = None
     """The model that answered, where it is not the one that was asked for."""
-    share: float = 1.0
-    """Of the teacher's vote, which is split over its answers."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -77,19 +70,20 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Whether an unexpected error failed it. The kill switch then counts its calls as failed."""
     cost_usd: float = 0.0
     """Paid now, retries included."""
-    seconds: float = 0.0
-    """As Ballot.seconds; 0 where all votes came from the cache."""
     price_usd: float = 0.0
     """As cost_usd, with answers from the cache at what they cost when they were first asked for."""
-    vote_s: float = 0.0
-    """As seconds, with answers from the cache at the time that they took then, one after another."""
     content: str = ""
     """Digest of what the student saw and did. It tells apart another state with the same id."""
     pairs: list[str] = []
     dropped: dict[str, int] = {}
     """Pairs that were not written, by reason: length, duplicate."""
     rules: int = 1
-    """By which the forms were compared (canonical.RULES)."""
+    """By which the forms were compared (actions.RULES)."""
+
+    @property
+    def calls(self) -> int:
+        """Calls of this replay."""
+        return sum(not vote.cached for vote in self.votes) + self.failed_calls
 
 
 @contextmanager
@@ -125,8 +119,8 @@ class ReplayRecords:
         rules of another release."""
         self.pairs_path = pairs
         self.votes_path = votes
-        check_own(pairs, lines_of(Pair, beginning=_BEGINNING), "pairs")
-        check_own(votes, lines_of(StateRecord, beginning=_BEGINNING), "votes")
+        check_own(pairs, Pair, "pairs")
+        check_own(votes, StateRecord, "votes")
         for path, kind in ((pairs, Pair), (votes, StateRecord)):
             path.parent.mkdir(parents=True, exist_ok=True)
             _end_last_line(path, kind)
@@ -141,7 +135,7 @@ class ReplayRecords:
                 f"{self.pairs_path.parent} elsewhere, or set teachers.online = false"
             )
         self._ids: dict[tuple[str, str, str], str] = {}
-        self.contents: set[bytes] = set()
+        self.contents: set[str] = set()
         for pair in read_pairs(pairs):
             self._note(pair)
         pair_ids = set(self._ids.values())
@@ -193,9 +187,9 @@ def votes_beside(pairs: Path) -> Path:
     return pairs.with_name(f"{pairs.stem}.votes.jsonl")
 
 
-def content_of(pair: Pair) -> bytes:
+def content_of(pair: Pair) -> str:
     """Return what two duplicates share: the same context and the same two actions, in whichever trace."""
-    return digest([_without_ids(message) for message in (*pair.state.messages, pair.chosen, pair.rejected)]).encode()
+    return digest([_without_ids(message) for message in (*pair.state.messages, pair.chosen, pair.rejected)])
 
 
 def digest(value: Any) -> str:
@@ -234,10 +228,15 @@ def _read(path: Path, kind: type[T]) -> Iterator[T]:
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for raw in file:
-            try:
-                yield decoder.decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
+            if (value := _decoded(decoder, raw)) is not None:
+                yield value
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes) -> T | None:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _end_last_line(path: Path, kind: type) -> None:
@@ -250,7 +249,7 @@ def _end_last_line(path: Path, kind: type) -> None:
             end += len(last)
         file.seek(end)
         if last and not last.endswith(b"\n"):
-            if lines_of(kind)(last):
-                file.write(b"\n")
-            else:
+            if _decoded(msgspec.json.Decoder(kind), last) is None:
                 file.truncate(end - len(last))
+            else:
+                file.write(b"\n")

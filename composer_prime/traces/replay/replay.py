@@ -4,41 +4,36 @@
                  longer than a training step holds? refused
                  voters (never the trace's own family, cheapest first)
                  vote ── settled? no ── next vote ...
-                 candidates ── length, duplicates ── text by the base's likelihood ──> ReplayRecords
+                 candidates ── length, duplicates ──> ReplayRecords
                kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
 An interrupted, killed or stopped replay continues where it was. Done states are skipped. Paid answers come from the
-cache. The figures of the kill switch are read from votes and costs.
+cache. The figures of the kill switch are read from the votes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.errors import ConfigError, EndpointError, ModelNotFoundError, TeacherError
-from composer_prime.llm.budget import Budget, teacher_budget
-from composer_prime.traces.pairs import Pair, PairState
-from composer_prime.traces.replay.actions.canonical import RULES, Files, canonical
-from composer_prime.traces.replay.frozen_base import CachedScorer, EndpointScorer, Scorer, ServedScorer, likeliest
+from composer_prime.data.pairs import Pair, PairState
+from composer_prime.errors import TeacherError
+from composer_prime.llm.budget import Budget
+from composer_prime.llm.cache import Message
+from composer_prime.model_source import resolve_model
+from composer_prime.traces.replay.actions import RULES, Files, canonical
+from composer_prime.traces.replay.density import RunningGate
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
-from composer_prime.traces.replay.running_gate import RunningGate
-from composer_prime.traces.replay.teachers import (
-    Teacher,
-    TeacherPool,
-    check_teachers,
-    models_at,
-    weights_mark,
-)
-from composer_prime.traces.replay.training_limits import TrainingLimits, training_limits
+from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
 from composer_prime.traces.replay.voting import (
     Ballot,
     Candidate,
@@ -48,62 +43,47 @@ from composer_prime.traces.replay.voting import (
     length_ratio,
     without_thinking,
 )
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+NO_MODEL = "none"
+"""The model.path of a replay without a run."""
 _MAX_LENGTH_RATIO = 4.0
 """A pair whose longer answer exceeds this times the shorter one is dropped: it would teach length."""
+_KNOWN_TEXTS = 100_000
+"""Texts whose length is remembered: the states of a trace repeat their context."""
 
 
 @asynccontextmanager
 async def open_replay(
-    config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False
+    config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False, server: Sequence[str] = ()
 ) -> AsyncIterator[Replay]:
     """Open a replay with all that it needs: files, budget, local models, teachers.
 
-    `gated`: measure the pairs as they come, for they are trained meanwhile.
+    `gated`: measure the pairs as they come, for they are trained meanwhile. `server`: the command of a server of local
+    models, where none is served yet.
 
-    Raises ConfigError (price, key, base, another replay of `pairs`, a file of something else), RoleFailedError or
+    Raises ConfigError (price, key, another replay of `pairs`, a file of something else), RoleFailedError or
     DeadlineError (local models).
     """
     teachers = config.teachers
     await asyncio.to_thread(check_teachers, teachers)  # it may convert a model
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
-    base = config.model.path
-    models = teachers.models_served(base)
+    models = teachers.models_served()
     async with AsyncExitStack() as stack:
         stack.enter_context(only_writer(pairs))  # before reading what was spent
         records = ReplayRecords(pairs, votes)  # before anything is written: another file is left as it is
         budget = teacher_budget(teachers.budget, costs)
-        try:
-            mark = None
-            if teachers.score:
-                mark = weights_mark(base) if teachers.frozen_base is None else teachers.frozen_base.mark
-        except ModelNotFoundError as error:
-            raise ConfigError(
-                f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
-                "teachers.score = false"
-            ) from None
-        addresses: dict[str, str] = {}
-        served: ServedScorer | None = None
-        if teachers.score and teachers.frozen_base is not None and not teachers.cache_only:
-            served = EndpointScorer(teachers.frozen_base, teachers)
-            stack.push_async_callback(served.close)
-        if models:
-            url = await stack.enter_async_context(
-                models_at(models, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
-            )
-            addresses = {teacher.model: url for teacher in teachers.teacher if teacher.local}
-            if mark is not None and served is None:
-                served = ServedScorer(url, base, teachers)
-                stack.push_async_callback(served.close)
-        scorer = None if mark is None else CachedScorer(teachers.cache_dir.expanduser() / "scores", mark, served)
-        pool = await asyncio.to_thread(TeacherPool, teachers, budget, addresses)
+        url = await stack.enter_async_context(models_at(models, teachers, server)) if models else ""
+        pool = await asyncio.to_thread(TeacherPool, teachers, budget, dict.fromkeys(models, url))
         stack.push_async_callback(pool.close)
-        gate = RunningGate(teachers.gate, records, served) if gated else None
+        gate = RunningGate(teachers.gate, records) if gated else None
         limits = await asyncio.to_thread(training_limits, config)
-        yield Replay(teachers, pool, budget, records, scorer, gate=gate, limits=limits)
+        yield Replay(teachers, pool, budget, records, gate=gate, limits=limits)
 
 
 @dataclass(slots=True)
@@ -130,8 +110,6 @@ class ReplayProgress:
     """Why teachers gave no vote."""
     other_models: Counter[str] = field(default_factory=Counter)
     """Votes of models that were not asked for, by teacher and model."""
-    unscored: Counter[str] = field(default_factory=Counter)
-    """Why the base did not choose among agreeing answers."""
     left_out: int = 0
     """States whose id another state has."""
     why_left_out: str | None = None
@@ -150,7 +128,6 @@ class Replay:
         pool: TeacherPool,
         budget: Budget,
         records: ReplayRecords,
-        scorer: Scorer | None = None,
         *,
         gate: RunningGate | None = None,
         limits: TrainingLimits | None = None,
@@ -163,18 +140,17 @@ class Replay:
         self._pool = pool
         self._budget = budget
         self._records = records
-        self._scorer = scorer
         self._limits = limits
         self._counting = asyncio.Lock()
         self._spent_before_usd = budget.spent_usd
         self._voting = Voting(config, pool, self.progress.without_vote)
-        self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
+        self._switch = KillSwitch(config.kill)
         self._stopping = asyncio.Event()
         self._seen: dict[tuple[str, str], str | None] = {}
         """(trace, state) -> digest of the states of this replay."""
         self._writing = asyncio.Lock()
         for record in records.history:
-            self._note(record, usd=0.0)  # its cost is in the ledger
+            self._switch.note(record)
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> ReplayProgress:
         """Replay until the states end or something stops it, which `progress.stopped` names.
@@ -268,10 +244,7 @@ class Replay:
                 self.progress.stopped = self.progress.stopped or reason
                 return
             if ballot is not None and outcome not in UNDECIDED:
-                pairs, dropped = await self._pairs(ballot)
-        except EndpointError as error:  # no base for now: a repeated replay has the votes from the cache
-            outcome, reason = "failed", str(error)
-            self._voting.count_no_vote(reason)
+                pairs, dropped = self._pairs(ballot)
         except OSError:  # the other states need the disk too
             raise
         except Exception as error:
@@ -280,12 +253,10 @@ class Replay:
             self._voting.count_no_vote(reason)
         record = self._record(state, ballot, outcome, reason, pairs, dropped, broken=broken)
         async with self._writing:
-            written = await asyncio.to_thread(self._records.add, record, pairs)
+            await asyncio.to_thread(self._records.add, record, pairs)
             if self.gate is not None:
-                self.gate.note(record, written)
+                await self.gate.note(record)
         self._count(record, len(pairs))
-        if self.gate is not None and self.progress.stopped is None:
-            await self.gate.measure_when_due()
 
     def _record(
         self,
@@ -306,9 +277,7 @@ class Replay:
                 "votes": [vote.record for vote in ballot.votes],
                 "student_form": digest(ballot.student),
                 "failed_calls": ballot.failed,
-                "seconds": ballot.seconds,
                 "price_usd": usd + ballot.cached_usd,
-                "vote_s": ballot.first_s,
             }
         return StateRecord(
             trace=state.trace_id,
@@ -345,12 +314,12 @@ class Replay:
         voters = self._pool.voters(state)
         return Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters))), voters
 
-    async def _pairs(self, ballot: Ballot) -> tuple[list[Pair], Counter[str]]:
+    def _pairs(self, ballot: Ballot) -> tuple[list[Pair], Counter[str]]:
         """Return the pairs to write, and why others are dropped."""
         pairs: list[Pair] = []
         dropped: Counter[str] = Counter()
         student = without_thinking(ballot.state.student_action)
-        for pair in [await self._pair(ballot, candidate) for candidate in candidates(ballot, student)]:
+        for pair in [self._pair(ballot, candidate) for candidate in candidates(ballot, student)]:
             written = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > _MAX_LENGTH_RATIO:
                 dropped["length"] += 1
@@ -361,33 +330,25 @@ class Replay:
                 pairs.append(pair)
         return pairs, dropped
 
-    async def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
+    def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
         state = ballot.state
-        chosen, how = await likeliest(
-            self._scorer, state.messages, state.tools, candidate.chosen, self.progress.unscored
-        )
-        votes: dict[str, dict[str, Any]] = {}
-        answers = Counter[str]()
-        for vote in ballot.votes:
-            record, name = vote.record, vote.record.teacher
-            said: dict[str, Any] = {"family": record.family, "form": record.form, "answer": record.answer}
-            said["for"] = candidate.side(vote.form)
-            if record.share < 1:
-                answers[name] += 1
-                name, said["share"] = f"{name} {answers[name]}", record.share
-            votes[name] = said
+        votes = {
+            vote.record.teacher: {
+                "family": vote.record.family,
+                "form": vote.record.form,
+                "answer": vote.record.answer,
+                "for": candidate.side(vote.form),
+            }
+            for vote in ballot.votes
+        }
+        rejected_form = digest(candidate.rejected_form)
         return Pair(
             trace=state.trace_id,
             state=PairState(state_id=state.state_id, messages=state.messages, tools=state.tools),
-            chosen=chosen,
+            chosen=candidate.chosen,
             rejected=candidate.rejected,
             epsilon=candidate.epsilon,
-            teachers={
-                "votes": votes,
-                "planned": ballot.planned,
-                "chosen_by": how,
-                "rejected_form": digest(candidate.rejected_form),
-            },
+            teachers={"votes": votes, "planned": ballot.planned, "rejected_form": rejected_form},
             cost_usd=sum(vote.record.price_usd for vote in ballot.votes),
         )
 
@@ -397,23 +358,82 @@ class Replay:
         progress.outcomes[record.outcome] += 1
         progress.pairs += pairs
         progress.dropped.update(record.dropped)
-        paid = sum(not vote.cached for vote in record.votes)
-        progress.calls += paid + record.failed_calls
-        progress.cached += len(record.votes) - paid
+        progress.calls += record.calls
+        progress.cached += sum(vote.cached for vote in record.votes)
         progress.failed += record.failed_calls
         progress.usd = self._budget.spent_usd - self._spent_before_usd
         progress.cached_usd += record.price_usd - record.cost_usd
         progress.other_models.update(f"{vote.teacher}: {vote.model}" for vote in record.votes if vote.model)
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
-        self._note(record, usd=record.cost_usd)
+        self._switch.note(record)
         progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
 
-    def _note(self, record: StateRecord, *, usd: float) -> None:
-        calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
-        self._switch.note(
-            record.trace, usd, record.seconds, calls=calls, failed=record.failed_calls, broken=record.broken
+
+@dataclass(slots=True, kw_only=True)
+class TrainingLimits:
+    """Which states a training step can hold: teachers are paid for no other. Used by one thread at a time."""
+
+    tokenizer: Tokenizer
+    max_context: int
+    row_tokens: int
+    """Both sides of a pair share one row (trainer.micro_batch_tokens)."""
+    _lengths: dict[bytes, int] = field(default_factory=dict)
+
+    def excess(self, state: TraceState) -> str | None:
+        """Return why no pair of this state can be trained; None where one may.
+
+        Every pair holds the context and, on one side, the student's action. Only their texts are counted: what the
+        chat template adds would make them longer still.
+        """
+        context = sum(self._tokens(message) for message in state.messages)
+        side = context + self._tokens(state.student_action)
+        for tokens, what, setting, limit in (
+            (side, "its context and action have", "model.max_context", self.max_context),
+            (context + side, "both sides of its pairs have", "trainer.micro_batch_tokens", self.row_tokens),
+        ):
+            if tokens > limit:
+                return (
+                    f"{what} more tokens than {setting} = {limit}, so no step could train on its pairs: raise "
+                    f"{setting}, or ingest shorter sessions"
+                )
+        return None
+
+    def _tokens(self, message: Message) -> int:
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        texts = [message.get("content") or "", *(text for call in calls for text in (call["name"], call["arguments"]))]
+        return sum(self._length(text) for text in texts if text)
+
+    def _length(self, text: str) -> int:
+        key = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+        length = self._lengths.get(key)
+        if length is None:
+            if len(self._lengths) >= _KNOWN_TEXTS:
+                self._lengths.clear()
+            length = self._lengths[key] = len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return length
+
+
+def training_limits(config: Config) -> TrainingLimits | None:
+    """Return the limits of a run; None without one, and, with a warning, where its tokenizer is not at hand."""
+    from tokenizers import Tokenizer
+
+    path = config.model.path
+    if path == NO_MODEL:
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(resolve_model(path) / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        logger.warning(
+            "states are not compared with model.max_context: model.path = %s has no readable tokenizer.json (%s)",
+            path,
+            error,
         )
+        return None
+    tokenizer.no_truncation()
+    return TrainingLimits(
+        tokenizer=tokenizer, max_context=config.model.max_context, row_tokens=config.trainer.micro_batch_tokens
+    )
 
 
 def _content(state: TraceState) -> str:

@@ -1,7 +1,6 @@
 """Teachers: models that say what they would have done at a state, and which of them may judge which trace.
 
-Local ones and the frozen base, which scores answers, are served by a process of their own: inference/model_server.py,
-started by name only, by the launcher of a run or here.
+Local ones are served by a process of their own, which the launcher of a run or `composer replay` starts.
 """
 
 from __future__ import annotations
@@ -11,25 +10,26 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
 
-from composer_prime.config.teachers import MODELS_VARIABLE, TeacherConfig, TeachersConfig
+from composer_prime.config.teachers import MODELS_VARIABLE, BudgetConfig, TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, TeacherError
-from composer_prime.llm.budget import Budget
+from composer_prime.llm.budget import Budget, Caps
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
-from composer_prime.llm.families import UNKNOWN, family_named, is_foreign
-from composer_prime.llm.prices import Price, price_of
+from composer_prime.llm.prices import PER_MILLION, Price, listed_price
 from composer_prime.llm.reply import ROUNDING
+from composer_prime.model_families import UNKNOWN, family_named, is_foreign
 from composer_prime.model_source import resolve_model, weight_files
+from composer_prime.run.costs import CostLedger, spent
 from composer_prime.run.process import child_options, stop
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
@@ -88,7 +88,7 @@ class Teacher:
     def family(self) -> str:
         return self.config.known_family
 
-    def _question(self, state: TraceState, sample: int) -> Question:
+    def _question(self, state: TraceState) -> Question:
         shared, messages = self._shared, state.messages
         if shared.system_prompt and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": shared.system_prompt}, *messages]
@@ -99,7 +99,6 @@ class Teacher:
             tools=state.tools,
             temperature=self.config.temperature_of(shared.temperature),
             max_tokens=shared.max_tokens,
-            sample=sample or msgspec.UNSET,
         )
 
     def _bound_usd(self, question: Question, bytes_per_token: float) -> float:
@@ -107,13 +106,13 @@ class Teacher:
         tokens = int(_size(question) / bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
         return self.price.bound_usd(tokens, question.max_tokens)
 
-    async def ask(self, state: TraceState, sample: int = 0) -> ChatAnswer:
-        """Return answer number `sample`.
+    async def ask(self, state: TraceState) -> ChatAnswer:
+        """Return the answer to a state.
 
         Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
         the call would pass a cap.
         """
-        question = self._question(state, sample)
+        question = self._question(state)
         if self._client is None:
             stored = self._cache.get(question.key)
             if stored is None:
@@ -179,7 +178,6 @@ class Teacher:
             max_retries=shared.max_retries,
             retry_base_s=shared.retry_base_s,
             retry_max_s=shared.retry_max_s,
-            requests_per_minute=config.requests_per_minute,
         )
 
     def _max_price(self) -> dict[str, float]:
@@ -209,6 +207,35 @@ class Teacher:
 
 def _size(question: Question) -> int:
     return len(msgspec.json.encode([question.messages, question.tools]))
+
+
+def price_of(teacher: TeacherConfig) -> Price:
+    """Return the configured price, nothing for a local model, else today's price of genai-prices.
+
+    Raises ConfigError without a price: a cap needs a known cost.
+    """
+    if teacher.input_usd_per_mtok is not None and teacher.output_usd_per_mtok is not None:
+        return Price(
+            input_usd=teacher.input_usd_per_mtok * PER_MILLION, output_usd=teacher.output_usd_per_mtok * PER_MILLION
+        )
+    if teacher.local:
+        return Price(input_usd=0.0, output_usd=0.0)
+    try:
+        return listed_price(teacher.model, teacher.base_url)
+    except LookupError as error:
+        raise ConfigError(
+            f"genai-prices has no price for teacher {teacher.name!r} ({teacher.model} at {teacher.base_url}: {error}): "
+            "set input_usd_per_mtok and output_usd_per_mtok for it"
+        ) from None
+
+
+def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
+    """Return the budget of teachers over one costs.jsonl, the money of earlier runs in it included.
+
+    Raises LedgerError where the file does not tell what was spent.
+    """
+    caps = Caps(usd_per_run=config.usd_per_run, usd_per_trace=config.usd_per_trace, usd_per_call=config.usd_per_call)
+    return Budget(caps, CostLedger(path).write, spent(path))
 
 
 def check_teachers(config: TeachersConfig) -> None:
@@ -272,8 +299,8 @@ class TeacherPool:
             seen[teacher.family] += 1
         return sorted(allowed, key=lambda teacher: rank[teacher.name])
 
-    async def ask(self, teacher: Teacher, state: TraceState, sample: int = 0) -> ChatAnswer:
-        """Return answer number `sample` of a teacher.
+    async def ask(self, teacher: Teacher, state: TraceState) -> ChatAnswer:
+        """Return a teacher's answer.
 
         Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError.
         """
@@ -281,7 +308,7 @@ class TeacherPool:
             raise NotAskedError(
                 f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote"
             )
-        return await teacher.ask(state, sample)
+        return await teacher.ask(state)
 
     async def close(self) -> None:
         """Close every teacher, then the cache, also where one of them raises."""
@@ -306,17 +333,24 @@ def weights_mark(model: str) -> str:
 
 
 @asynccontextmanager
-async def models_at(models: Sequence[str], *, threads: int, start_timeout_s: float) -> AsyncIterator[str]:
+async def models_at(models: Sequence[str], config: TeachersConfig, server: Sequence[str]) -> AsyncIterator[str]:
     """Give the base URL where `models` are served: by the launcher (MODELS_VARIABLE), else by a process that ends with
-    this context. Raises RoleFailedError or DeadlineError.
+    this context. `server` is the command of a model server, empty where none may be started.
+
+    Raises RoleFailedError or DeadlineError, and ConfigError without either.
     """
     url = os.environ.get(MODELS_VARIABLE)
-    if url is None:
-        async with local_models(models, threads=threads, start_timeout_s=start_timeout_s) as url:
+    if url is not None:
+        await _until_served(url, set(models), config.local_start_timeout_s)
+        yield url
+    elif server:
+        async with _local_models(models, config, server) as url:
             yield url
-        return
-    await _until_served(url, set(models), start_timeout_s)
-    yield url
+    else:
+        raise ConfigError(
+            f"{', '.join(models)} are local teachers, and {MODELS_VARIABLE} does not name the server of local models: "
+            "start the run with `trainer`, which serves them, or serve them and set the variable"
+        )
 
 
 async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
@@ -325,10 +359,10 @@ async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while True:
                 try:
-                    listed = (await client.get("/models")).json()["data"]
-                    if models <= {model["id"] for model in listed}:
+                    listed = {model["id"] for model in (await client.get("/models")).json()["data"]}
+                    if models <= listed:
                         return
-                    status = f"it serves {', '.join(model['id'] for model in listed)}"
+                    status = f"it serves {', '.join(sorted(listed))}"
                 except (httpx.HTTPError, ValueError, LookupError, TypeError):
                     pass
                 await asyncio.sleep(_POLL_S)
@@ -340,29 +374,26 @@ async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
 
 
 @asynccontextmanager
-async def local_models(models: Sequence[str], *, threads: int, start_timeout_s: float) -> AsyncIterator[str]:
-    """Serve models on loopback while the context lasts; give the base URL. Raises RoleFailedError or DeadlineError."""
-    models = list(dict.fromkeys(models))
-    command = [sys.executable, "-m", "inference.model_server", "--threads", str(threads)]
-    for model in models:
-        command += ["--model", model]
+async def _local_models(models: Sequence[str], config: TeachersConfig, server: Sequence[str]) -> AsyncIterator[str]:
+    threads, timeout_s = config.local_threads, config.local_start_timeout_s
+    command = [*server, "--threads", str(threads), *(word for model in models for word in ("--model", model))]
     # In a session of its own: Ctrl-C must not end the models while their last answers are waited for.
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    server = await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, **child_options(environment)
     )
-    assert server.stdout is not None
+    assert process.stdout is not None
     names = ", ".join(models)
     try:
         try:
-            line = await asyncio.wait_for(server.stdout.readline(), start_timeout_s)
+            line = await asyncio.wait_for(process.stdout.readline(), timeout_s)
         except TimeoutError:
             raise DeadlineError(
-                f"waited {start_timeout_s:g} s for local models ({names}) to load: raise teachers.local_start_timeout_s"
+                f"waited {timeout_s:g} s for local models ({names}) to load: raise teachers.local_start_timeout_s"
             ) from None
         if not line:
-            status = await server.wait()
+            status = await process.wait()
             raise RoleFailedError(f"the server of local models ({names}) ended with status {status}; see its message")
         yield json.loads(line)["url"]
     finally:
-        await stop(server, _END_S)
+        await stop(process, _END_S)

@@ -1,8 +1,7 @@
 """The votes on one state: which teacher to ask next, which pairs the answers give, and what ends a replay.
 
 1. A majority (more than N/2 of the planned voters, of at least two families, by canonical form) beats the student,
-   where they differ. A teacher that draws several answers splits its vote over them. Its family counts for a form that
-   at least half of one of its teachers' votes is for.
+   where they differ.
 2. A student that the majority agrees with beats each minority answer.
 3. No majority gives no pair. Nor does one whose action cannot run in the state.
 
@@ -12,29 +11,21 @@ epsilon, the probability that a label is wrong: 1 - (k + 1/2) / (n + 1) with k o
 
 from __future__ import annotations
 
-import asyncio
-from bisect import insort
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from composer_prime.config.teachers import KillSwitchConfig, TeachersConfig
 from composer_prime.errors import CapError
+from composer_prime.llm.cache import Message
 from composer_prime.llm.client import NoAnswerError
-from composer_prime.llm.families import is_same_model
-from composer_prime.stats.intervals import percentile
-from composer_prime.traces.replay.actions.canonical import Canonical, Files, actions_in_text, canonical, way_of
-from composer_prime.traces.replay.records import VoteRecord, digest
+from composer_prime.model_families import is_same_model
+from composer_prime.traces.replay.actions import Canonical, Files, actions_in_text, canonical, way_of
+from composer_prime.traces.replay.records import StateRecord, VoteRecord, digest
 from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.states import TraceState
 
-Times = tuple[float, float]
-"""Seconds that an endpoint took: now, and when the answer was first asked for."""
-_ROUNDING = 1e-9
-"""Of sums of shares."""
 MAX_REASONS = 50
 """Reasons for missing votes that are counted separately. Endpoints may word their errors in any way."""
 _MIN_CHARS = 24
@@ -43,7 +34,7 @@ _MIN_CHARS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """One teacher's answer, which is its vote or a share of it."""
+    """One teacher's answer."""
 
     record: VoteRecord
     form: Canonical
@@ -52,51 +43,27 @@ class Vote:
 
 @dataclass(slots=True)
 class KillSwitch:
-    """Ends a replay that costs too much, takes too long or fails too often.
-
-    It takes in each state, those of earlier replays first. States without a call (refused, from the cache, no money
-    left) count nowhere: they would lower any mean.
-    """
+    """Ends a replay whose calls fail too often. It takes in each state, those of earlier replays first."""
 
     config: KillSwitchConfig
-    seconds: list[float] = field(default_factory=list)
-    """Of each state on which a call was made, ascending, so that sorting again costs nothing."""
-    usd_by_trace: dict[str, float] = field(default_factory=dict)
-    """Of each trace on which a call was made."""
     calls: int = 0
     failed: int = 0
     states: int = 0
     """On which a call was made, or that broke."""
 
-    def note(
-        self, trace: str, usd: float, seconds: float, *, calls: int, failed: int = 0, broken: bool = False
-    ) -> None:
-        """Take in one state. All calls of a `broken` state count as failed, and one where it made none."""
-        if calls or usd:
-            self.usd_by_trace[trace] = self.usd_by_trace.get(trace, 0.0) + usd
-        if calls:
-            insort(self.seconds, seconds)
+    def note(self, record: StateRecord) -> None:
+        """Take in one state. All calls of a broken state count as failed, and one where it made none."""
+        calls, broken = record.calls, record.broken
         self.states += bool(calls or broken)
         self.calls += max(calls, broken)
-        self.failed += max(calls, 1) if broken else failed
+        self.failed += max(calls, 1) if broken else record.failed_calls
 
     def tripped(self) -> str | None:
         """Return why the replay has to stop; None while it may continue."""
-        config = self.config
-        if self.states < config.min_states:
+        rate, limit = self.failed / max(self.calls, 1), self.config.error_rate
+        if self.states < self.config.min_states or rate <= limit:
             return None
-        costs = self.usd_by_trace.values()
-        limits = (
-            ("mean_usd_per_trace", sum(costs) / max(len(costs), 1), config.mean_usd_per_trace, "$"),
-            ("p95_s_per_step", percentile(self.seconds, 0.95), config.p95_s_per_step, ""),
-            ("error_rate", self.failed / max(self.calls, 1), config.error_rate, ""),
-        )
-        for name, value, limit, unit in limits:
-            if value > limit:
-                return (
-                    f"{name} is {unit}{value:.4g} after {self.states} states, teachers.kill.{name} is {unit}{limit:g}"
-                )
-        return None
+        return f"error_rate is {rate:.4g} after {self.states} states, teachers.kill.error_rate is {limit:g}"
 
 
 @dataclass(slots=True)
@@ -113,18 +80,8 @@ class Ballot:
     """Calls that gave no vote. An answer from the cache that gives none is not one."""
     cached_usd: float = 0.0
     """What answers from the cache cost when they were first asked for."""
-    seconds: float = 0.0
-    """What endpoints took for the votes that were called for, without waiting for turns, places and money. Of answers
-    that were asked for at once the slowest counts."""
-    first_s: float = 0.0
-    """As seconds, with answers from the cache at what they took when they were first asked for."""
     no_vote_reason: str | None = None
     """Of the last teacher that gave no vote."""
-
-    def add_times(self, times: Sequence[Times]) -> None:
-        """Take in what was asked for at once."""
-        self.seconds += max((seconds for seconds, _ in times), default=0.0)
-        self.first_s += max((first_s for _, first_s in times), default=0.0)
 
     def obstacle(self, form: Canonical) -> str | None:
         """Return why no action of a majority for this form can run; None where one can."""
@@ -141,12 +98,16 @@ class Voting:
         self._no_vote_reasons = no_vote_reasons
 
     async def vote(self, ballot: Ballot, voters: list[Teacher]) -> tuple[str, str | None]:
-        """Fill the ballot. Return (outcome, reason), the outcome as in StateRecord or `run_budget`.
+        """Fill the ballot, one vote after another, while the majority is open.
 
-        After an error the ballot holds the votes so far.
+        Return (outcome, reason), the outcome as in StateRecord or `run_budget`. After an error the ballot holds the
+        votes so far.
         """
         try:
-            await self._all(ballot, voters) if self._config.voting == "all" else await self._sequence(ballot, voters)
+            for teacher in voters:
+                if settled(ballot.votes, ballot.planned):
+                    break
+                await self._ask(ballot, teacher)
         except CapError as error:
             if error.scope == "run":
                 return "run_budget", str(error)
@@ -162,67 +123,30 @@ class Voting:
             return "cannot_run", f"the majority's action cannot run: {reason}"
         return "agreed" if form == ballot.student else "overruled", None
 
-    async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """Ask for one vote after another, while the majority is open."""
-        for teacher in voters:
-            if settled(ballot.votes, ballot.planned):
-                return
-            ballot.add_times([await self._ask(ballot, teacher)])
-
-    async def _all(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """Ask for all planned votes at once. Where one fails, ask the next teacher."""
-        first = voters[: ballot.planned]
-        results = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
-        order = [teacher.name for teacher in first]  # votes come in any order, and which is the first must not vary
-        ballot.votes.sort(key=lambda vote: order.index(vote.record.teacher))
-        ballot.add_times([each for each in results if not isinstance(each, BaseException)])
-        _raise_worst(results)
-        for teacher in voters[ballot.planned :]:
-            if _voted(ballot.votes) >= ballot.planned:
-                return
-            ballot.add_times([await self._ask(ballot, teacher)])
-
-    async def _ask(self, ballot: Ballot, teacher: Teacher) -> Times:
-        """Add one vote, split over the teacher's answers, and return what the slowest took. Raises CapError.
-
-        An answer that is cut short, filtered or empty is not a vote.
-        """
-        draws = (self._answer(ballot, teacher, sample) for sample in range(self._config.samples))
-        results = await asyncio.gather(*draws, return_exceptions=True)
-        drawn = [each for each in results if not isinstance(each, BaseException)]
-        votes = [vote for vote, _, _ in drawn if vote is not None]
-        for vote in votes:
-            record = vote.record if len(votes) == 1 else msgspec.structs.replace(vote.record, share=1 / len(votes))
-            ballot.votes.append(replace(vote, record=record))
-        _raise_worst(results)
-        return max(seconds for _, seconds, _ in drawn), max(first_s for _, _, first_s in drawn)
-
-    async def _answer(self, ballot: Ballot, teacher: Teacher, sample: int) -> tuple[Vote | None, float, float]:
-        """Return (answer number `sample` as a whole vote, *Times)."""
-        state = ballot.state
+    async def _ask(self, ballot: Ballot, teacher: Teacher) -> None:
+        """Add a teacher's vote. An answer that is cut short, filtered or empty is not one. Raises CapError."""
         try:
-            reply = await self._pool.ask(teacher, state, sample)
+            reply = await self._pool.ask(teacher, ballot.state)
         except NotAskedError as error:
             self._no_vote(ballot, str(error), called=False)
-            return None, 0.0, 0.0
+            return
         except NoAnswerError as error:
             self._no_vote(ballot, str(error), called=True)
-            return None, error.seconds, error.seconds
+            return
         answer = reply.answer
-        first_s = answer.seconds if reply.cached else reply.seconds
         ballot.cached_usd += answer.cost_usd * reply.cached
-        form = canonical(answer.message, state.tools, ballot.files)
-        fault = "is empty" if form is None else None
-        asked, other = teacher.config.model, None
-        if answer.model and not is_same_model(asked, answer.model):
-            other = answer.model
+        form = canonical(answer.message, ballot.state.tools, ballot.files)
+        fault = None
         if answer.finish_reason == "length":
             fault = f"was cut at teachers.max_tokens = {self._config.max_tokens}"
         elif answer.finish_reason == "content_filter":
             fault = "was filtered by its endpoint (finish_reason content_filter)"
+        elif form is None:
+            fault = "is empty"
         if form is None or fault is not None:
             self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
-            return None, reply.seconds, first_s
+            return
+        other = answer.model if answer.model and not is_same_model(teacher.config.model, answer.model) else None
         record = VoteRecord(
             teacher=teacher.name,
             family=teacher.family,
@@ -231,12 +155,10 @@ class Voting:
             answer=reply.key,
             cached=reply.cached,
             cost_usd=reply.cost_usd,
-            seconds=reply.seconds,
             price_usd=answer.cost_usd,
-            answer_s=answer.seconds,
             model=other,
         )
-        return Vote(record=record, form=form, message=answer.message), reply.seconds, first_s
+        ballot.votes.append(Vote(record=record, form=form, message=answer.message))
 
     def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
@@ -248,13 +170,6 @@ class Voting:
         reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
 
 
-def _raise_worst(results: Sequence[object]) -> None:
-    """Raise the worst error among the results: a broken disk ends the replay, while a cap may end one state alone."""
-    errors = [each for each in results if isinstance(each, BaseException)]
-    if errors:
-        raise min(errors, key=lambda each: (not isinstance(each, OSError), isinstance(each, CapError)))
-
-
 def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
     """Return the form that more than half of the planned voters gave; None without a majority (yet).
 
@@ -262,37 +177,21 @@ def majority(votes: Sequence[Vote], planned: int) -> Canonical | None:
     """
     if not votes:
         return None
-    form, count = max(_support(votes).items(), key=lambda each: each[1])
-    agreeing = defaultdict[tuple[str, str], float](float)
-    for vote in votes:
-        agreeing[vote.record.family, vote.record.teacher] += vote.record.share * (vote.form == form)
-    families = {family for (family, _), share in agreeing.items() if share >= 0.5 - _ROUNDING}
-    return form if 2 * count > planned + _ROUNDING and len(families) > 1 else None
+    form, count = Counter(vote.form for vote in votes).most_common(1)[0]
+    families = {vote.record.family for vote in votes if vote.form == form}
+    return form if 2 * count > planned and len(families) > 1 else None
 
 
 def settled(votes: Sequence[Vote], planned: int) -> bool:
     """Return whether further votes, of whichever family, cannot change the outcome."""
-    open_votes = planned - _voted(votes)
+    open_votes = planned - len(votes)
     if majority(votes, planned) is not None or open_votes <= 0:
         return True
-    most = max(_support(votes).values(), default=0.0)
-    return 2 * (most + open_votes) <= planned + _ROUNDING
+    most = max(Counter(vote.form for vote in votes).values(), default=0)
+    return 2 * (most + open_votes) <= planned
 
 
-def _support(votes: Sequence[Vote]) -> Mapping[Canonical, float]:
-    """Return the votes for each form."""
-    support = defaultdict[Canonical, float](float)
-    for vote in votes:
-        support[vote.form] += vote.record.share
-    return support
-
-
-def _voted(votes: Sequence[Vote]) -> int:
-    """Return how many teachers gave a vote: the shares of each add up to 1."""
-    return round(sum(vote.record.share for vote in votes))
-
-
-def epsilon(agreeing: float, votes: float) -> float:
+def epsilon(agreeing: int, votes: int) -> float:
     """Return the probability that the label is wrong, in (0, 1/2]."""
     return min(1 - (agreeing + 0.5) / (votes + 1), 0.5)
 
@@ -304,9 +203,9 @@ def preferred(votes: Sequence[Vote], student: Message, student_form: Canonical, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A pair before its text is chosen: any of `chosen` would do."""
+    """A pair before it is written."""
 
-    chosen: tuple[Message, ...]
+    chosen: Message
     rejected: Message
     chosen_form: Canonical
     rejected_form: Canonical
@@ -319,18 +218,21 @@ class Candidate:
 
 
 def candidates(ballot: Ballot, student: Message) -> list[Candidate]:
-    """Return the pairs that the votes give, with actions that can run as chosen ones. `student`: its own action."""
+    """Return the pairs that the votes give. `student`: its own action.
+
+    Of agreeing answers that can run the first is chosen, which is the cheapest teacher's.
+    """
     votes, form = ballot.votes, majority(ballot.votes, ballot.planned)
     if form is None:
         return []
     actions = preferred(votes, student, ballot.student, form)
-    chosen = tuple(message for message in actions if obstacle(message, form, ballot.state) is None)
-    if not chosen:
+    chosen = next((message for message in actions if obstacle(message, form, ballot.state) is None), None)
+    if chosen is None:
         return []
     beaten = {ballot.student: student}
     if form == ballot.student:
         beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
-    doubt = epsilon(_support(ballot.votes)[form], _voted(ballot.votes))
+    doubt = epsilon(sum(vote.form == form for vote in votes), len(votes))
     return [
         Candidate(chosen=chosen, rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
         for other, message in beaten.items()

@@ -1,4 +1,4 @@
-"""Read ATIF, the trajectory format of Harbor and of ADP's newer data sets: one JSON document, or one a line.
+"""Read ATIF, the trajectory format of Harbor: one JSON document, or one a line.
 
 1. A step of the agent is a turn, with the results of its calls beside them (`observation`). Where no result has a
    `source_call_id` they are given to the calls in order. A single one for several calls (a terminal after several
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, failure, feed, listed, read_each
+from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, failure, feed, listed, read_each
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "atif", 1
 """Written for ATIF 1.0 to 1.7."""

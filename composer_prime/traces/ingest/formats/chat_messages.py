@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, step, why_unreadable
+from composer_prime.traces.ingest.conversation import TraceBuilder, step, why_unreadable
 from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
 from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "messages", 1
 _KEYS = ("messages", "trajectory", "conversations")
@@ -67,7 +67,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
 def _conversation(record: Any) -> list[Any] | None:
     """Return the list of messages in a record, also from JSON text; None without one.
 
-    A state that was ingested already (composer_prime/traces/state.py) is not a trace.
+    A state that was ingested already (composer_prime/traces/states.py) is not a trace.
     """
     messages = record
     if isinstance(record, dict):

@@ -22,7 +22,7 @@ from composer_prime.traces.ingest.reading import FileStart, at, object_at, objec
 from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
 from composer_prime.traces.ingest.trace_file import Recent, StateMaker, TraceFile
 from composer_prime.traces.ingest.turns import Call
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.states import Message, TraceState
 
 NAME, VERSION = "claude_code", 2
 """Written for the lines of Claude Code 1 and 2."""

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, feed, take_message
+from composer_prime.traces.ingest.conversation import TraceBuilder, feed, take_message
 from composer_prime.traces.ingest.reading import FileStart, at, objects, string
 from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
 NAME, VERSION = "mini_swe_agent", 1
 """Written for the bare list and for trajectory_format mini-swe-agent-1 and mini-swe-agent-1.1."""

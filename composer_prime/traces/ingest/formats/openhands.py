@@ -1,32 +1,26 @@
-"""Read OpenHands traces: events of versions 0 and 1, and the benchmark's output.jsonl, a `history` of events a line.
+"""Read OpenHands traces: events of its software-agent-sdk, which have a `kind`.
 
-    *.jsonl of events, trajectory.json (a list), a conversation folder (base_state.json, events/*.json)   one trace
-    output.jsonl                                                                                   a trace a line
+    *.jsonl of events, a list of them, a conversation folder (base_state.json, events/*.json)   one trace
+    output.jsonl of the benchmarks, a `history` of events a line                               a trace a line
 
-    version 0 (before the sdk)   {id, source, action, args} and {id, observation, content, cause}
-    version 1 (the sdk)          events with a `kind`
-
-A record is an event, or a line of output.jsonl that holds no history. In version 0 with function calling, an
-action's `tool_call_metadata` holds the model's own answer; several calls of one answer are several events. Without it,
-the action is read as a call of that name and its `thought` as the text. A condensation forgets events, by id or by
-range, and its summary replaces the previous one.
+A record is an event, or a line of output.jsonl that holds no history. Several calls of one answer are several events. A
+condensation forgets events, and its summary replaces the previous one. Events of OpenHands before the sdk are not read.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, feed
+from composer_prime.traces.ingest.conversation import TraceBuilder, arguments_of, feed
 from composer_prime.traces.ingest.reading import Bad, FileStart, at, document, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.states import TraceState
 
-_ASIDE_V1 = {
+_ASIDE = {
     "ConversationStateUpdateEvent",
     "PauseEvent",
     "CondensationRequest",
@@ -38,10 +32,10 @@ _ASIDE_V1 = {
     "HookExecutionEvent",
 }
 _RESULTS = {"ObservationEvent", "AgentErrorEvent", "UserRejectObservation"}
-_KINDS = _ASIDE_V1 | _RESULTS | {"ActionEvent", "MessageEvent", "SystemPromptEvent", "Condensation"}
+_KINDS = _ASIDE | _RESULTS | {"ActionEvent", "MessageEvent", "SystemPromptEvent", "Condensation"}
 
 
-def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
+def _take(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
     """Process one event. Return why it is skipped; None when it is not."""
     kind = string(event.get("kind"))
     if kind == "ActionEvent":
@@ -63,7 +57,7 @@ def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
     model = string(at(event, "value", "usage_to_metrics", "default", "model_name"))
     if model:
         builder.names_model(model)
-    return f"event {kind}" if kind in _ASIDE_V1 else "unknown event kind"
+    return f"event {kind}" if kind in _ASIDE else "unknown event kind"
 
 
 def _action(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
@@ -110,7 +104,7 @@ def _shown(observation: dict[str, Any]) -> str:
 
 
 def _command_result(output: str, metadata: dict[str, Any]) -> str:
-    """Return what both versions show of a command: its output with what the shell told of itself."""
+    """Return what is shown of a command: its output with what the shell told of itself."""
     if not metadata:
         return output
     shown = f"{string(metadata.get('prefix')) or ''}{output}{string(metadata.get('suffix')) or ''}"
@@ -168,118 +162,9 @@ def _key(event: dict[str, Any]) -> str | None:
     return string(event.get("llm_response_id")) or None
 
 
-_ASIDE = {"recall", "change_agent_state", "null", "agent_state_changed", "pause", "condensation_request", "condense"}
-_SUMMARY = "summary"
-_NOT_ARGUMENTS = {"thought", "content_blocks", "confirmation_state", "is_confirmed", "hidden", "blocking"}
-
-
-class _ReaderV0:
-    """Read events of version 0. Keep the call of each action, for observations that name their cause.
-
-    Exports may lack the source of events. Then a message is the user's at the start and after one of the agent's, and
-    all else is the agent's.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[str, str] = {}
-        self._ids: list[int] = []
-        self._users_turn = True
-        """Whether a message without a source is the user's."""
-
-    def take(self, builder: TraceBuilder, event: dict[str, Any]) -> str | None:
-        """Process one event. Return why it is skipped; None when it is not."""
-        if isinstance(event.get("id"), int):
-            self._ids.append(event["id"])
-        action, observation = event.get("action"), event.get("observation")
-        if isinstance(action, str) and action:
-            return self._action(builder, event, action)
-        if isinstance(observation, str) and observation:
-            return self._observation(builder, event, observation)
-        return "event without action or observation"
-
-    def _action(self, builder: TraceBuilder, event: dict[str, Any], action: str) -> str | None:
-        arguments = object_at(event, "args")
-        text = text_of(arguments.get("content") or event.get("message"))
-        if action in _ASIDE:
-            return f"event {action}"
-        if action == "condensation":
-            return self._condensed(builder, arguments)
-        if action == "system":
-            builder.tools.use_listed(arguments.get("tools"))
-            return builder.context("system", text, mark=_mark(event))
-        source = event.get("source") or ("user" if action == "message" and self._users_turn else "agent")
-        if source not in ("user", "agent"):
-            return "action of the environment"
-        self._users_turn = action == "message" and source == "agent"
-        if source == "user":
-            return builder.context("user", text, mark=_mark(event))
-        return self._turn(builder, event, action, arguments, text)
-
-    def _condensed(self, builder: TraceBuilder, arguments: dict[str, Any]) -> str | None:
-        listed, summary = arguments.get("forgotten_event_ids"), text_of(arguments.get("summary"))
-        first, last = arguments.get("forgotten_events_start_id"), arguments.get("forgotten_events_end_id")
-        if isinstance(listed, list):
-            forgotten = [str(each) for each in listed]
-        elif isinstance(first, int) and isinstance(last, int):
-            forgotten = [str(each) for each in self._ids if first <= each <= last]
-        else:
-            return "condensation that names no events"
-        return builder.forget([*forgotten, _SUMMARY] if summary else forgotten, summary, _SUMMARY)
-
-    def _turn(
-        self, builder: TraceBuilder, event: dict[str, Any], action: str, arguments: dict[str, Any], text: str
-    ) -> None:
-        metadata = object_at(event, "tool_call_metadata")
-        response = object_at(metadata, "model_response")
-        choices = objects(response.get("choices"))
-        answer = object_at(choices[0], "message") if choices else {}
-        if answer:
-            self._calls[str(event.get("id"))] = str(metadata.get("tool_call_id"))
-            builder.assistant(
-                text_of(answer.get("content")),
-                calls_of(answer),
-                string(answer.get("reasoning_content")) or "",
-                key=string(response.get("id")),
-                mark=_mark(event),
-                model=string(response.get("model")),
-            )
-        elif action == "message":
-            builder.assistant(text, mark=_mark(event))
-        else:
-            call_id = f"event_{event.get('id')}"
-            self._calls[str(event.get("id"))] = call_id
-            call_arguments = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
-            call = Call(call_id=call_id, name=action, arguments=call_arguments)
-            builder.assistant(text_of(arguments.get("thought")), [call], mark=_mark(event))
-
-    def _observation(self, builder: TraceBuilder, event: dict[str, Any], observation: str) -> str | None:
-        if observation in _ASIDE:
-            return f"event {observation}"
-        listed = at(event, "tool_call_metadata", "tool_call_id")
-        call_id = str(listed or self._calls.get(str(event.get("cause"))) or "")
-        text = _command_result(text_of(event.get("content")), object_at(event, "extras", "metadata"))
-        error = (text or observation) if observation == "error" or _exit_code(event) else None
-        if builder.tool_result(call_id, text, error=error, mark=_mark(event)):
-            return None
-        if error is not None and event.get("source") != "user":
-            return builder.context("user", text, error=error, mark=_mark(event))
-        return "observation without its action"
-
-
-def _mark(event: dict[str, Any]) -> str | None:
-    return str(event["id"]) if isinstance(event.get("id"), int | str) else None
-
-
-def _exit_code(event: dict[str, Any]) -> bool:
-    extras = object_at(event, "extras")
-    code = extras.get("exit_code", at(extras, "metadata", "exit_code"))
-    return isinstance(code, int) and not isinstance(code, bool) and code != 0
-
-
 NAME, VERSION = "openhands", 1
-"""Written for events of OpenHands 0.2x to 0.5x and of its software-agent-sdk 1.x."""
+"""Written for events of the software-agent-sdk 1.x."""
 _CONVERSATION = {"agent", "workspace", "execution_status"}
-_PEEKED = 100
 
 
 def matches(sample: FileStart) -> bool:
@@ -287,20 +172,20 @@ def matches(sample: FileStart) -> bool:
         return (sample.path / "base_state.json").is_file() and (sample.path / "events").is_dir()
     value = sample.document
     if value is not None:
-        events = value if isinstance(value, list) else value.get("history") if isinstance(value, dict) else None
+        events = value.get("history") if isinstance(value, dict) else value
         return _are_events(events) or (isinstance(value, dict) and value.keys() >= _CONVERSATION)
-    lines = sample.objects("history")
-    return _are_events(sample.records) or any(_are_events(_flat(line["history"])) for line in lines)
+    return _are_events(sample.records) or any(_are_events(line["history"]) for line in sample.objects("history"))
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
     value = file.whole
     if file.path.is_dir():
         yield from _folder(file)
-    elif isinstance(value, dict) and not isinstance(value.get("history"), list):
-        file.tally.skip("conversation state without its events")
     elif isinstance(value, dict):
-        yield from _line(file, value)
+        if isinstance(value.get("history"), list):
+            yield from _line(file, value)
+        else:
+            file.tally.skip("conversation state without its events")
     elif isinstance(value, list):
         yield from _events(file, TraceBuilder(file, file.path.stem), value)
     elif value is not None:
@@ -310,18 +195,22 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _records(file: TraceFile) -> Iterator[TraceState]:
-    kind, records = _peek(file.records())
-    if kind != "output":
-        yield from _events(file, TraceBuilder(file, file.path.stem), records)
+    """Yield the states of a file of lines: events of one trace, or whole traces by their `history`."""
+    records = file.records()
+    first = next(records, None)
+    if first is None:
         return
-    for record in records:
-        yield from file.trace(partial(_line, record=record))
-        del record
+    if isinstance(first, dict) and "history" in first:
+        for record in chain([first], records):
+            yield from file.trace(partial(_line, record=record))
+            del record
+    else:
+        yield from _events(file, TraceBuilder(file, file.path.stem), chain([first], records))
 
 
 def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
-    history = _flat(at(record, "history"))
-    if not isinstance(record, dict) or not history:
+    history = at(record, "history")
+    if not isinstance(history, list) or not history:
         file.tally.skip("no history" if isinstance(record, dict) else "not an object")
         return
     builder = TraceBuilder(file, record.get("instance_id"), _model(record))
@@ -333,8 +222,8 @@ def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
 
 def _is_prompt(event: dict[str, Any]) -> bool:
     """Check whether an event is the user's; one without a source, whether it may be."""
-    unnamed = event.get("action") == "message" or at(event, "llm_message", "role") == "user"
-    return event.get("source") == "user" or ("source" not in event and unnamed)
+    unnamed = "source" not in event and at(event, "llm_message", "role") == "user"
+    return event.get("source") == "user" or unnamed
 
 
 def _folder(file: TraceFile) -> Iterator[TraceState]:
@@ -354,65 +243,22 @@ def _folder(file: TraceFile) -> Iterator[TraceState]:
     yield from _events(file, builder, events())
 
 
-def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[TraceState]:
-    kind, rest = _peek(iter(events))
-    take = _take_v1 if kind == "v1" else _ReaderV0().take
-    return feed(
-        file, builder, rest, lambda builder, event: take(builder, event) if isinstance(event, dict) else "not an object"
-    )
+def _events(file: TraceFile, builder: TraceBuilder, events: Iterable[Any]) -> Iterator[TraceState]:
+    def take(builder: TraceBuilder, event: Any) -> str | None:
+        return _take(builder, event) if isinstance(event, dict) else "not an object"
 
-
-def _peek(records: Iterator[Any]) -> tuple[str | None, Iterator[Any]]:
-    """Return (output, v1 or v0, by the first record that shows it; all records). Drawn records are not held."""
-    ahead: deque[Any] = deque()
-    kind = None
-    for record in islice(records, _PEEKED):
-        ahead.append(record)
-        kind = _kind(record)
-        if kind:
-            break
-    drawn = (ahead.popleft() for _ in range(len(ahead)))
-    return kind, chain(drawn, records)
-
-
-def _kind(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        return None
-    if "history" in record:
-        return "output"
-    return "v1" if "kind" in record else "v0" if "action" in record or "observation" in record else None
-
-
-def _flat(history: Any) -> list[Any] | None:
-    """Return the events of a history. Older outputs hold pairs of an action and its observation."""
-    if not isinstance(history, list):
-        return None
-    return [event for entry in history for event in (entry if isinstance(entry, list) else [entry])]
+    return feed(file, builder, events, take)
 
 
 def _are_events(events: Any) -> bool:
-    first = objects(events[:16]) if isinstance(events, list) else []
-    return any(_is_v1(event) or _is_v0(event) for event in first)
+    return any(_is_event(event) for event in objects(events[:16])) if isinstance(events, list) else False
 
 
-def _is_v1(event: dict[str, Any]) -> bool:
+def _is_event(event: dict[str, Any]) -> bool:
     kind = event.get("kind")
     return isinstance(kind, str) and "id" in event and ("source" in event or kind in _KINDS)
 
 
-def _is_v0(event: dict[str, Any]) -> bool:
-    named = isinstance(event.get("action"), str) and isinstance(event.get("args"), dict)
-    return named or (isinstance(event.get("observation"), str) and "content" in event)
-
-
 def _model(record: Any) -> str | None:
-    for keys in (
-        ("metadata", "llm", "model"),
-        ("metadata", "llm_config", "model"),
-        ("agent", "llm", "model"),
-        ("llm_config", "model"),
-    ):
-        model = string(at(record, *keys))
-        if model is not None:
-            return model
-    return None
+    places = (("metadata", "llm", "model"), ("agent", "llm", "model"))
+    return next((model for keys in places if (model := string(at(record, *keys))) is not None), None)

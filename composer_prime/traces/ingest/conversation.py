@@ -8,7 +8,6 @@ Messages may have OpenAI's form, its older form, Anthropic's form, or a mixture:
 
     calls    `tool_calls`, `function_call`, or blocks of type tool_use
     results  messages of role tool or function, or blocks of type tool_result in a user message
-    Cline    results by the id "cline", or as texts behind "[tool for 'what'] Result:"
     text     `content`, `value` or `text`
 
 record_tree.py handles traces whose records name their parent.
@@ -20,10 +19,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string, text_of
+from composer_prime.traces.ingest.reading import FileStart, objects, parse_json, string, text_of
 from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker, TraceFile
 from composer_prime.traces.ingest.turns import Call, Turn, digest_of, size_of, too_long
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.states import Message, TraceState
 
 
 class _Closable(Protocol):
@@ -158,10 +157,6 @@ _AS_ASSISTANT = {"assistant", "gpt", "ai", "model"}
 _AS_TOOL = {"tool", "function", "observation"}
 _LEFT_OUT = {"exit"}
 """Roles that the agent never saw: mini-swe-agent writes how a run ended as a message."""
-_CLINE = "cline"
-"""What Cline writes where it does not know the id of a call."""
-_HEADING = re.compile(r"\[\w{1,80}(?: for .{0,8000}?)?\] Result:", re.DOTALL)
-_SURROUNDINGS = "<environment_details>"
 _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
 """Endings of the types of blocks that hold a call or a result."""
 
@@ -215,8 +210,7 @@ def step(builder: TraceBuilder, message: dict[str, Any], mark: str | None = None
     if role in _AS_CONTEXT:
         _context(builder, message, _AS_CONTEXT[role], mark)
     elif role in _AS_ASSISTANT:
-        model = string(at(message, "modelInfo", "modelId"))  # Cline's
-        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message), mark=mark, model=model)
+        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message), mark=mark)
     elif role in _AS_TOOL:
         _result(builder, message, text_of(_content(message)))
 
@@ -247,8 +241,6 @@ def _context(builder: TraceBuilder, message: dict[str, Any], role: str, mark: st
     """Add a message to the agent. Results among its blocks go to their calls; the rest is context."""
     content, results = _content(message), _blocks(message, "tool_result")
     paired = [block for block in results if _paired(builder, block)]
-    if not results and isinstance(content, list):
-        paired = _paired_texts(builder, content)
     placed = {id(block) for block in paired}  # an equal block elsewhere is shown
     text = text_of([block for block in content if id(block) not in placed] if isinstance(content, list) else content)
     if text.strip() or not paired:
@@ -258,30 +250,7 @@ def _context(builder: TraceBuilder, message: dict[str, Any], role: str, mark: st
 def _paired(builder: TraceBuilder, block: dict[str, Any]) -> bool:
     text, call_id = text_of(block.get("content", block.get("text"))), block.get("tool_use_id")
     error = (text or "error") if block.get("is_error") is True else failure(text)
-    return builder.tool_result(str(call_id) if call_id not in (None, "", _CLINE) else None, text, error=error)
-
-
-def _paired_texts(builder: TraceBuilder, content: list[Any]) -> list[Any]:
-    """Give texts of Cline to the calls of the open turn. Return the blocks of the results.
-
-    A result begins with a heading, and ends with the next one or what Cline says of the editor.
-    """
-    results: list[list[Any]] = []
-    for block in content:
-        text = text_of(block)
-        if _HEADING.match(text):
-            results.append([block])
-        elif results and not text.startswith(_SURROUNDINGS):
-            results[-1].append(block)
-        elif results:
-            break
-    paired: list[Any] = []
-    for blocks in results:
-        text = text_of(blocks)
-        if not builder.tool_result(None, text, error=failure(text)):
-            break
-        paired += blocks
-    return paired
+    return builder.tool_result(str(call_id) if call_id not in (None, "") else None, text, error=error)
 
 
 def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> None:

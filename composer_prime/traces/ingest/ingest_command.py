@@ -8,30 +8,28 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.llm.families import family_named
-from composer_prime.traces.ingest.formats import aider, openhands
+from composer_prime.model_families import family_named
+from composer_prime.traces.ingest.formats import openhands
 from composer_prime.traces.ingest.ingest import FORMATS
-from composer_prime.traces.ingest.processes import processes_for, write_states
+from composer_prime.traces.ingest.parallel import processes_for, write_states
 from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.state import write_state
-from composer_prime.traces.states_file import TRACE, check_own, is_compressed, lines_of, read_states, same_file
+from composer_prime.traces.states import StateName, check_own, is_compressed, same_file
 
 NOTHING = 1
 _MIB = 1 << 20
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
-Reads agent sessions into states, one for each assistant turn: Claude Code sessions and stream-json, Codex CLI rollouts,
-Gemini CLI, Cline and Roo Code, Aider, OpenHands, SWE-agent, mini-swe-agent, ATIF (Harbor), ADP, messages-only JSONL
-(SWE-smith), and rollouts of this project's runs. Folders are searched for *.jsonl, *.ndjson, *.json, *.traj and
-.aider.chat.history.md. Keys, tokens, passwords, e-mail addresses and the owners of home folders are masked."""
+Reads agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts, OpenHands,
+SWE-agent, mini-swe-agent, ATIF (Harbor), JSON lines of messages (SWE-smith), and rollouts of this project's runs.
+Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords, e-mail addresses and the owners
+of home folders are masked."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -62,23 +60,8 @@ def ingest_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
     parser.add_argument("--processes", type=int, help="files read at the same time; default: one per core")
-    parser.add_argument("--plain", action="store_true", help="write whole states as JSON lines, for other programs")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     return parser
-
-
-def _is_state(line: bytes) -> bool:
-    return line.startswith(TRACE) or _is_whole(line)
-
-
-class _Named(msgspec.Struct):
-    """The fields that a line of states has in every release."""
-
-    trace_id: str
-    state_id: str
-
-
-_is_whole = lines_of(_Named)
 
 
 def ingest_files(options: argparse.Namespace) -> int:
@@ -88,7 +71,7 @@ def ingest_files(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.output} is a folder: name the states file with -o")
     if options.output.exists() and not options.overwrite:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
-    check_own(options.output, _is_state, "states")
+    check_own(options.output, StateName, "states")
     files = find_files(options.paths, options.output)
     how = Options(mask=not options.no_mask, model=options.model, family=options.family, format=options.format)
     tallies = _write(files, options, how)
@@ -96,8 +79,7 @@ def ingest_files(options: argparse.Namespace) -> int:
         if table.row_count:
             Console().print(table)
     total = sum(tally.states for _, tally in tallies)
-    form = "whole states, a line each" if options.plain else "zstd; --plain writes a line of JSON for each"
-    print(f"{total} states in {options.output} ({form})")
+    print(f"{total} states in {options.output} (JSON lines; zstd -dc shows them)")
     return 0 if total else NOTHING
 
 
@@ -131,7 +113,7 @@ def _inside(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _inside(path)
-        elif (path.suffix in SUFFIXES or path.name.endswith(aider.FILE)) and path.is_file() and not is_compressed(path):
+        elif path.suffix in SUFFIXES and path.is_file() and not is_compressed(path):
             yield path
 
 
@@ -139,7 +121,7 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
     """Write all states to a sibling file, then rename it. The output is complete or absent."""
     output: Path = options.output
     console = Console(stderr=True)
-    partial, plain = output.with_name(f".{output.name}.partial"), output.with_name(f".{output.name}.plain")
+    partial = output.with_name(f".{output.name}.partial")
     tallies: list[tuple[str, Tally]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
@@ -153,17 +135,12 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
             for number, (path, tally) in enumerate(write_states(files, sizes, partial, how, processes, advance), 1):
                 tallies.append((_shown_name(path), tally))
                 bar.update(bar.task_ids[0], description=_shown_name(files[min(number, len(files) - 1)])[:40])
-        if options.plain:
-            with plain.open("wb") as file:
-                file.writelines(map(write_state, read_states(partial)))
-            plain.replace(partial)
         partial.replace(output)
     except OSError as error:
         raise ConfigError(f"ingestion stopped: {error}") from None
     finally:
-        for path in (partial, plain):
-            with suppress(OSError):
-                path.unlink()
+        with suppress(OSError):
+            partial.unlink()
     return tallies
 
 

@@ -5,26 +5,23 @@
 
 Messages have the OpenAI form; `chosen` and `rejected` are assistant messages, thinking in `reasoning_content`.
 
-The density gate's verdicts on a pairs file: PAIRS.gate.json. They decide whether beta may be above 0.
+PAIRS.gate.json has the density gate's verdicts on a pairs file. They decide which pairs may be trained.
 
     composer pairs report PAIRS        one verdict, on the whole file
     teachers.online                    one verdict per window of the growing file, during training
 
-A verdict is bound to the lines it measured by their digest. A pair may be trained when a verdict that passed covers it.
-A pair that was never measured, or whose lines changed since, may not.
+A pair may be trained when a verdict that passed covers it. A pair that was never measured may not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
 from composer_prime.errors import ConfigError
-from composer_prime.run.run_dir import write_atomic
 
 TINY_PAIRS = Path(__file__).parents[1] / "assets" / "tiny" / "pairs.jsonl"
 """Made by infra/tiny_models/pairs.py from toolsmith; its README says how."""
@@ -63,7 +60,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
-class PairFile(Sequence[Pair]):
+class PairFile:
     """A pairs.jsonl that may grow while it is read. Lines are counted from 0. Each pair is read from disk on access."""
 
     def __init__(self, path: Path) -> None:
@@ -94,18 +91,18 @@ class PairFile(Sequence[Pair]):
                 raise self._gone() from None
         return len(self)
 
-    def digest(self, last: int, first: int = 0) -> str:
-        """Return 32 hex digits over the lines of the pairs `first` to `last` - 1, byte for byte; "" of none."""
-        if last <= first:
+    def digest(self, count: int) -> str:
+        """Return 32 hex digits over the lines of the first `count` pairs, byte for byte; "" of none."""
+        if not count:
             return ""
-        start = self._offsets[first]
-        length = (self._offsets[last] if last < len(self) else self._end) - start
+        start = self._offsets[0]
+        left = (self._offsets[count] if count < len(self) else self._end) - start
         digest = hashlib.blake2b(digest_size=16)
         with self._open() as file:
             file.seek(start)
-            while length and (part := file.read(min(length, 1 << 20))):
+            while left and (part := file.read(min(left, 1 << 20))):
                 digest.update(part)
-                length -= len(part)
+                left -= len(part)
         return digest.hexdigest()
 
     def _open(self) -> BinaryIO:
@@ -120,9 +117,6 @@ class PairFile(Sequence[Pair]):
             "orchestrator.preferences.pairs_per_step = 0"
         )
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.read(index)
-
     def read(self, index: int) -> Pair:
         """Return one pair. Raises ConfigError, which names file and line, when the line is not a pair."""
         with self._open() as file:
@@ -133,7 +127,7 @@ class PairFile(Sequence[Pair]):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{self.path}, pair {index + 1} is invalid ({error}): remove its line, and measure the file with "
-                f"`composer pairs report {self.path} --base MODEL`"
+                f"`composer pairs report {self.path}`"
             ) from None
         if not 0 <= pair.epsilon <= 0.5:
             raise ConfigError(f"{self.path}, pair {index + 1}: epsilon is {pair.epsilon}, expected 0 <= epsilon <= 0.5")
@@ -152,14 +146,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     first: int
     last: int
-    digest: str
-    """Of these pairs' lines (PairFile.digest)."""
     passed: bool
     reasons: list[str]
-    """The gates that were missed; empty where it passed."""
+    """Why it missed; empty where it passed."""
     min_pairs_a_trace: float
-    votes: int
-    """Lines of the votes file at that time."""
+    """The threshold that was used."""
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,52 +172,41 @@ def gate_file(pairs: Path) -> Path:
     return pairs.with_name(f"{pairs.stem}.gate.json")
 
 
-def read_gate(pairs: Path) -> Gate | None:
-    """Return the verdicts; None where the file was never measured. Raises ConfigError when they cannot be read."""
+def read_gate(pairs: Path) -> Gate:
+    """Return the verdicts on a pairs file; none where it was never measured. Raises ConfigError for another file."""
     path = gate_file(pairs)
     if not path.is_file():
-        return None
+        return Gate(verdicts=[])
     try:
         return msgspec.json.decode(path.read_bytes(), type=Gate)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is not a verdict ({error}): {_remedy(pairs)}") from None
 
 
-def write_gate(pairs: Path, gate: Gate) -> None:
-    """Raises OSError."""
-    write_atomic(gate_file(pairs), msgspec.json.encode(gate) + b"\n")
-
-
-def check_binding(gate: Gate, file: PairFile) -> None:
-    """Raise ConfigError, which names both digests, when a verdict is on other pairs than the file holds."""
-    available = file.refresh()
-    for verdict in gate.verdicts:
-        digest = file.digest(min(verdict.last, available), min(verdict.first, available))
-        if verdict.last > available or digest != verdict.digest:
-            raise ConfigError(
-                f"{gate_file(file.path)} is the verdict on pairs {verdict.first} to {verdict.last} with digest "
-                f"{verdict.digest}, but {file.path} holds {available} pairs, and their digest is {digest or '-'}: "
-                f"{_remedy(file.path)}"
-            )
+def checked_gate(file: PairFile) -> Gate:
+    """Return the verdicts on `file`. Raises ConfigError where they are on more pairs than it holds."""
+    gate, available = read_gate(file.path), file.refresh()
+    if gate.measured > available:
+        raise ConfigError(
+            f"{gate_file(file.path)} is a verdict on {gate.measured} pairs, but {file.path} holds {available}: "
+            f"{_remedy(file.path)}"
+        )
+    return gate
 
 
 def refusal(pairs: Path) -> str | None:
-    """Return why no pair of this file may be trained; None where some may.
-
-    Raises ConfigError for verdicts on other pairs.
-    """
-    gate = read_gate(pairs)
-    if gate is None:
-        return f"{pairs} was never measured by the density gate: {_remedy(pairs)}"
-    check_binding(gate, PairFile(pairs))
+    """Return why no pair of this file may be trained; None where some may. Raises as `checked_gate` does."""
+    gate = checked_gate(PairFile(pairs))
     if gate.passed:
         return None
+    if not gate.verdicts:
+        return f"{pairs} was never measured by the density gate: {_remedy(pairs)}"
     reasons = "; ".join(dict.fromkeys(reason for verdict in gate.verdicts for reason in verdict.reasons))
     return (
         f"{pairs} missed the density gate ({reasons}): replay longer traces, or measure again with a limit that suits "
-        f"short ones (`composer pairs report {pairs} --base MODEL --min-pairs N`)"
+        f"short ones (`composer pairs report {pairs} --min-pairs N`)"
     )
 
 
 def _remedy(pairs: Path) -> str:
-    return f"measure it with `composer pairs report {pairs} --base MODEL`"
+    return f"measure it with `composer pairs report {pairs}`"

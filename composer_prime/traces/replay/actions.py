@@ -31,8 +31,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from composer_prime.traces.replay.actions.shell import shell
-from composer_prime.traces.state import Message
+from composer_prime.traces.replay.shell import shell
+from composer_prime.traces.states import Message
 
 Canonical = tuple[Any, ...]
 RULES = 5

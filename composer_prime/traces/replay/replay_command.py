@@ -1,4 +1,4 @@
-"""`composer replay`: states in a file, pairs in another, a summary of votes and money.
+"""`composer replay`: states in a file, pairs in another, a summary of votes and money. Called by composer_prime/cli.
 
 Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch or no state was decided, 130 by Ctrl-C.
 All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged. A second one drops
@@ -8,10 +8,9 @@ them, and they count at their reservation. SIGTERM works as Ctrl-C.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +20,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from composer_prime.config import Config
-from composer_prime.config.layers import flag_layer, read_layers
+from composer_prime.config.layers import read_layers
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.llm.prices import CostForecast, cost_with_cap, forecast_cost
+from composer_prime.traces.replay.forecast import (
+    CostForecast,
+    cost_with_cap,
+    count_selected,
+    forecast_cost,
+    selected_states,
+)
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
-from composer_prime.traces.replay.selection import count_selected, selected_states
-from composer_prime.traces.replay.training_limits import NO_MODEL
-from composer_prime.traces.states_file import read_states, same_file, trace_of_each
+from composer_prime.traces.states import read_states, same_file
 
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to continue"
@@ -45,31 +48,14 @@ _COLUMNS = (
     TextColumn("{task.fields[result]}"),
 )
 USAGE = """\
-usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--samples N]
-                       [--teachers.key VALUE ...]
+usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--teachers.key VALUE ...]
 
 Asks the teachers of [teachers] for an action at each state and writes preference pairs. It also writes
 PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to continue where it stopped.
 
-A teacher file is enough. If you put a run's file before it, the run's model chooses among agreeing answers, and states
-that are too long for the run's steps are skipped. --states and --per-trace limit the states, with those followed by
-errors first. --samples makes each teacher draw several answers and split its vote over them."""
-_SHORT = {
-    "--states": "--teachers.select.states",
-    "--per-trace": "--teachers.select.per_trace",
-    "--samples": "--teachers.samples",
-}
-_SOURCE = [{"name": "toolsmith", "taskset": {"id": "orchestrator.environments.toolsmith"}}]
-_NO_RUN = {
-    "--run.name": "replay",
-    "--orchestrator.source": json.dumps(_SOURCE),
-    "--model.path": NO_MODEL,
-    "--model.max_context": str(1 << 30),
-    "--trainer.micro_batch_tokens": str(1 << 31),
-    "--teachers.online": "false",
-}
-"""What stands for the run where only teachers are given: no step that limits the states, and no base but
-teachers.frozen_base."""
+A teacher file is enough. If you put a run's file before it, states that are too long for the run's steps are skipped.
+--states and --per-trace limit the states, with those followed by errors first."""
+_SHORT = {"--states": "--teachers.select.states", "--per-trace": "--teachers.select.per_trace"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +65,16 @@ class Arguments:
     config: Config
 
 
-def main(words: list[str] | None = None) -> int:
+def main(words: list[str] | None, *, server: Sequence[str], no_run: Mapping[str, str]) -> int:
+    """Run the command. `server` is the command of a server of local models. `no_run` has the settings that stand for a
+    run where only teachers are given."""
     words = sys.argv[1:] if words is None else words
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
     try:
-        arguments = parse_arguments(words)
-        progress, expected = asyncio.run(replay(arguments))
+        arguments = parse_arguments(words, no_run)
+        progress, expected = asyncio.run(replay(arguments, server))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(INTERRUPTION, file=sys.stderr)
         return INTERRUPTED
@@ -98,7 +86,7 @@ def main(words: list[str] | None = None) -> int:
     return STOPPED if progress.stopped else 0
 
 
-def parse_arguments(words: Sequence[str]) -> Arguments:
+def parse_arguments(words: Sequence[str], no_run: Mapping[str, str]) -> Arguments:
     """Raises ConfigError."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
     files, settings = list(words[:start]), list(words[start:])
@@ -111,25 +99,27 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     layers, _ = read_layers(settings)
     if layers and not any(layer.values.keys() & {"model", "run"} for layer in layers):
         # First, so that what the user says counts.
-        has_base = any(layer.sets(("teachers", "frozen_base")) for layer in [*layers, flag_layer(settings)])
-        assumed = _NO_RUN if has_base else {**_NO_RUN, "--teachers.score": "false"}
-        settings = [word for pair in assumed.items() for word in pair] + settings
+        settings = [word for pair in no_run.items() for word in pair] + settings
     config = resolve(settings).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
     return Arguments(states=Path(files[0]), pairs=Path(files[2]), config=config)
 
 
-async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | None]:
+async def replay(arguments: Arguments, server: Sequence[str] = ()) -> tuple[ReplayProgress, CostForecast | None]:
     """Replay. Return (what was done, what it was expected to cost).
 
     Raises ConfigError when the states cannot be read, or none of them can be judged.
     """
     pairs, select = arguments.pairs, arguments.config.teachers.select
-    total = count_selected(arguments.states, select, count_states(arguments.states))
+    if next(read_states(arguments.states), None) is None:
+        raise ConfigError(
+            f"{arguments.states} holds no states: make it with `composer ingest`, whose table says what was skipped"
+        )
+    total = count_selected(arguments.states, select)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     console = Console(stderr=True)
-    async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
+    async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs, server=server) as run:
         expected = forecast_cost(arguments.config, arguments.states)
         print(cost_with_cap(arguments.config, expected), file=sys.stderr)
         with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -196,13 +186,6 @@ async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
         await asyncio.sleep(_SHOW_S)
 
 
-def count_states(path: Path) -> int:
-    """Return the number of states. Raises ConfigError when the file cannot be read or its first line is not a state."""
-    if next(read_states(path), None) is None:
-        raise ConfigError(f"{path} holds no states: make it with `composer ingest`, whose table says what was skipped")
-    return sum(1 for _ in trace_of_each(path))
-
-
 def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast | None = None) -> list[str]:
     """Return what a replay did, as lines, with its cost beside what was `expected`."""
     beside = f"; the forecast was {expected.text()}" if expected else ""
@@ -219,10 +202,6 @@ def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast
     lines += [
         f"model     {count} votes of a model that was not asked for, {which}: name it, or see to the endpoint"
         for which, count in progress.other_models.most_common(3)
-    ]
-    lines += [
-        f"base      {count} times the first of agreeing answers was taken: {reason}"
-        for reason, count in progress.unscored.most_common(2)
     ]
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
     lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]

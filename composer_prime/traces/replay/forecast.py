@@ -1,0 +1,174 @@
+"""Which states of a file are replayed, and what that will cost: `composer plan`, `composer replay` and the report.
+
+`teachers.select` takes states that errors followed first. Every trace has its turn before any has another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.config.teachers import SelectConfig, TeachersConfig
+from composer_prime.errors import ConfigError
+from composer_prime.llm.budget import OVERCHARGE
+from composer_prime.llm.prices import Price
+from composer_prime.model_families import UNKNOWN, family_named, family_of
+from composer_prime.traces.replay.teachers import price_of
+from composer_prime.traces.states import TraceState, read_states, state_names, write_state
+
+BYTES_PER_TOKEN = 4.0
+"""A mean for English and code. Budgets reserve with fewer."""
+ANSWER_SHARE = 0.25
+"""Mean length of an answer, as a share of max_tokens."""
+SAMPLE_STATES = 200
+
+
+def selected_states(
+    path: Path, select: SelectConfig, on_bad: Callable[[ConfigError], None] | None = None
+) -> Iterator[TraceState]:
+    """Yield the states that `select` takes of a file, in its order. Raises as `read_states` does."""
+    taken = None if select.states is None and select.per_trace is None else _taken(path, select)
+    for state in read_states(path, on_bad):
+        if taken is None or (state.trace_id, state.state_id) in taken:
+            yield state
+
+
+def count_selected(path: Path, select: SelectConfig) -> int:
+    """Return how many states of a file are taken. Raises ConfigError where the file cannot be read."""
+    if select.states is None and select.per_trace is None:
+        return sum(name is not None for name in state_names(path))
+    return len(_taken(path, select))
+
+
+def _taken(path: Path, select: SelectConfig) -> set[tuple[str, str]]:
+    """Return (trace, state) of the states that are taken."""
+    failed, others = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for name in state_names(path):
+        if name is not None:
+            (others if name.error is None else failed)[name.trace_id].append(name.state_id)
+    traces = [
+        [(trace, state) for state in (failed[trace] + others[trace])[: select.per_trace]]
+        for trace in dict.fromkeys([*failed, *others])
+    ]
+    turns = (place for turn in zip_longest(*traces) for place in turn if place is not None)
+    return set(islice(turns, select.states))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostForecast:
+    """USD of a whole replay, from the lengths and families of a sample of its states."""
+
+    states: int
+    low_usd: float
+    """Two votes on each state, from the cheapest two families that may judge it, with answers of mean length."""
+    high_usd: float
+    """Votes of all voters on each state, the dearest that may judge it, with answers of max_tokens. At most the cap."""
+
+    def text(self) -> str:
+        return f"${self.low_usd:,.2f} to ${self.high_usd:,.2f} for {self.states:,} states"
+
+
+def forecast_cost(config: Config, states_file: Path | None = None) -> CostForecast | None:
+    """Forecast the replay of a states file (teachers.states by default); None without a file or without teachers.
+
+    Raises ConfigError for an unknown price or an unreadable file.
+    """
+    teachers = config.teachers
+    path = states_file or teachers.states
+    if path is None or not teachers.teacher:
+        return None
+    states = count_selected(path, teachers.select)
+    prices = _prices(teachers)
+    sample = list(islice(read_states(path, lambda error: None), SAMPLE_STATES))
+    costs = [
+        _state_usd(teachers, prices, writer_family(state.source_family, teachers), _prompt_tokens(state))
+        for state in sample
+        if _can_be_trained(state, config)
+    ]
+    low, high = (sum(each) / len(sample) for each in zip(*costs, strict=True)) if costs else (0.0, 0.0)
+    cap = teachers.budget.usd_per_run
+    return CostForecast(states=states, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
+
+
+def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
+    """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
+    budget = config.teachers.budget
+    if all(price.bound_usd(1, 1) == 0 for _, price in _prices(config.teachers)):
+        return f"cost forecast: nothing: all are local; never more than ${budget.usd_per_run:g}"
+    cost = forecast.text() if forecast else _cost_of_rollouts(config)
+    return (
+        f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged more than "
+        f"{OVERCHARGE:g} times its bound"
+    )
+
+
+def writer_family(named: str, teachers: TeachersConfig) -> str:
+    """Return the family that wrote a trace; `assume_family` where the trace does not say."""
+    family = family_named(named)
+    return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
+
+
+def _cost_of_rollouts(config: Config) -> str:
+    """Return the cost of one turn of every trained rollout.
+
+    The number of turns is not known, nor is the number of dropped groups, whose rollouts are replayed too.
+    """
+    teachers, orchestrator = config.teachers, config.orchestrator
+    if not teachers.online:
+        return "grows with the states"
+    family = writer_family(family_of(config.model.path), teachers)
+    context = config.model.max_context
+    rollouts = config.run.max_steps * orchestrator.groups_per_step * orchestrator.group_size
+    _, state_usd = _state_usd(teachers, _prices(teachers), family, context)
+    if not state_usd:
+        return (
+            f"nothing: rollouts are of family {family!r} (model.path = {config.model.path}), which leaves no two "
+            "families to judge them"
+        )
+    votes = min(teachers.voters, sum(teacher.known_family != family for teacher in teachers.teacher))
+    return (
+        f"about ${rollouts * state_usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): "
+        f"{rollouts:,} rollouts, prompts of model.max_context = {context:,} tokens, {votes} votes of the dearest, "
+        f"answers of teachers.max_tokens = {teachers.max_tokens:,}"
+    )
+
+
+def _prices(teachers: TeachersConfig) -> list[tuple[str, Price]]:
+    """Return (family, price) of each teacher. Raises ConfigError for an unknown price."""
+    return [(teacher.known_family, price_of(teacher)) for teacher in teachers.teacher]
+
+
+def _state_usd(
+    teachers: TeachersConfig, prices: list[tuple[str, Price]], family: str, prompt_tokens: float
+) -> tuple[float, float]:
+    """Return the (low, high) cost of one state; zeros where the state will be refused."""
+    allowed = [(teacher_family, price) for teacher_family, price in prices if teacher_family != family]
+    cheapest: dict[str, float] = {}
+    for teacher_family, price in allowed:
+        usd = price.cost_usd(int(prompt_tokens), int(ANSWER_SHARE * teachers.max_tokens))
+        cheapest[teacher_family] = min(usd, cheapest.get(teacher_family, usd))
+    if family == UNKNOWN or len(cheapest) < 2:
+        return 0.0, 0.0
+    full = sorted((price.cost_usd(int(prompt_tokens), teachers.max_tokens) for _, price in allowed), reverse=True)
+    return sum(sorted(cheapest.values())[:2]), sum(full[: teachers.voters])
+
+
+def _prompt_tokens(state: TraceState) -> float:
+    return len(write_state(state)) / BYTES_PER_TOKEN
+
+
+def _can_be_trained(state: TraceState, config: Config) -> bool:
+    """Estimate what a replay measures with the tokenizer (TrainingLimits): only texts count."""
+    context = sum(map(_text_tokens, state.messages))
+    side = context + _text_tokens(state.student_action)
+    return side <= config.model.max_context and context + side <= config.trainer.micro_batch_tokens
+
+
+def _text_tokens(message: dict) -> float:
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    texts = [message.get("content") or "", *(text for call in calls for text in (call["name"], call["arguments"]))]
+    return sum(len(text.encode("utf-8", "replace")) for text in texts) / BYTES_PER_TOKEN
