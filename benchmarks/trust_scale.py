@@ -5,7 +5,7 @@
 
 `benchmarks/trust.py` meets few answers of real engines, and eleven cheats. This one computes batches of answers with
 transformers and the published rule of drawing, and judges them with the product's code (inference/audit.py,
-orchestrator/audit/trust.py). Prompts are the ends of the shipped conversations, of 16 to 31 tokens, with `--each`
+orchestrator/swarm/trust.py). Prompts are the ends of the shipped conversations, of 16 to 31 tokens, with `--each`
 answers to one, of other seeds. The auditor computes in float32, with the shipped policy as the claimed version. A step
 moves each weight by `--lr` up or down, in a direction of its own. The answers are compared with versions 2 and 8 steps
 older, the oldest ones with trainer.weights.keep at 3 and at 9, and with the policy's linear layers in int8 by row.
@@ -46,7 +46,7 @@ from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
 from inference.engines.sampling import SamplingRows, draw_misses, sample
-from orchestrator.audit.trust import NodeTrust, is_clean
+from orchestrator.swarm.trust import NodeTrust, is_clean
 
 ASSETS = Path(__file__).parents[1] / "composer_prime" / "assets" / "tiny"
 EOS = 2

@@ -67,7 +67,7 @@ def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, di
         if (sentence := overlap(environments)) is not None:
             warnings.append(f"source {source.name!r}: {sentence}")
         runtimes = {kind for environment in environments.values() for kind in runtime_types(environment)}
-        if source.workers and config.orchestrator.address is None:
+        if config.orchestrator.address is None:
             try:  # The type that the source names was checked before (composer_prime/plan/preflight.py).
                 check_runtimes(source.name, runtimes - {source.runtime.type})
             except ConfigError as error:

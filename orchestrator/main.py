@@ -3,7 +3,6 @@
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
     orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (invite.py)
-    orchestrator join tcp://HOST:PORT                environment workers for a run elsewhere (workers/join.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
     orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
     orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
@@ -46,15 +45,13 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 FAILED = 1
 _OPEN_FILES = 16384
 _COMMANDS = {
-    **{name: f"orchestrator.fleet.commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
+    **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
     "audit": "orchestrator.main:audit",
-    "invite": "orchestrator.invite",
-    "join": "orchestrator.workers.join",
-    "weights": "orchestrator.weight_service",
+    "invite": "orchestrator.swarm.invite",
+    "weights": "orchestrator.swarm.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)
-       orchestrator join tcp://HOST:PORT (orchestrator join --help)
        orchestrator audit RUN_DIR (orchestrator audit --help)
        orchestrator weights RUN_DIR (orchestrator weights --help)
        orchestrator nodes [RUN_DIR] | drain|evict|ban|unban NODE (orchestrator nodes --help)"""

@@ -62,7 +62,6 @@ from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
-from orchestrator.workers.hosts import HostServer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, SourceSpec
 
@@ -167,7 +166,7 @@ class Pipeline:
     async def _open(self, stack: AsyncExitStack) -> StepServer:
         """Bind every address and publish them."""
         await self.gateway.start()
-        stack.push_async_callback(self._close, self.gateway)
+        stack.push_async_callback(self._close_gateway)
         server = StepServer(
             socket=bind_router(
                 self.config.orchestrator.step_address, self.keys.curve("server"), [self.keys.curve("trainer").public]
@@ -187,11 +186,6 @@ class Pipeline:
             "node": reachable(self.gateway.node_endpoint),
             "http": self.gateway.http_url,
         }
-        if self.config.orchestrator.worker_address is not None:
-            hosts = HostServer(self.config, self.pools, self.gateway.http_url, self.keys, self.run_id)
-            stack.push_async_callback(self._close, hosts)
-            self._spawn(hosts.serve())
-            addresses["worker"] = reachable(hosts.endpoint)
         addresses |= {"audit": reachable(audits.endpoint)} if (audits := self.gateway.audits) is not None else {}
         write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", self.run_id, addresses)
@@ -208,10 +202,7 @@ class Pipeline:
         """Start the environments, then build everything that depends on their tasks."""
         config = self.config
         stack.push_async_callback(self._close_pools)
-        # Hosts are admitted only once the tasks are known. So start the other pools first, then wait for hosts.
-        for here in (True, False):
-            names = [source.name for source in config.orchestrator.source if (source.workers > 0) is here]
-            await asyncio.gather(*(self.pools[name].start() for name in names))
+        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         blamed = frozenset(left_out(self.run_dir.ledger))
         self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
@@ -260,8 +251,8 @@ class Pipeline:
             if self.replay is not None:
                 self.replay.stop()
 
-    async def _close(self, server: Gateway | HostServer) -> None:
-        await server.close(finished=self.completion.all_trained and not self._failure.done())
+    async def _close_gateway(self) -> None:
+        await self.gateway.close(finished=self.completion.all_trained and not self._failure.done())
 
     async def _close_pools(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))

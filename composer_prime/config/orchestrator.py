@@ -162,8 +162,8 @@ class SourceConfig(BaseConfig):
     """Where the source's code runs, and its limits."""
     making: MakingConfig | None = None
     """Make harder coding tasks as the policy learns (needs the curriculum Frontier); None makes none."""
-    workers: int = Field(default=1, ge=0)
-    """Worker processes for this source on this machine; 0 runs all episodes on joined worker hosts."""
+    workers: int = Field(default=1, ge=1)
+    """Worker processes for this source."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
 
@@ -349,16 +349,12 @@ class OrchestratorConfig(BaseConfig):
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     weights: WeightServiceConfig = WeightServiceConfig()
     """Where nodes on other machines download weights."""
-    worker_address: str | None = None
-    """Where worker hosts connect (CURVE-encrypted, `orchestrator join`); None admits none. Their heartbeats use
-    inference.heartbeat_s and inference.lost_after_s.
-    """
     step_address: str = "tcp://127.0.0.1:0"
     """Where trainer ranks connect (CURVE-encrypted)."""
     no_node_timeout_s: float = Field(default=300.0, gt=0)
     """How long requests wait for a connected inference node before the run fails."""
     worker_start_timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit for an environment worker to load, and for a source without workers to get a worker host."""
+    """Time limit for an environment worker to load."""
     hang_timeout_s: float = Field(default=60.0, gt=0)
     """End and restart an environment worker whose event loop stands still for this long. After 5 s an event names the
     line that blocks it.
@@ -377,28 +373,6 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a weight "
                 "above 0 (an evaluation alone is run.max_steps = 0)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _workers_somewhere(self) -> OrchestratorConfig:
-        idle = [source.name for source in self.source if not source.workers]
-        if idle and self.worker_address is None:
-            raise ValueError(
-                f"orchestrator.source.workers is 0 for {idle}, but orchestrator.worker_address is None: no worker "
-                "plays it; set workers to 1, or --orchestrator.worker_address tcp://127.0.0.1:5501 for worker hosts"
-            )
-        if self.worker_address is not None and not self.source:
-            raise ValueError(
-                f"orchestrator.worker_address is {self.worker_address!r}, but orchestrator.source is empty: worker "
-                "hosts would have nothing to play; remove worker_address, or add an [[orchestrator.source]] table"
-            )
-        growing = [source.name for source in self.source if source.making is not None]
-        if growing and self.worker_address is not None:
-            raise ValueError(
-                f"orchestrator.source {growing} have making, but orchestrator.worker_address is "
-                f"{self.worker_address!r}: worker hosts would lack the tasks that this run makes; remove making or "
-                "worker_address"
             )
         return self
 

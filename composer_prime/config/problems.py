@@ -174,6 +174,11 @@ def settings_by_key() -> dict[str, Any]:
     }
 
 
+def leaf_keys() -> list[str]:
+    """Return every key that holds a value, with those of elements of lists once."""
+    return [key for key, kind in _key_types().items() if _inner_model(kind) is None]
+
+
 def _is_known(location: Location) -> bool:
     """Return whether `location` names a key, or something in a free table."""
     names = _names(location)

@@ -140,10 +140,8 @@ def _roles(config: Config, findings: Findings) -> Rows:
     if orchestrator.address:
         rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
     else:
-        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source if source.workers)
+        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
         rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers or 'none'})"))
-        if remote := ", ".join(source.name for source in orchestrator.source if not source.workers):
-            rows.append(("", f"workers of {remote} elsewhere: their hosts join at {orchestrator.worker_address}"))
         rows += [("", f"code of {source.name} runs in: {text}") for source, text in source_runtimes(config)]
     if inference.nodes == 0 and orchestrator.source:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))

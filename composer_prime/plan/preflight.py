@@ -188,7 +188,7 @@ def _runtimes(config: Config, findings: Findings) -> None:
     """Check that the sandboxes which sources name can be opened here."""
     for source in config.orchestrator.source:
         kind = source.runtime.type
-        is_elsewhere = config.orchestrator.address is not None or source.workers == 0
+        is_elsewhere = config.orchestrator.address is not None
         if kind != "auto" and not is_elsewhere and not (found := probe(kind)).works:
             findings.problems.append(
                 f"orchestrator.source {source.name!r}: runtime.type is {kind!r}, but {found.text}; `composer doctor` "
@@ -246,8 +246,6 @@ def _addresses(config: Config, findings: Findings) -> None:
         check_port("127.0.0.1", orchestrator.gateway_port, "orchestrator.gateway_port")
     check_address(orchestrator.node_address, "orchestrator.node_address")
     check_address(orchestrator.step_address, "orchestrator.step_address")
-    if orchestrator.worker_address is not None:
-        check_address(orchestrator.worker_address, "orchestrator.worker_address")
     if orchestrator.weights.address is not None:
         check_address(f"tcp://{orchestrator.weights.address}", "orchestrator.weights.address")
     if orchestrator.node_address == orchestrator.step_address and not orchestrator.step_address.endswith(":0"):

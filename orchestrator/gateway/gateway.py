@@ -34,13 +34,10 @@ from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
-from orchestrator.audit.audits import Audits
 from orchestrator.event_loop import LoopLag, watched
-from orchestrator.fleet.control import build_control
 from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer
-from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink
@@ -48,6 +45,9 @@ from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.twins import start_twins
 from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
+from orchestrator.swarm.admission import Enrollment
+from orchestrator.swarm.audits import Audits
+from orchestrator.swarm.node_control import build_control
 
 logger = logging.getLogger(__name__)
 
@@ -401,22 +401,17 @@ class Gateway:
         }
 
 
-def how_to_join(endpoint: str, model: str | None, token: Path) -> str:
-    """Return the whole `inference join` command, or `orchestrator join` with None as `model`, and where it works.
-
-    For nodes an invite comes first: with it they have keys of their own.
+def how_to_join(endpoint: str, model: str, token: Path) -> str:
+    """Return the whole `inference join` command, after an invite for keys of its own, and where it works.
 
     `endpoint`: tcp://HOST:PORT as bound; `model`: model.path; `token`: the file that holds the run's join token.
     """
     bound = urlsplit(endpoint)
     host = socket.gethostname() if bound.hostname in WILDCARDS else bound.hostname or ""
     address = f"tcp://[{host}]:{bound.port}" if ":" in host else f"tcp://{host}:{bound.port}"
-    role = ["orchestrator", "join", address] if model is None else ["inference", "join", address, "--model", model]
-    command = shlex.join([*role, "--token-file", str(token)])
-    if model is not None:
-        invite = shlex.join(["orchestrator", "invite", str(token.parent.parent)])
-        command = f"{invite}` here and what it prints elsewhere, or `{command}"
+    join = shlex.join(["inference", "join", address, "--model", model, "--token-file", str(token)])
+    invite = shlex.join(["orchestrator", "invite", str(token.parent.parent)])
+    command = f"{invite}` here and what it prints elsewhere, or `{join}"
     if host == "127.0.0.1":
-        setting = "orchestrator.worker_address" if model is None else "orchestrator.node_address"
-        return f"run `{command}` on this machine (others need {setting} on a public interface)"
+        return f"run `{command}` on this machine (others need orchestrator.node_address on a public interface)"
     return f"run `{command}` on a machine that has a copy of that file"

@@ -4,7 +4,7 @@
                                   packed (composer_prime/wire/turns.py), with a session's new tokens only
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
-    /control/...                  for the run's operator (orchestrator/fleet)
+    /control/...                  for the run's operator (orchestrator/swarm)
 
 Bad input gets a 4xx status. Every exception of a route gets OpenAI's error body. A client that closes its
 connection cancels its request.

@@ -50,9 +50,9 @@ from composer_prime.wire.node import (
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
-from orchestrator.gateway.enrollment import Enrollment
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
+from orchestrator.swarm.admission import Enrollment
 
 logger = logging.getLogger(__name__)
 

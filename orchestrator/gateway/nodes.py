@@ -24,10 +24,10 @@ from composer_prime.monitor.events import event
 from composer_prime.wire.node import ComputeDevice, Generate, NodeHello, Sampling, Status
 from composer_prime.wire.turns import Prefix, context_overflow
 from composer_prime.wire.types import INT
-from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.adaptive import KV_FULL
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, VersionReports
 from orchestrator.gateway.speed import NodeSpeed
+from orchestrator.swarm.trust import NodeTrust
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from composer_prime.errors import DeadlineError
 from composer_prime.run.retry import backoff_s
 from composer_prime.wire.turns import POLICY
 from composer_prime.wire.types import Sample
-from orchestrator.audit.audits import Audits
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
+from orchestrator.swarm.audits import Audits
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, RolloutFailure, RolloutReply, RunRollout
 

@@ -1,7 +1,6 @@
-"""A source's workers, as the orchestrator sees them: processes here, and hosts elsewhere that joined (hosts.py).
+"""A source's workers, as the orchestrator sees them.
 
 run         the ready worker with the fewest rollouts --> its reply; none ready: wait at most start_timeout_s
-attach      a host elsewhere plays, too, until it has ended
 _supervise  one task a process: start -> wait for its end -> back off -> start again
             max_restarts ends in a row without a finished rollout: the pool fails, and every `run` raises why
 """
@@ -20,8 +19,8 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError, Env
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.retry import backoff_s
 from orchestrator.event_loop import Notifier
-from orchestrator.workers.players import RolloutPlayer, WorkerProcess
 from orchestrator.workers.protocol import TRAIN, RolloutReply, RunRollout, SourceSpec, WorkerReady
+from orchestrator.workers.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ class WorkerPool:
         log_dir: Path | None = None,
         stop_grace_s: float = 5.0,
     ) -> None:
-        """`workers`: processes here; with 0, hosts that join play all. `hang_timeout_s`: a worker that is silent for
-        this long is killed; choose it longer than any one step of the environment may block. `backoff_s`: the wait
+        """`hang_timeout_s`: a worker that is silent for this long is killed; choose it longer than any one step of
+        the environment may block. `backoff_s`: the wait
         before the first restart, doubled for each further one. `log_dir`: takes the workers' output, one file a worker.
         `stop_grace_s`: time for workers to clean up in `close`.
         """
@@ -58,9 +57,8 @@ class WorkerPool:
         self._stop_grace_s = stop_grace_s
         self._children: dict[int, WorkerProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
-        self._remote: list[RolloutPlayer] = []
         self.changed = Notifier()
-        """Notifies of workers that came, went or have room again."""
+        """Notifies of workers that came or went."""
         self._failure: ComposerError | None = None
         self.ready: WorkerReady | None = None
         """The first worker's report; None until it has loaded."""
@@ -75,26 +73,19 @@ class WorkerPool:
         await self.close()
 
     async def start(self) -> None:
-        """Start every worker and wait until all have loaded; without any, wait for a host.
+        """Start every worker and wait until all have loaded.
 
-        Raises what `WorkerProcess.start` raises, what `check_runtimes` raises, and DeadlineError when no host joins
-        within start_timeout_s.
+        Raises what `WorkerProcess.start` and `check_runtimes` raise.
         """
         self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
         loaded = lambda: self.ready is not None and len(self._children) == self._workers
-        # A process that takes too long fails by itself.
-        timeout_s = math.inf if self._workers else self._start_timeout_s
         try:
-            if not await self.changed.wait_for(lambda: self._failure is not None or loaded(), timeout_s):
-                raise DeadlineError(
-                    f"source {self.spec.name!r} has workers = 0, and no worker host joined within {timeout_s:g} s "
-                    "(orchestrator.worker_start_timeout_s): start `orchestrator join` as logs/orchestrator.log shows "
-                    "it, or set workers to 1"
-                )
+            # A process that takes too long fails by itself.
+            await self.changed.wait_for(lambda: self._failure is not None or loaded(), math.inf)
             if self._failure is not None:
                 raise self._failure
-            if self._workers and self.ready is not None:
-                await asyncio.to_thread(check_runtimes, self.spec.name, self.ready.runtimes)
+            assert self.ready is not None
+            await asyncio.to_thread(check_runtimes, self.spec.name, self.ready.runtimes)
         except BaseException:
             await self.close()
             raise
@@ -114,36 +105,14 @@ class WorkerPool:
         return [child.pid for child in self._children.values()]
 
     @property
-    def players(self) -> list[RolloutPlayer]:
-        """The workers that are ready, here and elsewhere."""
-        return [player for player in (*self._children.values(), *self._remote) if not player.gone]
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether workers of this machine have yet to load: then the tasks are not known."""
-        return self._workers > 0 and self.ready is None
-
-    def attach(self, player: RolloutPlayer, ready: WorkerReady) -> None:
-        """Have `player`, which loaded `ready` elsewhere, play rollouts until it has ended.
-
-        Raises ConfigError when its tasks are not those of this run.
-        """
-        if difference := ready.difference(self.ready or ready):
-            raise ConfigError(f"source {self.spec.name!r}: {difference}")
-        self.ready = self.ready or ready
-        self._remote.append(player)
-
-        def remove(_: object) -> None:
-            self._remote.remove(player)
-            self.changed.notify()
-
-        player.ended.add_done_callback(remove)
-        self.changed.notify()
+    def players(self) -> list[WorkerProcess]:
+        """The workers that are ready."""
+        return [worker for worker in self._children.values() if not worker.gone]
 
     async def run(self, request: RunRollout, on_begin: Callable[[], None] = lambda: None) -> RolloutReply:
         """Play one rollout. Failures of environment, model or worker are in the reply.
 
-        Calls `on_begin` once a worker has room for it. Cancelling the caller cancels the rollout. Raises
+        Calls `on_begin` once a worker takes it. Cancelling the caller cancels the rollout. Raises
         EnvironmentWorkerError once the workers have failed for good, and DeadlineError when none is ready for
         start_timeout_s.
         """
@@ -161,27 +130,19 @@ class WorkerPool:
         self._children.clear()
         self.changed.notify()
 
-    async def _place(self) -> RolloutPlayer:
-        """Wait for a worker with room. Each rollout that takes room ends by its own limit, so that wait has an end.
-
-        start_timeout_s counts from when no worker is left.
-        """
-        with_room = lambda: [player for player in self.players if player.has_room]
-        while self._failure is None:
-            if players := with_room():
-                return min(players, key=lambda player: player.running / player.processes)
-            if self.players:
-                await self.changed.wait_for(
-                    lambda: self._failure is not None or not self.players or bool(with_room()), self._start_timeout_s
-                )
-            elif not await self.changed.wait_for(
-                lambda: self._failure is not None or bool(self.players), self._start_timeout_s
-            ):
-                raise DeadlineError(
-                    f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s "
-                    "(orchestrator.worker_start_timeout_s): the log tells why workers ended or hosts left"
-                )
-        raise self._failure
+    async def _place(self) -> WorkerProcess:
+        """Wait for a ready worker, and return the one with the fewest rollouts."""
+        found = await self.changed.wait_for(
+            lambda: self._failure is not None or bool(self.players), self._start_timeout_s
+        )
+        if self._failure is not None:
+            raise self._failure
+        if not found:
+            raise DeadlineError(
+                f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s "
+                "(orchestrator.worker_start_timeout_s): the log tells why workers ended"
+            )
+        return min(self.players, key=lambda worker: worker.running)
 
     async def _supervise(self, number: int) -> None:
         """Keep worker `number` alive until the pool has failed. Whatever ends this ends the pool, with its reason."""

@@ -4,14 +4,6 @@
     pool   --RunRollout | Cancel--> worker
     worker --RolloutReply | Heartbeat--> pool
 
-And between the orchestrator and a host of workers elsewhere, which connects outwards (ZMQ, CURVE, one frame a message):
-
-    host         --HostHello--> orchestrator --HostWelcome | Rejected--> host --HostReady--> orchestrator
-    orchestrator --ForSource(RunRollout | CancelRollout)--> host --FromSource(RolloutReply)--> orchestrator
-    host         --GatewayCall | CancelCall--> orchestrator --GatewayReply--> host      its workers ask the policy
-    host         --Heartbeat--> orchestrator --Heard | HelloAgain--> host
-    either       --Drain--> the other: no more rollouts, the host leaves when its own have ended --Goodbye-->
-
 A reply carries text and numbers only. Token ids, logprobs and version spans are in the gateway's record of the
 rollout's session, so they cross one process boundary, not two.
 """
@@ -23,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-
-from composer_prime.wire.node import Drain, Goodbye, Heard, HelloAgain, Rejected
 
 TRAIN, EVAL = "train", "eval"
 """The usual names of a source's task sets (`SourceSpec.tasksets`)."""
@@ -67,26 +57,10 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """By task set; None for one that never ends."""
     difficulty: dict[str, list[float | None]] = {}
     """By task set: estimates in [0, 1] of its tasks, in their order. Task sets without estimates are left out."""
-    digests: dict[str, str] = {}
-    """By task set: a digest of the tasks' prompts; of an endless set, of its first one."""
     runtimes: list[str] = []
     """Types of the runtimes in which the source executes code."""
     overlap: str | None = None
     """A sentence where held-out prompts are training prompts too."""
-
-    def difference(self, other: WorkerReady) -> str | None:
-        """Return how these tasks differ from the run's, with both values; None where they are the same."""
-        for what, here, there in (
-            ("numbers of tasks", self.num_tasks, other.num_tasks),
-            ("digests of the prompts", self.digests, other.digests),
-            ("estimates of difficulty", self.difficulty, other.difficulty),
-        ):
-            if here != there:
-                return (
-                    f"the {what} are {str(here)[:200]} on this host and {str(there)[:200]} in the run: install the "
-                    "same release of the task set here, and give it the same files at the same paths"
-                )
-        return None
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
@@ -253,79 +227,3 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
 ToWorker = Start | RunRollout | CancelRollout
 FromWorker = WorkerReady | StartFailed | RolloutReply | Heartbeat
-
-
-# -- a host of workers on another machine ----------------------------------------------------------------------------
-
-
-class HostHello(msgspec.Struct, frozen=True, kw_only=True, tag="host_hello"):
-    name: str
-    slots: int
-    """Rollouts that it plays at a time, of all sources together."""
-    processes: int
-    """Worker processes of each source."""
-    releases: dict[str, str]
-    """Versions of the packages that both sides must share."""
-
-
-class HostWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="host_welcome"):
-    run_id: str
-    specs: list[SourceSpec]
-    """`model_path` is the orchestrator's: `files` take its place."""
-    files: dict[str, bytes]
-    """Tokenizer, chat template and configuration of the policy, by name."""
-    heartbeat_s: float
-    lost_after_s: float
-    start_timeout_s: float
-
-
-class HostReady(msgspec.Struct, frozen=True, kw_only=True, tag="host_ready"):
-    """The host has loaded every source."""
-
-    ready: dict[str, WorkerReady]
-    """By source."""
-
-
-class ForSource(msgspec.Struct, frozen=True, kw_only=True, tag="for_source"):
-    source: str
-    message: RunRollout | CancelRollout
-
-
-class FromSource(msgspec.Struct, frozen=True, kw_only=True, tag="from_source"):
-    source: str
-    reply: RolloutReply
-
-
-FORM_HEADERS = ("Content-Type", "Accept")
-"""Headers of a worker's request that a host passes on: in which form its body is, and the answer may be."""
-
-
-class GatewayCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
-    """An HTTP request of a worker to the gateway."""
-
-    call: int
-    """Number among the host's requests."""
-    path: str
-    session: str
-    """X-Session-ID: the rollout's id, or that and `#n`."""
-    body: bytes
-    headers: dict[str, str] = {}
-    """Those of FORM_HEADERS."""
-
-
-class GatewayReply(msgspec.Struct, frozen=True, kw_only=True, tag="call_reply"):
-    call: int
-    status: int
-    body: bytes
-    content_type: str = "application/json"
-
-
-class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_call"):
-    call: int
-
-
-FromHost = HostHello | HostReady | FromSource | GatewayCall | CancelCall | Heartbeat | Drain | Goodbye
-ToHost = HostWelcome | Rejected | ForSource | GatewayReply | Heard | HelloAgain | Drain
-
-MAX_HOST_MESSAGE_BYTES = 80 << 20
-"""A request to the gateway may have 64 MiB."""

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import json
@@ -38,8 +39,10 @@ from verifiers.v1.types import Response
 from verifiers.v1.utils import loaders
 
 from composer_prime.wire.turns import JSON, PackedAnswer, TurnClient
-from orchestrator.workers.gateway_requests import ask_gateway
 
+_LOST = (aiohttp.ClientOSError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
+_ASK_AGAIN_S = (0.1, 1.0)
+"""Pauses after lost connections. A turn that is asked for again counts once (rollouts/samples.py)."""
 _IDLE_S = 15.0
 """The client closes idle connections before the gateway does, so no request meets a closing one."""
 _CONNECT_S = 30.0
@@ -99,10 +102,15 @@ class GatewayHttp:
     ) -> tuple[int, str, bytes]:
         """Return status, content type and body."""
         headers = {**self._headers, **headers, **more}
-        try:
-            return await ask_gateway(self._session, method, url, data, headers)
-        except (aiohttp.ClientError, OSError) as error:
-            raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
+        for pause_s in (*_ASK_AGAIN_S, None):
+            try:
+                async with self._session.request(method, url, data=data, headers=headers) as reply:
+                    return reply.status, reply.content_type, await reply.read()
+            except (aiohttp.ClientError, OSError) as error:
+                if pause_s is None or not isinstance(error, _LOST):
+                    raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
+                await asyncio.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
 
 
 def _checked(url: str, status: int, content: bytes) -> bytes:

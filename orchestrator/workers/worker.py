@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
-import hashlib
 import logging
 import signal
 import socket
@@ -88,13 +87,11 @@ class Worker:
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
             estimates = {name: environment.difficulty for name, environment in self._environments.items()}
             difficulty = {name: by_task for name, by_task in estimates.items() if by_task}
-            digests = {name: prompt_digest(environment) for name, environment in self._environments.items()}
             runtimes = sorted({kind for each in self._environments.values() for kind in runtime_types(each)})
             self._frames.send(
                 WorkerReady(
                     num_tasks=num_tasks,
                     difficulty=difficulty,
-                    digests=digests,
                     runtimes=runtimes,
                     overlap=overlap(self._environments),
                 )
@@ -185,14 +182,6 @@ class CpuShares:
         if self._running:
             self._per_rollout_s += (now_s - self._seen_s) / self._running
         self._seen_s = now_s
-
-
-def prompt_digest(environment: Any) -> str:
-    """Return a digest of the prompts of an Environment's tasks; of an endless set, of its first one."""
-    digest = hashlib.blake2b(digest_size=8)
-    for index in range(environment.num_tasks or 1):
-        digest.update(f"{environment.describe(index)[1]}\0".encode(errors="replace"))
-    return digest.hexdigest()
 
 
 def overlap(environments: Mapping[str, Any]) -> str | None:

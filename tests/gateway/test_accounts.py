@@ -17,7 +17,7 @@ from composer_prime.monitor.nodes import recorded_rows
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice, NodeHello
-from orchestrator.fleet.accounts import NodeAccounts, NodeWork, worthless
+from orchestrator.swarm.accounts import NodeAccounts, NodeWork, worthless
 
 
 class Clock:

@@ -13,9 +13,9 @@ from fleet import Fleet
 from composer_prime.errors import ConfigError, InviteError, RequestError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Drain, NodeHello, ToNode
-from orchestrator.fleet.accounts import NodeAccounts
-from orchestrator.fleet.control import NodeControl
 from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.swarm.accounts import NodeAccounts
+from orchestrator.swarm.node_control import NodeControl
 
 
 class Controlled:
@@ -227,7 +227,7 @@ def test_a_useless_node_is_drained(tmp_path, caplog):
         assert "inference.max_usd_per_million does not hold for a, idle, whose price is unknown: pass" in unpriced
         assert "node idle is drained: it had no trained token in the last" in drained
 
-    caplog.set_level("WARNING", logger="orchestrator.fleet.control")
+    caplog.set_level("WARNING", logger="orchestrator.swarm.node_control")
     with_control(tmp_path, test, "a", "idle")
 
 

@@ -198,9 +198,6 @@ def test_the_command_that_joins_can_be_typed_as_it_stands():
     assert "on this machine" in local and "orchestrator.node_address" in local
     assert local.startswith("run `orchestrator invite outputs/a1` here")
     assert "`inference join tcp://127.0.0.1:5500 --model tiny --token-file outputs/a1/keys/node.token`" in local
-    host = how_to_join("tcp://127.0.0.1:5501", None, Path("worker.token"))
-    assert "`orchestrator join tcp://127.0.0.1:5501 --token-file worker.token`" in host and "worker_address" in host
-    assert "invite" not in host
     public = how_to_join("tcp://0.0.0.0:5500", "/my models/8b", Path("node.token"))
     assert f"tcp://{socket.gethostname()}:5500 --model '/my models/8b'" in public and "copy of that file" in public
     assert "'tcp://[fd00::1]:5500' " in how_to_join("tcp://[fd00::1]:5500", "tiny", Path("node.token"))

@@ -27,9 +27,9 @@ from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import ComputeDevice, NodeWelcome, Rejected
 from inference.engines.base import build_engine
-from orchestrator.fleet import commands
-from orchestrator.fleet.commands import RunConnection
 from orchestrator.gateway import Gateway
+from orchestrator.swarm import node_commands as commands
+from orchestrator.swarm.node_commands import RunConnection
 
 WAIT_S = 150.0
 PATIENT = {"heartbeat_s": 0.5, "lost_after_s": 100.0}

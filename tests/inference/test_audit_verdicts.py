@@ -11,7 +11,7 @@ from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
-from orchestrator.audit.trust import NodeTrust
+from orchestrator.swarm.trust import NodeTrust
 
 TOLERANCE = 0.02
 

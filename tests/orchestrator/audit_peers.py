@@ -19,10 +19,10 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit import AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import Heard, NodeWelcome, Sampling, Status
 from composer_prime.wire.types import VersionSpan
-from orchestrator.audit.audits import Audits
-from orchestrator.audit.trust import NodeTrust
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import GenerationRecord
+from orchestrator.swarm.audits import Audits
+from orchestrator.swarm.trust import NodeTrust
 
 STATUS = Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
 

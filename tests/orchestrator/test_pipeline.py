@@ -194,19 +194,6 @@ class StartedPool(ScriptedPool):
         self._starts.append(f"{self._name} has loaded")
 
 
-async def test_the_wait_for_hosts_begins_when_the_workers_here_have_loaded(open_run, tmp_path):
-    """Hosts are admitted only then. A source that waited for them meanwhile could pass its deadline."""
-    starts: list[str] = []
-    pools = {name: StartedPool(name, starts) for name in ("far", "near")}
-    sources = [{"name": name, "taskset": {"id": "x"}, "workers": int(name == "near")} for name in pools]
-    config = make_config(tmp_path, source=sources, worker_address="tcp://127.0.0.1:0")
-    async with open_run(config, pools=pools, node=False) as run, asyncio.timeout(60):
-        while run.pipeline.training is None:
-            assert not run.task.done(), run.task.exception()
-            await asyncio.sleep(0.01)
-    assert starts == ["near begins", "near has loaded", "far begins", "far has loaded"]
-
-
 async def test_a_starting_run_shows_its_stages(open_run, run_dir, tmp_path):
     """What it waits for at first, then a line for each thing that came, until the first rollouts begin."""
 

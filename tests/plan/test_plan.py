@@ -218,8 +218,7 @@ def test_port_in_use_is_a_problem(tmp_path):
 
 def test_malformed_address_is_a_problem(tmp_path):
     # An address without a port says what it must look like.
-    for name in ("node_address", "worker_address"):
-        assert "tcp://HOST:PORT" in problems(tmp_path, f"--orchestrator.{name}", "10.0.0.1")
+    assert "tcp://HOST:PORT" in problems(tmp_path, "--orchestrator.node_address", "10.0.0.1")
 
 
 def test_an_address_of_another_machine_is_a_problem(tmp_path):

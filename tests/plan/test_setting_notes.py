@@ -54,7 +54,7 @@ def notes(folder: Path, *words: str) -> str:
         ),
         (
             ("--orchestrator.audit.quarantine_s", "60", "--orchestrator.audit.enabled"),
-            ("--orchestrator.audit.quarantine_s", "60", "--orchestrator.audit.auditors", "2"),
+            ("--orchestrator.audit.quarantine_s", "60", "--orchestrator.swarm.auditors", "2"),
             "orchestrator.audit has auditors = 2 and quarantine_s = 60.0, but orchestrator.audit.enabled is false",
         ),
         (

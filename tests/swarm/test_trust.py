@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.wire.audit import PartVerdict, Suspect
-from orchestrator.audit.trust import BOUND, SUSPECT_BOUND, NodeTrust
+from orchestrator.swarm.trust import BOUND, SUSPECT_BOUND, NodeTrust
 
 FLOOR = 0.02
 

@@ -1,14 +1,11 @@
-"""What plays rollouts outside of the orchestrator's process.
+"""One worker process, seen from the orchestrator.
 
-RolloutPlayer   the rollouts in flight, and how they end with the player; hosts.py has the one on another machine
-
-WorkerProcess   a process of this machine
-  start         --Start--> worker, then wait at most start_timeout_s for WorkerReady
-  _read         passes replies to the futures that wait for them
-  _watch        names the code that blocks a silent worker, and kills one that was silent for hang_timeout_s
-  stop          closes the connection, gives the worker a while to clean up, then kills what is left of its session
-  ended         resolves with the reason, after every request in flight has its error reply and the worker's scratch
-                folder is removed; a killed worker cannot remove that itself
+start    --Start--> worker, then wait at most start_timeout_s for WorkerReady
+_read    passes replies to the futures that wait for them
+_watch   names the code that blocks a silent worker, and kills one that was silent for hang_timeout_s
+stop     closes the connection, gives the worker a while to clean up, then kills what is left of its session
+ended    resolves with the reason, after every request in flight has its error reply and the worker's scratch folder is
+         removed; a killed worker cannot remove that itself
 """
 
 from __future__ import annotations
@@ -20,10 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from pathlib import Path
-
-import msgspec
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
@@ -51,75 +45,7 @@ from orchestrator.workers.tracebacks import blocked_at
 logger = logging.getLogger(__name__)
 
 
-class RolloutPlayer(ABC):
-    """Plays rollouts of one source outside of this process."""
-
-    processes = 1
-    """Worker processes behind it: the more, the more rollouts it gets."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves with the reason once it is gone and no request waits any more."""
-        self.last_words = ""
-        """Its last lines of output, for an error message; empty until it is gone, and for a host elsewhere."""
-        self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
-
-    @property
-    def gone(self) -> bool:
-        return self.ended.done()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it takes another rollout."""
-        return True
-
-    @property
-    def running(self) -> int:
-        """Rollouts in flight."""
-        return len(self._rollouts)
-
-    def plays(self, rollout_id: str) -> bool:
-        return rollout_id in self._rollouts
-
-    @abstractmethod
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue a message. It is dropped where the other side is gone."""
-
-    async def run(self, request: RunRollout) -> RolloutReply:
-        """Run a rollout. Cancelling the caller cancels it. A player that ends answers with a retryable error."""
-        if request.rollout_id in self._rollouts:
-            raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
-        if self.ended.done():
-            return self._lost(request.rollout_id)
-        future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()
-        self.send(request)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.send(CancelRollout(rollout_id=request.rollout_id))
-            raise
-        finally:
-            self._rollouts.pop(request.rollout_id, None)
-
-    def answer(self, reply: RolloutReply) -> None:
-        """Deliver a reply to the rollout that awaits it. Drop it if the rollout is not in flight."""
-        future = self._rollouts.get(reply.rollout_id)
-        if future is not None and not future.done():
-            future.set_result(reply)
-
-    def end(self, reason: str) -> None:
-        """Note that it is gone, and fail its rollouts."""
-        self.ended.set_result(reason)
-        for rollout_id, future in self._rollouts.items():
-            if not future.done():
-                future.set_result(self._lost(rollout_id))
-
-    def _lost(self, rollout_id: str) -> RolloutReply:
-        return failed_reply(rollout_id, "", "worker", self.ended.result(), detail=self.last_words.strip())
-
-
-class WorkerProcess(RolloutPlayer):
+class WorkerProcess:
     """One running worker. Create it with `start`."""
 
     def __init__(
@@ -131,7 +57,12 @@ class WorkerProcess(RolloutPlayer):
         log: tuple[Path, int],
     ) -> None:
         """`scratch` holds the working folders of the worker's rollouts. `log`: its output, and where that begins."""
-        super().__init__(label)
+        self.label = label
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves with the reason once it is gone and no request waits any more."""
+        self.last_words = ""
+        """Its last lines of output, for an error message; empty until it is gone."""
+        self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
         self.ready: WorkerReady | None = None
         self.completed = 0
         """Rollouts that came back with a reward."""
@@ -215,8 +146,26 @@ class WorkerProcess(RolloutPlayer):
         """Whether the process has ended, even if `ended` still waits for its folder to be removed."""
         return self.ended.done() or self._process.returncode is not None
 
-    def send(self, message: msgspec.Struct) -> None:
-        self._frames.send(message)
+    @property
+    def running(self) -> int:
+        """Rollouts in flight."""
+        return len(self._rollouts)
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        """Run a rollout. Cancelling the caller cancels it. A worker that ends answers with a retryable error."""
+        if request.rollout_id in self._rollouts:
+            raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
+        if self.ended.done():
+            return self._lost(request.rollout_id)
+        future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()
+        self._frames.send(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._frames.send(CancelRollout(rollout_id=request.rollout_id))
+            raise
+        finally:
+            self._rollouts.pop(request.rollout_id, None)
 
     async def stop(self, grace_s: float) -> None:
         """Let the worker abort its rollouts and clean up for `grace_s` seconds, then kill it."""
@@ -248,7 +197,9 @@ class WorkerProcess(RolloutPlayer):
         match message:
             case RolloutReply():
                 self.completed += message.failure is None
-                self.answer(message)
+                future = self._rollouts.get(message.rollout_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
             case Heartbeat():
                 pass  # `_read` has noted the time.
             case WorkerReady() | StartFailed():
@@ -298,4 +249,10 @@ class WorkerProcess(RolloutPlayer):
         if self.ended.done():
             return
         status = exit_text(self._process.returncode)
-        self.end(f"{self.label} " + (f"ended: {self._end_reason}" if self._end_reason else status))
+        self.ended.set_result(f"{self.label} " + (f"ended: {self._end_reason}" if self._end_reason else status))
+        for rollout_id, future in self._rollouts.items():
+            if not future.done():
+                future.set_result(self._lost(rollout_id))
+
+    def _lost(self, rollout_id: str) -> RolloutReply:
+        return failed_reply(rollout_id, "", "worker", self.ended.result(), detail=self.last_words.strip())

@@ -32,7 +32,7 @@ from composer_prime.monitor.nodes import AWAY, BANNED, EVICTED
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.node import Drain, ToNode
-from orchestrator.fleet.accounts import NodeAccounts
+from orchestrator.swarm.accounts import NodeAccounts
 
 if TYPE_CHECKING:  # the gateway imports this module
     from orchestrator.gateway.nodes import AttachedNode

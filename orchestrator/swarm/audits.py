@@ -49,9 +49,9 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_floats, pack_ints
-from orchestrator.audit.auditors import ConnectedAuditor, OfferedAnswer
-from orchestrator.audit.trust import NodeTrust, is_clean
 from orchestrator.event_loop import watched
+from orchestrator.swarm.auditors import ConnectedAuditor, OfferedAnswer
+from orchestrator.swarm.trust import NodeTrust, is_clean
 
 if TYPE_CHECKING:  # The gateway imports this module.
     from orchestrator.gateway.chunks import ChunkServer

@@ -13,7 +13,7 @@ from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.wire.enrollment import INVITE_PREFIX, Invite, package_of, release, release_package
-from orchestrator.invite import create_invite, main, node_addresses
+from orchestrator.swarm.invite import create_invite, main, node_addresses
 
 
 @pytest.fixture

@@ -1,0 +1,11 @@
+"""The swarm: machines that others own serve a run, and are checked.
+
+invite.py          the string that lets a machine join
+admission.py       which keys may connect, and what a node that enrolls gets
+trust.py           what is believed of one node, and how an audit changes that (read first)
+audits.py          answers that wait for an audit; auditors.py has who checks them
+accounts.py        what each node did and costs, on disk and after a restart
+node_control.py    drain, evict and ban in the running orchestrator
+node_commands.py   the same from the command line, over loopback
+weight_service.py  a run's weights over HTTP or in a bucket
+"""
