@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
-RuntimeType = Literal["auto", "bubblewrap", "subprocess", "docker", "podman", "apptainer", "modal", "e2b", "prime"]
+SANDBOX_TYPES = ("auto", "bubblewrap", "subprocess", "docker", "podman", "apptainer", "modal", "e2b", "prime")
 
 
 class SandboxLimits(BaseConfig):
@@ -36,9 +36,10 @@ class SandboxLimits(BaseConfig):
 class RuntimeConfig(BaseConfig):
     """Where the code of a source runs."""
 
-    type: RuntimeType = "auto"
-    """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. The others are verifiers' runtimes. auto
-    is bubblewrap for sources that execute code, and subprocess for those that do not."""
+    type: str = "auto"
+    """bubblewrap isolates with Linux namespaces. subprocess isolates nothing. docker, podman, apptainer, modal, e2b and
+    prime are verifiers' runtimes. auto is bubblewrap for sources that execute code, and subprocess for those that do
+    not. `module:Class` is a sandbox of your own."""
     limits: SandboxLimits = SandboxLimits()
     """Limits of one sandbox."""
     packages: list[str] = []
@@ -47,10 +48,17 @@ class RuntimeConfig(BaseConfig):
     """Hosts (`example.org`, `example.org:443`) that the sandbox may reach through a proxy; empty: no network."""
     hide: list[str] = []
     """Paths below /usr to hide from the sandbox, such as /usr/bin/strings."""
-    warm: int = Field(default=0, ge=0)
-    """Sandboxes that each worker opens in advance."""
     settings: dict[str, Any] = {}
-    """Settings of a verifiers runtime, such as `image` for docker; bubblewrap and subprocess have none."""
+    """Settings of a verifiers runtime, such as `image` for docker, or of your own class; bubblewrap and subprocess have
+    none."""
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, name: str) -> str:
+        if name not in SANDBOX_TYPES and ":" not in name:
+            kinds = ", ".join(SANDBOX_TYPES)
+            raise ValueError(f"orchestrator.source.runtime.type is {name!r}: there are {kinds}, and `module:Class`")
+        return name
 
     @model_validator(mode="after")
     def _settings_of_the_type(self) -> RuntimeConfig:

@@ -12,9 +12,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Self, get_args
+from typing import Self
 
-from composer_prime.config.sandbox import RuntimeType
+from composer_prime.config.sandbox import SANDBOX_TYPES
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.retry import backoff_s
@@ -198,7 +198,7 @@ class WorkerPool:
 
 def check_runtimes(source: str, types: Iterable[str]) -> None:
     """Raise ConfigError when a runtime in which `source` executes code does not work on this machine."""
-    for kind in set(types) & set(get_args(RuntimeType)):
+    for kind in set(types) & set(SANDBOX_TYPES):
         if not (runtime_probe := probe(kind)).works:
             raise ConfigError(
                 f"source {source!r} executes code in the runtime {kind!r}, which does not work here: "

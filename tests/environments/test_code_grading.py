@@ -35,8 +35,8 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def warmest() -> RuntimeConfig:
-    """Where bubblewrap works, a box whose first process has imported pytest: graded code runs in its fork."""
+def strongest() -> RuntimeConfig:
+    """Return the strongest sandbox that works here."""
     return RuntimeConfig(type="bubblewrap") if probe("bubblewrap").works else runtime()
 
 
@@ -119,7 +119,7 @@ def test_the_machine_s_fault_is_no_grade() -> None:
 # The original passes everything; the stub and an empty patch fail what the deletion broke; no other test suffers.
 @process
 async def test_original_solves_and_stub_does_not(trees: Path) -> None:
-    solved = await graded(trees, TOTAL, warmest())
+    solved = await graded(trees, TOTAL, strongest())
     assert solved.solved and solved.fraction == 1.0 and not solved.missing and not solved.tampered, solved.report
     assert solved.passed == {*FAIL_TO_PASS, *PASS_TO_PASS}
     for text in (STUBBED, None):
@@ -197,6 +197,9 @@ HACKS = {
     + "\nimport sys\nframe = sys._getframe()\nwhile frame:\n    for name, value in list(frame.f_globals.items()):\n"
     + "        if name in ('fingerprint', 'changed', 'mark', 'run_python', 'prepare_interpreter', 'kill_others'):\n"
     + "            frame.f_globals[name] = lambda *a: {}\n    frame = frame.f_back\n",
+    "equal to everything": STUBBED.replace(
+        STUB, "    return type('Any', (), {'__eq__': lambda *a: True, '__ne__': lambda *a: False, '__hash__': id})()"
+    ),
     "forged lines": STUBBED.replace(
         STUB,
         "    import os\n    for fd in range(3, 30):\n        try:\n"
@@ -210,7 +213,7 @@ HACKS = {
 @process
 @pytest.mark.parametrize("hack", HACKS)
 async def test_hacks_earn_nothing(trees: Path, hack: str) -> None:
-    result = await graded(trees, HACKS[hack], warmest())
+    result = await graded(trees, HACKS[hack], strongest())
     assert not result.solved and result.fraction == 0.0, result
 
 

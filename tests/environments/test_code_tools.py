@@ -14,7 +14,8 @@ from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code import harness
 from orchestrator.coding.code.tool_schemas import TOOL_NAMES
 from orchestrator.coding.code.tools import CodeTools, clip, is_tool_error, order_test_output
-from orchestrator.coding.sandbox.box import Box, open_box
+from orchestrator.coding.sandbox.box import Box
+from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.hints.generate import Templates
 
 process = pytest.mark.process

@@ -2,7 +2,7 @@
 """Scripts that try to leave a box. Each prints ESCAPED where it succeeds. `@NAME@` is replaced by the test.
 
 @SECRET@ is a file of the host, @PORT@ a port of the host's loopback, @ABSTRACT@ the name of an abstract socket, and
-@nr:NAME@ the number of a system call. @TREES@ is the host's folder of prepared trees.
+@nr:NAME@ the number of a system call.
 """
 
 from __future__ import annotations
@@ -188,59 +188,6 @@ if not pid:
 escaped_if(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7)""",
 }
 
-# Against a work folder that is a clone. `files` are those of the tree that the host prepared.
-CLONES = {
-    "the folders below the work folder": """
-for folder in ('/work', '/work/.', '/proc/self/cwd', '/proc/1/cwd', '/proc/1/root/work'):
-    escaped_if(any(os.path.lexists(folder + '/' + name) for name in ('lower', 'upper', 'work')))
-for pid in os.listdir('/proc'):
-    escaped_if(pid == '1' and readable('/proc/1/cwd') or pid.isdigit() and os.path.exists('/proc/%s/cwd/upper' % pid))""",
-    "the place of prepared trees": """
-escaped_if('trees' in open('/proc/self/mountinfo').read() or os.path.exists('@TREES@'))
-escaped_if(any(os.path.exists('/proc/%s/root@TREES@' % name) for name in ('1', 'self')))""",
-    "every file of the tree": """
-for path in files:
-    with open(path, 'r+b') as file: file.write(b'changed')
-    os.chmod(path, 0o4777); os.utime(path, (1, 1)); tries(os.setxattr, path, 'user.x', b'x')
-    os.truncate(path, 1); os.link(path, path + '.link'); os.rename(path, path + '.moved'); os.unlink(path + '.moved')""",
-    "every folder of the tree": """
-import shutil
-for folder in sorted({os.path.dirname(path) for path in files}):
-    os.chmod(folder, 0o777); tries(os.rename, folder, folder + '.moved'); tries(shutil.rmtree, folder); tries(os.mkdir, folder)
-escaped_if(any(map(os.path.exists, files)))""",
-    "mapped memory of a file": """
-import mmap
-path = files[0]
-with open(path, 'rb') as file:
-    tries(mmap.mmap, file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
-    address = next(int(l.split('-')[0], 16) for l in open('/proc/self/maps') if path in l)
-with open('/proc/self/mem', 'r+b', buffering=0) as memory:
-    memory.seek(address); tries(memory.write, b'changed')
-with open(path, 'r+b') as file:
-    mmap.mmap(file.fileno(), 0)[:7] = b'changed'""",
-    "flags and extents of a file": """
-import fcntl
-with open(files[0], 'rb') as file, open(files[1], 'r+b') as other:
-    for flag in (0x10, 0x20, 0x80): tries(fcntl.ioctl, file, 0x40086602, flag.to_bytes(8, 'little'))
-    tries(fcntl.ioctl, other, 0x40049409, file.fileno())
-    tries(os.copy_file_range, file.fileno(), other.fileno(), 100)
-    libc.fallocate(other.fileno(), 3, 0, ctypes.c_long(4096))""",
-    "the overlay's own marks": """
-def listing(): return sorted((folder, *sorted(names)) for folder, _, names in os.walk('/work'))
-before = listing()
-for mark in ('opaque', 'redirect', 'metacopy', 'origin', 'whiteout', 'impure', 'upper', 'nlink', 'xattrs'):
-    for path in ('/work', os.path.dirname(files[0]), files[0]):
-        for value in (b'y', b'x', b'/', b'/folder1', b''): tries(os.setxattr, path, 'user.overlay.' + mark, value)
-        tries(os.setxattr, path, 'trusted.overlay.' + mark, b'y')
-escaped_if(listing() != before)
-os.unlink(files[0]); tries(os.mknod, files[0], 0o20666, 0)
-escaped_if(readable(files[0]))""",
-    "the mounts of the work folder": """
-for flags in (0, 1, 2, 8): escaped_if(libc.umount2(b'/work', flags) == 0)
-for flags in (32, 32 | 4096, 4096, 8192, 1 << 18): escaped_if(libc.mount(b'/work', b'/work', None, flags, None) == 0)
-escaped_if(call(@nr:open_tree@, -100, b'/work', 1) >= 0)""",
-}
 
 BOMBS = {
     "fork bomb": ("while True:\n    try: os.fork()\n    except OSError: pass", {"cpu_s", "wall_s"}),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import platform
-import re
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,39 +9,16 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.plan.sandboxes import probe
-from orchestrator.coding.sandbox.trees.prepared import LEAST_FILES
 
 LIMITS = SandboxLimits(
     wall_s=30, cpu_s=8, memory_gb=0.4, processes=32, file_mb=8, disk_mb=32, files=2000, output_kb=16, output_mb=1
 )
 SMALL = RuntimeConfig(type="bubblewrap", limits=LIMITS)
-LARGE = {f"folder{number % 9}/file{number}.txt": b"content %d\n" % number for number in range(LEAST_FILES)}
-"""Files that are cloned where this machine can."""
 
 
 def need_bubblewrap() -> None:
     if not probe("bubblewrap").works:
         pytest.skip(probe("bubblewrap").text)
-
-
-def need_clones() -> None:
-    """Skip where the kernel refuses what a clone needs. It is asked without the code under test."""
-    need_bubblewrap()
-    if problem := _overlay_problem():
-        pytest.skip(f"this kernel clones no trees: {problem}")
-
-
-@functools.cache
-def _overlay_problem() -> str:
-    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 6):
-        return f"Linux {platform.release()} is older than 6.6"
-    script = "mount -t tmpfs t /mnt && cd /mnt && mkdir l u w m && mount -t overlay o -o "
-    script += "lowerdir=l,upperdir=u,workdir=w,userxattr m"
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stderr.strip() if done.returncode else ""
 
 
 def start_times(pids: Iterable[int]) -> dict[int, str]:

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """What a box promises its callers: files, commands as a new interpreter runs them, limits, and its end."""
 
 from __future__ import annotations
@@ -18,22 +17,16 @@ import pytest
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from orchestrator.coding.code.grading import ISOLATED
-from orchestrator.coding.sandbox.box import Box, CommandResult, open_box
+from orchestrator.coding.sandbox.box import CommandResult
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
 from orchestrator.coding.sandbox.launch import first_pid
-from orchestrator.coding.sandbox.pool import close_pools, shared_pool
+from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.sandbox.subprocess_box import _ends_with_parent
 from orchestrator.coding.sandbox.usage import processes_of
-from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap, start_times, still_there
+from tests.sandbox.boxes import LIMITS, SMALL, need_bubblewrap
 
 pytestmark = pytest.mark.process
 BOTH = [pytest.param("bubblewrap", id="bubblewrap"), pytest.param("subprocess", id="subprocess")]
-SHOWS = """
-import os, sys
-print(sys.argv, os.getcwd(), sorted(os.environ), sys.path, sys.flags, __name__, sorted(vars()), sys.orig_argv[1:])
-print(sys.stdin.read(), os.getenv("X"), sys.stdout.encoding, sys.dont_write_bytecode, sorted(sys.modules))
-"""
 
 
 def table(kind: str) -> RuntimeConfig:
@@ -174,7 +167,7 @@ async def test_a_canceled_start_keeps_its_descriptor() -> None:
 def test_a_command_ends_with_its_owner() -> None:
     code = """
 import asyncio
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.opening import open_box
 from composer_prime.config.sandbox import RuntimeConfig
 async def main():
     box = await open_box(RuntimeConfig(type="subprocess"))
@@ -197,94 +190,7 @@ asyncio.run(main())
     raise AssertionError(f"process {pid} outlived its owner")
 
 
-# Claim: a fork of the box's interpreter shows a program what a newly started interpreter shows.
-async def test_a_forked_interpreter_is_like_a_new_one() -> None:
-    need_bubblewrap()
-    async with await open_box(SMALL, files={"src/tool.py": SHOWS.encode()}, python_path=["src"]) as box:
-        await warm(box)
-        for argv in (["-c", SHOWS, "a", "-b"], ["-m", "tool", "a"]):
-            forked = await box.run(["python", *argv], stdin=b"text", env={"X": "1"})
-            # The shell starts an interpreter of its own.
-            new = await box.run(["sh", "-c", 'exec python "$@"', "sh", *argv], stdin=b"text", env={"X": "1"})
-            assert forked.exit_code == new.exit_code == 0, (forked, new)
-            assert comparable(forked.stdout) == comparable(new.stdout)
-
-
-def comparable(output: bytes) -> bytes:
-    return output.replace(b"'OLDPWD', ", b"").replace(b"'PWD', ", b"").replace(b"'SHLVL', ", b"").replace(b"'_', ", b"")
-
-
-async def warm(box: Box) -> None:
-    assert isinstance(box, BubblewrapBox)
-    await box.preload()
-
-
-# Claim: the graders' program is a fork that has pytest. Its path, variables and arguments are those of a new interpreter
-# with -I: a PYTHON variable, the work folder and modules in it decide nothing. One in the way gets a new interpreter.
-async def test_an_isolated_program_finds_pytest_imported() -> None:
-    need_bubblewrap()
-    shows = "import os, sys\nprint('_pytest' in sys.modules)\nprint(sys.path, sys.argv, sorted(os.environ), __name__, "
-    shows += "sorted(vars()), sys.dont_write_bytecode, sys.stdin.read(), 'ctypes' in sys.modules)"
-    argv, env = [*ISOLATED, "-c", shows, "a"], {"PYTHONSTARTUP": "x", "PYTHONPATH": "src", "X": "1"}
-    files = {"src/os.py": b"1 / 0", "tool.py": b""}
-    async with await open_box(SMALL, files=files, python_path=["src"]) as box:
-        await warm(box)
-        forked = await box.run(["python", *argv], stdin=b"text", env={**env, "PYTHONPATH": "lib"})
-        new = await box.run(["sh", "-c", 'exec python "$@"', "sh", *argv], stdin=b"text", env=env)
-        in_the_way = await box.run(["python", *argv], stdin=b"text", env=env)
-    assert forked.exit_code == new.exit_code == 0, (forked, new)
-    (forked_has, forked_shows), (new_has, new_shows) = [
-        comparable(result.stdout).split(b"\n", 1) for result in (forked, new)
-    ]
-    assert (forked_has, new_has) == (b"True", b"False") and forked_shows == new_shows
-    assert in_the_way.stdout.startswith(b"False\n")
-
-
-ENDINGS = {
-    "an exception": "raise KeyError('x')",
-    "a syntax error": "x = = 1",
-    "sys.exit with a number": "import sys; sys.exit(5)",
-    "sys.exit with a text": "import sys; sys.exit('text')",
-    "os._exit": "import os; print('lost'); os._exit(4)",
-    "an exit handler": "import atexit; atexit.register(print, 'handler'); print('first')",
-    "a thread at the end": "import threading, time; threading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
-    "an own exception hook": "import sys; sys.excepthook = lambda *a: print('hook', a[0]); 1 / 0",
-    "a destructor": "class A:\n    def __del__(self): print('gone')\na = A()",
-    "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
-    "a closed pipe": "import os, sys; os.close(1); print('x'); sys.stdout.flush()",
-    "multiprocessing": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(p.map(abs, [-1, 2]))",
-    "subprocess": "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(7)'], capture_output=True).stdout)",
-    "pickle of an own class": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)",
-    "a module of the standard library": "import enum, json, struct, socket, ctypes; print(enum.Enum, json.dumps(1), ctypes.sizeof(ctypes.c_int))",
-}  # fmt: skip
-
-
-# Claim: however a program ends, the fork gives the same status and streams as a new interpreter.
-@pytest.mark.parametrize("code", ENDINGS.values(), ids=ENDINGS)
-async def test_a_forked_interpreter_ends_like_a_new_one(code: str) -> None:
-    need_bubblewrap()
-    async with await open_box(SMALL) as box:
-        await warm(box)
-        forked = await box.run(["python", "-c", code])
-        new = await box.run(["python", "-B", "-c", code])
-        assert (forked.exit_code, forked.stdout, forked.stderr) == (new.exit_code, new.stdout, new.stderr)
-
-
-# Claim: nothing that one forked interpreter changes is seen by the next, and each draws its own random numbers.
-async def test_forked_interpreters_share_nothing() -> None:
-    need_bubblewrap()
-    async with await open_box(SMALL) as box:
-        await warm(box)
-        await box.run(
-            ["python", "-c", "import json, os; json.x = 1; os.environ['Y'] = '1'; os.chdir('/'); os.umask(0o77)"]
-        )
-        seen = "import json, os, random; print(hasattr(json, 'x'), 'Y' in os.environ, os.getcwd(), os.umask(0)); "
-        first, second = [await box.run(["python", "-c", seen + "print(random.random())"]) for _ in range(2)]
-        assert first.stdout.startswith(b"False False /work 18\n") and first.stdout != second.stdout
-
-
-# Claim: a module in the work folder that has the name of a loaded one is imported, as a new interpreter would.
+# Claim: a module in the work folder that has the name of another one is imported.
 @pytest.mark.parametrize("path", ["src/json.py", "src/pluggy.py", "src/sitecustomize.py", "pytest.py"])
 async def test_a_module_in_the_way_is_not_passed_over(path: str) -> None:
     need_bubblewrap()
@@ -296,8 +202,8 @@ async def test_a_module_in_the_way_is_not_passed_over(path: str) -> None:
     assert finished.exit_code == 3 and finished.stdout.startswith(b"own module")
 
 
-# Claim: pytest in a fork collects, fails, and rewrites assertions as usual, in each run anew.
-async def test_pytest_in_a_fork() -> None:
+# Claim: pytest in a box collects, fails, and rewrites assertions as usual, in each run anew.
+async def test_pytest_in_a_box() -> None:
     need_bubblewrap()
     files = {"src/m.py": b"x = 1\n", "test_m.py": b"from m import x\ndef test_x(): assert x == 1\n"}
     async with await open_box(SMALL, files=files, python_path=["src"]) as box:
@@ -320,25 +226,6 @@ async def test_a_cancelled_command_leaves_a_working_box() -> None:
             await running
         listed = await box.run(["sh", "-c", "cat /proc/[0-9]*/comm"])
         assert b"sleep" not in listed.stdout and listed.exit_code == 0
-
-
-# Claim: boxes opened ahead are distinct, keep no file of another, and are gone after the pool closed.
-async def test_the_pool_gives_fresh_boxes() -> None:
-    need_bubblewrap()
-    runtime = SMALL.model_copy(update={"warm": 2})
-    await shared_pool(runtime).filled()
-    pids: list[int] = []
-    started: dict[int, str] = {}
-    for _ in range(3):
-        async with await open_box(runtime, files={"a.py": b""}, python_path=["."]) as box:
-            assert isinstance(box, BubblewrapBox)
-            pids.append(box.init_pid)
-            started |= start_times([box.init_pid])
-            assert await box.list_files() == {"a.py": 0}
-            assert (await box.run(["python", "-c", "import a; open('left', 'w')"])).exit_code == 0
-    await close_pools()
-    assert len(set(pids)) == 3
-    assert not still_there(started)
 
 
 # Claim: the files of a box that was killed are an error, never an empty folder, also before its end was heard of.
@@ -396,7 +283,7 @@ def test_boxes_end_with_their_owner() -> None:
     need_bubblewrap()
     code = """
 import asyncio
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.sandbox.usage import processes_of
 from composer_prime.config.sandbox import RuntimeConfig
 async def main():

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.coding.sandbox import seccomp
-from orchestrator.coding.sandbox.box import NO_FILES, Box, CommandResult, open_box
+from orchestrator.coding.sandbox.box import NO_FILES, Box, CommandResult
 from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
-from orchestrator.coding.sandbox.trees import prepared
+from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.sandbox.usage import processes_of
-from tests.sandbox.attempts import BOMBS, CLONES, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
-from tests.sandbox.boxes import LARGE, SMALL, need_bubblewrap, need_clones, start_times, still_there
+from tests.sandbox.attempts import BOMBS, NETWORK, PREAMBLE, PRIVILEGES, PROCESSES, READ, WRITE
+from tests.sandbox.boxes import SMALL, need_bubblewrap, start_times, still_there
 
 pytestmark = pytest.mark.process
 
@@ -35,15 +35,6 @@ ATTEMPTS = [
     )
     for name, script in scripts.items()
 ] + [pytest.param(script, ends, id=f"bomb: {name}") for name, (script, ends) in BOMBS.items()]
-
-
-@pytest.fixture(autouse=True)
-def trees(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the prepared tree of these tests out of the user's cache, and clone whatever another test met."""
-    folder = tmp_path_factory.getbasetemp() / "trees"
-    monkeypatch.setattr(prepared, "trees_folder", lambda: folder)
-    monkeypatch.setattr(prepared, "MOST_BYTES", 1 << 26)
-    monkeypatch.setattr(prepared, "_given_up", False)
 
 
 @dataclass
@@ -64,7 +55,6 @@ class Host:
             ("@PORT@", str(self.listening.getsockname()[1])),
             ("@ABSTRACT@", self.abstract.getsockname()[1:].decode()),
             ("@TABLE@", repr(table)),
-            ("@TREES@", str(prepared.trees_folder())),
         ):
             script = script.replace(name, value)
         return script
@@ -92,34 +82,13 @@ async def attempt(script: str, files: Mapping[str, bytes] = NO_FILES) -> Command
     """Run a script in a box, check that the box still works, and close it. Nothing may be left of it then."""
     box = await open_box(SMALL, files=files)
     assert isinstance(box, BubblewrapBox)
-    assert not files or box.tree
-    before = state(box.tree.folder) if box.tree else {}
     async with box:
         finished = await box.run(["python", "-c", f"files = {sorted(files)}\n{script}"])
         if finished.ended_by != "box":
             assert await works(box), await box.run(["ps", "axf"])
         started = start_times(processes_of(box.init_pid))
-        assert not box.tree or state(box.tree.folder) == before
     assert not still_there(started)
     return finished
-
-
-def state(tree: Path) -> dict[str, object]:
-    """Return all that a box could change of a prepared tree."""
-    found = {}
-    for path in sorted(tree.rglob("*")):
-        status = path.lstat()
-        content = path.read_bytes() if path.is_file() else sorted(os.listdir(path))
-        identity = (
-            status.st_ino,
-            status.st_mode,
-            status.st_uid,
-            status.st_nlink,
-            status.st_mtime_ns,
-            status.st_ctime_ns,
-        )
-        found[str(path)] = (content, os.listxattr(path), *identity)
-    return found
 
 
 def check_contained(finished: CommandResult, ends: set[str] | None) -> None:
@@ -132,23 +101,6 @@ def check_contained(finished: CommandResult, ends: set[str] | None) -> None:
 @pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
 def test_an_attempt_is_contained(script: str, ends: set[str] | None, host: Host) -> None:
     check_contained(asyncio.run(attempt(host.fill(script))), ends)
-
-
-# Claim: the same holds where the work folder is the clone of a prepared tree, and nothing changes that tree.
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "ends"), ATTEMPTS)
-def test_an_attempt_in_a_clone_is_contained(script: str, ends: set[str] | None, host: Host) -> None:
-    need_clones()
-    check_contained(asyncio.run(attempt(host.fill(script), LARGE)), ends)
-
-
-# Claim: a clone shows nothing of what it is made of, and no way of writing its files changes the prepared tree.
-@pytest.mark.parametrize("script", CLONES.values(), ids=CLONES)
-def test_an_attempt_at_a_prepared_tree_is_contained(script: str, host: Host) -> None:
-    need_clones()
-    finished = asyncio.run(attempt(host.fill(script), LARGE))
-    check_contained(finished, None)
-    assert finished.exit_code == 0, finished.stderr.decode()
 
 
 LINKS = {

@@ -16,7 +16,7 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan import sandboxes
 from orchestrator.coding.sandbox import seccomp
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.sandbox.python_image import _PACKAGE_TESTS, _remove_unused, python_image
 from tests.sandbox.boxes import SMALL, need_bubblewrap
 

@@ -34,7 +34,8 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from orchestrator.coding.code.task import CodeTask, check_path, matches, tree_of
-from orchestrator.coding.sandbox.box import CommandResult, open_box
+from orchestrator.coding.sandbox.box import CommandResult
+from orchestrator.coding.sandbox.opening import open_box
 
 MAX_FILE_BYTES = 2**20
 """A larger file of a patch is refused."""
@@ -42,9 +43,8 @@ MAX_PATCH_BYTES = 2**24
 """Further files of a patch are refused from this sum on."""
 TWINS = 3
 """Probes under the ids of expected tests."""
-ISOLATED = ("-I", "-B", "-X", "pytest")
-"""Nothing of the work folder or of variables decides what is imported. With the -X, which an interpreter ignores, a
-bubblewrap box runs the reporter in a fork of its first process, which has imported pytest."""
+ISOLATED = ("-I", "-B")
+"""Nothing of the work folder or of variables decides what is imported."""
 _CHANNEL_BYTES = 2**24
 _REPORT_CHARS = 4000
 _STDERR_CHARS = 1000

@@ -151,12 +151,15 @@ def altered(item, source, number):
     if not is_plain or any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(found)):
         return None
     row = item.callspec.params if hasattr(item, "callspec") else {}
-    places = [place for statement in found.body for place in expected_constants(statement, row)]
+    places = [
+        place for statement in found.body for place in compared(statement) if plain_value(place[2], row) is not None
+    ]
     if not places:
         return None
-    operands, at, value = places[number % len(places)]
-    new = ast.parse(repr(another(value, number)), mode="eval").body
-    operands[at] = ast.copy_location(new, operands[at])
+    parent, field, node = places[number % len(places)]
+    new = ast.copy_location(ast.parse(repr(another(plain_value(node, row), number)), mode="eval").body, node)
+    old = getattr(parent, field)
+    setattr(parent, field, [new if each is node else each for each in old] if isinstance(old, list) else new)
     found.decorator_list = []
     module = ast.fix_missing_locations(ast.Module(body=[found], type_ignores=[]))
     namespace = {}
@@ -164,26 +167,26 @@ def altered(item, source, number):
     return namespace[found.name]
 
 
-def expected_constants(statement, row):
-    """Yield (operands, place among them, value) of a plain constant that a statement expects. `row`: parameters."""
-    operands, at = [], 0
+def compared(statement):
+    """Yield (parent, its field, expression) of what a statement asserts to be equal."""
     if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
         if [type(each) for each in statement.test.ops] == [ast.Eq]:
-            operands = statement.test.comparators
+            yield statement.test, "left", statement.test.left
+            yield statement.test, "comparators", statement.test.comparators[0]
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         function = statement.value.func
-        if isinstance(function, ast.Attribute) and function.attr in EQUALITIES and len(statement.value.args) > 1:
-            operands, at = statement.value.args, 1
-    if not operands:
-        return
-    node = operands[at]
+        if isinstance(function, ast.Attribute) and function.attr in EQUALITIES:
+            yield from ((statement.value, "args", each) for each in statement.value.args[:2])
+
+
+def plain_value(node, row):
+    """Return the value of a constant, or of a name in a test's row of data; None for anything else."""
     try:
         value = row[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
         ast.literal_eval(repr(value))
     except (KeyError, ValueError, TypeError, SyntaxError, RecursionError):
-        return
-    if type(value) in PLAIN:
-        yield operands, at, value
+        return None
+    return value if type(value) in PLAIN else None
 
 
 def another(value, number):

@@ -44,7 +44,7 @@ from orchestrator.coding.factory.source import (
     write_tree,
 )
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, run_suite
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.opening import open_box
 
 BATCH = 12
 """Candidates that share a box and an interpreter."""

@@ -25,7 +25,7 @@ from orchestrator.coding.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, wr
 from orchestrator.coding.formats.functions import human_eval_task, is_human_eval, is_mbpp, mbpp_task
 from orchestrator.coding.formats.records import Record, read_records
 from orchestrator.coding.formats.swe_bench import instance_task, is_swe_bench
-from orchestrator.coding.sandbox.box import open_box
+from orchestrator.coding.sandbox.opening import open_box
 
 REFUSED_FILE = "refused.jsonl"
 _IMPORTING_FOLDER = ".importing"

@@ -28,7 +28,8 @@ from orchestrator.coding.code.harness import CodeRollout, CodeSettings, CodeStat
 from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor import HackMonitorConfig
-from orchestrator.coding.sandbox.box import WORK, open_box, read_tree
+from orchestrator.coding.sandbox.box import WORK, read_tree
+from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Harbor"]

@@ -1,8 +1,4 @@
-"""A box: one sandbox with a work folder, in which commands run. `open_box` opens the kind that a runtime table names.
-
-    open_box(runtime) -> BubblewrapBox    isolated: no host files, no network, own processes, limits
-                      -> SubprocessBox    limits only; it isolates nothing
-                      -> RuntimeBox       one of verifiers' runtimes (docker, podman, modal, ...)
+"""A box: one sandbox with a work folder, in which commands run. `open_box` (opening.py) opens one.
 
 What code in a box does is data: a command that fails, floods, hangs or kills everything gives a `CommandResult`. Only
 a box that cannot be opened, or has ended, raises SandboxError. Exit codes and output come from hostile code; a caller
@@ -41,12 +37,16 @@ class CommandResult:
     wall_s: float
 
 
-class CloneError(Exception):
-    """A tree could not be cloned into a box, which is of no use then. Boxes that are opened later get copies."""
-
-
 class Box(ABC):
     """One sandbox. Paths are relative to the work folder, or absolute inside the box. Commands run one at a time."""
+
+    @classmethod
+    @abstractmethod
+    async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> Box:
+        """Open a box with an empty work folder.
+
+        `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy.
+        """
 
     @abstractmethod
     async def run(
@@ -97,63 +97,16 @@ class Box(ABC):
         await self.close()
 
 
-async def open_box(
-    runtime: RuntimeConfig,
-    *,
-    tree: Path | None = None,
-    files: Mapping[str, bytes] = NO_FILES,
-    python_path: Sequence[str] = (),
-) -> Box:
-    """Open a box whose work folder holds a copy of `tree`, and `files`.
-
-    `python_path`: folders below the work folder that become PYTHONPATH. Raises SandboxError with the remedy.
-    """
-    while True:
-        box = await _start(runtime, tuple(python_path))
-        try:
-            await box.fill(tree, files)
-            return box
-        except CloneError:
-            await box.close()
-        except BaseException:
-            await box.close()
-            raise
-
-
-async def _start(runtime: RuntimeConfig, python_path: tuple[str, ...]) -> Box:
-    kind = "bubblewrap" if runtime.type == "auto" else runtime.type
-    if kind == "bubblewrap":
-        from orchestrator.coding.sandbox.bubblewrap import BubblewrapBox
-        from orchestrator.coding.sandbox.pool import shared_pool
-
-        if runtime.warm:
-            return await shared_pool(runtime).take(python_path)
-        return await BubblewrapBox.open(runtime, python_path)
-    if kind == "subprocess":
-        from orchestrator.coding.sandbox.subprocess_box import SubprocessBox
-
-        return SubprocessBox(runtime, python_path)
-    from orchestrator.coding.sandbox.runtime import RuntimeBox  # It imports verifiers, which takes seconds.
-
-    return await RuntimeBox.open(runtime, python_path)
-
-
 def read_tree(tree: Path) -> dict[str, bytes]:
-    """Return the files of `statuses_of`, by POSIX path."""
-    return {path: (tree / path).read_bytes() for path in statuses_of(tree)}
-
-
-def statuses_of(tree: Path) -> dict[str, os.stat_result]:
-    """Return the status of each regular file of a folder, by POSIX path. Links and caches of Python are left out."""
-    statuses = {}
+    """Return the regular files of a folder, by POSIX path. Links and caches of Python are left out."""
+    content = {}
     for folder, subfolders, names in os.walk(tree):
         subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
-        below = os.path.relpath(folder, tree)
         for name in sorted(names):
-            status = os.lstat(os.path.join(folder, name))
-            if stat.S_ISREG(status.st_mode):
-                statuses[name if below == "." else f"{below}/{name}"] = status
-    return statuses
+            path = Path(folder, name)
+            if stat.S_ISREG(path.lstat().st_mode):
+                content[path.relative_to(tree).as_posix()] = path.read_bytes()
+    return content
 
 
 def inside_path(path: str) -> str:

@@ -6,60 +6,29 @@ control socket, with the descriptors of a command's standard streams. Output doe
     request  = uint32 length, JSON, payload
     reply    = uint32 length, JSON with the request's `id`
 
-`python -c CODE` and `python -m MODULE` are forks of this process, so they need not start an interpreter. The fork sets
-arguments, folder, environment, sys.path and __main__ as a new interpreter would. Whatever could make a difference (an
-option, a PYTHON variable, a module in the way of one that is loaded here) gets a new interpreter instead.
-
-`python -I -B -X pytest -c CODE` is a fork, too, and finds pytest imported: the graders' program. -I keeps its meaning:
-no folder of the work and no user's site in sys.path, no PYTHON variable is read. This process never ran code of the
-box, so nothing that is loaded here is an agent's.
-
 It is PID 1 of its namespace: no process inside can end it, and its end is the end of all of them. It is not dumpable,
 so no process inside can read its memory or descriptors. Nevertheless what it reports are hints: hostile code has the
 same user id. The host limits and reads the box without its help.
 """
 
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
 import sys
-
-FRESH_MODULES = frozenset(sys.modules)
-
-import runpy  # noqa: E402
-
-# `python -m` loads runpy, and what that needs.
-MODULES_WITH_RUNPY = frozenset(sys.modules)
-
-import contextlib  # noqa: E402
-import ctypes  # noqa: E402
-import errno  # noqa: E402
-import gc  # noqa: E402
-import importlib.machinery  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import resource  # noqa: E402
-import select  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import stat  # noqa: E402
-import struct  # noqa: E402
-import types  # noqa: E402
 
 PR_SET_DUMPABLE = 4
 MAX_FDS = 3
 MAX_OPEN_FILES = 1024
 SPARE_PROCESSES = 8
-ISOLATED = ["-I", "-B", "-X", "pytest"]
-"""Options of a program that finds pytest imported. An interpreter ignores this -X."""
-NOT_OF_PYTEST = ("runpy", "resource", "ctypes", "_ctypes", "ctypes._endian")
-"""Modules that only this file loads. pytest and what it needs have all the others."""
-KNOWN_VARIABLES = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-PRELOADED = ("pytest", "_pytest.assertion.rewrite", "_pytest.capture", "_pytest.fixtures", "_pytest.logging",
-             "_pytest.pastebin", "_pytest.python", "_pytest.junitxml", "_pytest.doctest", "_pytest.unittest",
-             "_pytest.monkeypatch", "_pytest.tmpdir", "_pytest.terminal", "_pytest.cacheprovider",
-             "_pytest.faulthandler", "_pytest.helpconfig", "_pytest.setuponly", "_pytest.setupplan",
-             "_pytest.skipping", "_pytest.threadexception", "_pytest.tracemalloc", "_pytest.unraisableexception",
-             "_pytest.warnings")  # fmt: skip
-"""Modules that every pytest run loads."""
-
 libc = ctypes.CDLL(None)
 
 
@@ -71,7 +40,7 @@ class Init:
         """pid -> (request, pidfd) of the commands that run."""
 
     def serve(self):
-        """Handle requests. Returns in a forked child only, with the function that runs its Python code."""
+        """Handle requests until the host closes the socket, which ends this process."""
         while True:
             # Not select.select, which knows descriptors below 1024 only.
             waiting = select.poll()
@@ -80,16 +49,14 @@ class Init:
             ready = {fd for fd, _ in waiting.poll(1000)}
             self.reap()
             if self.control.fileno() in ready:
-                python_code = self.handle()
-                if python_code:
-                    return python_code
+                self.handle()
 
     def handle(self):
         request, fds = self.receive()
         operation = request["op"]
         if operation == "run":
-            return self.start(request, fds)
-        if operation == "write":
+            self.start(request, fds)
+        elif operation == "write":
             self.reply(request, write_files(request, self.read_exactly))
         elif operation == "limits":
             self.limits = request["limits"]
@@ -97,14 +64,10 @@ class Init:
             most = self.limits["processes"] + SPARE_PROCESSES
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
             self.reply(request, {})
-        elif operation == "warm":
-            preload()
-            self.reply(request, {})
         elif operation == "listen":
             self.listen(request)
         elif operation == "kill":
             self.kill(request.get("command"))
-        return None
 
     def kill(self, number):
         """End the session of one command, or every other process for None."""
@@ -115,20 +78,17 @@ class Init:
                 kill_session(pid)
 
     def start(self, request, fds):
-        python = forks_interpreter(request)
         try:
             pid = os.fork()
         except OSError as error:
             pid = None
             self.reply(request, {"error": f"fork: {error.strerror}"})
         if pid == 0:
-            become_command(request, fds, {**self.limits, "cpu_s": request["cpu_s"]}, python)
-            return python  # An interpreter continues in main(), so that it exits like any other.
+            become_command(request, fds, {**self.limits, "cpu_s": request["cpu_s"]})
         for fd in fds:
             os.close(fd)
         if pid:
             self.commands[pid] = (request, os.pidfd_open(pid))
-        return None
 
     def reap(self):
         """Collect ended processes. Report commands, and end what the last one left."""
@@ -175,8 +135,8 @@ class Init:
         self.control.sendall(data[sent:])
 
 
-def become_command(request, fds, limits, python):
-    """Make this forked process the command: streams, folder, limits; then execute its program unless it is `python`."""
+def become_command(request, fds, limits):
+    """Make this forked process the command: streams, folder, limits, program."""
     try:
         os.setsid()
         stdin = fds.pop(0) if request["stdin"] else os.open("/dev/null", os.O_RDONLY)
@@ -186,10 +146,6 @@ def become_command(request, fds, limits, python):
         os.closerange(3, max(MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         os.chdir(request["cwd"])
         set_limits(limits)
-        if python:
-            libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            return
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(request["argv"][0], request["argv"], request["env"])
@@ -217,81 +173,6 @@ def set_limits(limits):
     # When the machine is out of memory, a command goes before its box does.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
-
-
-def preload():
-    if "pytest" in sys.modules:
-        return
-    with contextlib.suppress(ImportError):
-        for name in PRELOADED:
-            importlib.import_module(name)
-        # Objects of the past are not looked at again, so that forks do not copy their pages.
-        gc.collect()
-        gc.freeze()
-
-
-def forks_interpreter(request):
-    """Return a function that runs the command in a fork of this interpreter, or None where a new one is needed."""
-    argv, env = request["argv"], request["env"]
-    is_isolated = argv[1 : 1 + len(ISOLATED)] == ISOLATED
-    words = [argv[0], *argv[1 + len(ISOLATED) :]] if is_isolated else argv
-    if words[0] not in ("python", "python3", sys.executable) or len(words) < 3:
-        return None
-    if words[1] not in (("-c",) if is_isolated else ("-c", "-m")):
-        return None
-    if not is_isolated and any(name.startswith("PYTHON") and name not in KNOWN_VARIABLES for name in env):
-        return None
-    if env.get("PYTHONDONTWRITEBYTECODE") != "1" or env.get("LANG") != "C.UTF-8" or "LC_ALL" in env:
-        return None
-    if env.get("HOME") != "/tmp" or os.path.lexists("/tmp/.local"):
-        return None  # The user's own site-packages.
-    python_path = env.get("PYTHONPATH", "").split(":") if env.get("PYTHONPATH") else []
-    if is_isolated or words[1:3] == ["-m", "pytest"]:
-        preload()
-    loaded = {name.partition(".")[0] for name in sys.modules}
-    for folder in [request["cwd"], *python_path]:
-        folder = os.path.join(request["cwd"], folder)
-        with contextlib.suppress(OSError, ValueError):  # ValueError: a name that no file can have.
-            in_the_way = {name.partition(".")[0] for name in os.listdir(folder)}
-            if in_the_way & (loaded | {"sitecustomize", "usercustomize"}):
-                return None
-
-    def run_python():
-        sys.orig_argv[:] = argv
-        if is_isolated:
-            prepare_interpreter(words, env, [], NOT_OF_PYTEST)
-        else:
-            folders = [os.getcwd() if words[1] == "-m" else "", *(os.path.abspath(folder) for folder in python_path)]
-            is_pytest = words[1:3] == ["-m", "pytest"]
-            fresh = MODULES_WITH_RUNPY if words[1] == "-m" else FRESH_MODULES
-            prepare_interpreter(words, env, folders, () if is_pytest else set(sys.modules) - fresh)
-        if words[1] == "-m":
-            runpy._run_module_as_main(words[2])  # pyright: ignore[reportAttributeAccessIssue]  # It is private.
-        else:
-            exec(compile(words[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
-
-    return run_python
-
-
-def prepare_interpreter(words, env, folders, superfluous):
-    """Give this process the state of a new interpreter.
-
-    `words`: its arguments without options. `folders`: come first in sys.path. `superfluous`: names of modules.
-    """
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv[:] = [words[1], *words[3:]]
-    sys.path[:0] = folders
-    for name in superfluous:
-        if not name.startswith("encodings"):
-            sys.modules.pop(name, None)
-    importlib.invalidate_caches()
-    sys.path_importer_cache.clear()
-    main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(
-        __builtins__=__builtins__, __loader__=importlib.machinery.BuiltinImporter, __annotations__={}
-    )
-    sys.modules["__main__"] = main_module
 
 
 def write_files(request, read_exactly):
@@ -370,26 +251,10 @@ def main():
     os.set_inheritable(control.fileno(), False)
     sys.path[:] = sys.path[1:]  # The folder of this script.
     gc.freeze()
-    python_code = Init(control).serve()
-    control.detach()
-    return python_code
+    Init(control).serve()
 
 
 if __name__ == "__main__":
     if os.getpid() != 1:
         sys.exit("box_init runs as the first process of a pid namespace only: it ends all others")
-    run_python = main()
-    try:
-        run_python()
-    except SystemExit:
-        raise
-    except BaseException as error:
-        # The traceback begins with this module's frames, which a new interpreter would not show.
-        traceback = error.__traceback__
-        while traceback and traceback.tb_frame.f_code.co_filename == __file__:
-            traceback = traceback.tb_next
-        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        sys.exit(1)
+    main()

@@ -4,7 +4,6 @@
     BubblewrapBox --socket pair, fds-->       box_init.py (PID 1) --fork--> command
          |  <------- pipes: stdout, stderr ------------------------------------+
          +-- /proc/PID/root/work ------->     tmpfs /work            files are read without the box's help
-                                              (or an overlay in it on a prepared tree: trees/)
 
 Work folder and /tmp are tmpfs: their sizes are bounded by the kernel, and they vanish with the box. Nothing of the box
 is on the host's disk. bwrap dies with this process (--die-with-parent), and the box dies with bwrap.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import itertools
 import math
 import os
@@ -30,18 +28,17 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
 from composer_prime.plan.sandboxes import why_not_started
-from orchestrator.coding.sandbox.box import NOTHING, Box, CloneError, CommandResult, inside_path, statuses_of
+from orchestrator.coding.sandbox.box import NOTHING, Box, CommandResult, inside_path, read_tree
 from orchestrator.coding.sandbox.control import ControlChannel
 from orchestrator.coding.sandbox.files import list_regular, read_regular
 from orchestrator.coding.sandbox.launch import START_TIMEOUT_S, environment, first_pid, launch, open_root
 from orchestrator.coding.sandbox.loopback import PROXY_URL, LoopbackPorts
 from orchestrator.coding.sandbox.output import CommandStreams
 from orchestrator.coding.sandbox.python_image import python_image
-from orchestrator.coding.sandbox.trees.prepared import PreparedTree, give_up, on_disk, prepare
 from orchestrator.coding.sandbox.usage import measure
 
 END_TIMEOUT_S = 10.0
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB, _GIB, _PAGE = 1 << 20, 1 << 30, 4096
 _SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 _LIMITS_OF_THE_BOX = ("memory_gb", "files")
 """Limits of what all processes hold together, whichever command began them."""
@@ -73,10 +70,8 @@ class BubblewrapBox(Box):
         self._process = process
         self._init_fd = os.pidfd_open(init_pid)
         self._root_fd = open_root(init_pid)
-        self.tree: PreparedTree | None = None
-        """What the work folder is a clone of; None for a box whose files were copied."""
         self._num_given = 0
-        """Files that came from the host. The limit on files counts those of a clone that the box wrote only."""
+        """Files that came from the host."""
         self._work_device = os.stat("work", dir_fd=self._root_fd).st_dev
         self._one_at_a_time = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -115,15 +110,6 @@ class BubblewrapBox(Box):
             if isinstance(error, TimeoutError | OSError):
                 raise SandboxError(why_not_started(stderr or str(error))) from error
             raise
-
-    def set_python_path(self, python_path: Sequence[str]) -> None:
-        """Set PYTHONPATH of later commands to folders below the work folder."""
-        if python_path:
-            self.variables["PYTHONPATH"] = ":".join(inside_path(folder) for folder in python_path)
-
-    async def preload(self) -> None:
-        """Import pytest in the first process, whose forks run Python code."""
-        await self.control.ask({"op": "warm"})
 
     async def run(
         self,
@@ -248,50 +234,17 @@ class BubblewrapBox(Box):
             pause_s = _FIRST_LOOK_S if near else min(_LAST_LOOK_S, pause_s * 1.5)
 
     async def fill(self, tree: Path | None, files: Mapping[str, bytes]) -> None:
-        """As of any box; but a large `tree`, or without one large `files`, are cloned where the kernel can.
-
-        Raises SandboxError for what is larger than disk_mb.
-        """
-        limits = self.runtime.limits
-        statuses = {} if tree is None else await asyncio.to_thread(statuses_of, tree)
-        sizes = {path: status.st_size for path, status in statuses.items()}
-        largest = max(sizes.values() if tree else map(len, files.values()), default=0)
-        sizes |= {path: len(content) for path, content in files.items() if not path.startswith("/")}
-        needed = on_disk(sizes.values())
-        if needed > limits.disk_mb * _MIB:  # A clone would have room for it, and a copy not.
+        """Copy `tree` and `files` into the work folder. Raises SandboxError for what is larger than disk_mb."""
+        content = {**(await asyncio.to_thread(read_tree, tree) if tree is not None else {}), **files}
+        needed = sum(-(-len(data) // _PAGE) * _PAGE for path, data in content.items() if not path.startswith("/"))
+        disk_mb = self.runtime.limits.disk_mb
+        if needed > disk_mb * _MIB:
             raise SandboxError(
-                f"the sandbox's files take {needed / _MIB:.1f} MiB, but its disk has {limits.disk_mb:g} MiB: "
+                f"the sandbox's files take {needed / _MIB:.1f} MiB, but its disk has {disk_mb:g} MiB: "
                 "raise orchestrator.source.runtime.limits.disk_mb"
             )
-        # The kernel copies no larger file when a command changes its mode or name.
-        fits = largest <= limits.file_mb * _MIB
-        prepared = await prepare(tree, statuses, files) if fits else None
-        if prepared is not None:
-            await self.clone(prepared)
-            self._num_given = len(statuses) if tree else len(files)
-            tree, files = None, files if tree else {}
-        await super().fill(tree, files)
-
-    async def clone(self, prepared: PreparedTree) -> None:
-        """Lay a tree under the empty work folder, and hold it until the box is closed.
-
-        Raises CloneError where this machine cannot, SandboxError for a box that was killed meanwhile.
-        """
-        self.tree = prepared
-        try:
-            namespace = io.FileIO(f"/proc/{self.init_pid}/ns/mnt")
-            signal.pidfd_send_signal(self._init_fd, 0)  # The pid is still this box's.
-        except OSError as error:
-            raise SandboxError(f"the sandbox ended while its files were cloned: {error}") from error
-        problem = await asyncio.to_thread(prepared.clone, namespace)
-        device = os.stat("work", dir_fd=self._root_fd).st_dev
-        is_killed = device == os.fstat(self._root_fd).st_dev
-        if is_killed or (not problem and device == self._work_device):
-            raise SandboxError(f"the sandbox was killed while its files were cloned; open another one: {problem}")
-        if problem:
-            give_up(problem)
-            raise CloneError(problem)
-        self._work_device = device
+        if content:
+            await self.write_files(content)
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
         self._check_open()
@@ -347,8 +300,6 @@ class BubblewrapBox(Box):
         self.control.close()
         os.close(self._root_fd)
         await asyncio.to_thread(self._wait_for_end)
-        if self.tree is not None:
-            self.tree.close()
 
     def _wait_for_end(self) -> None:
         """Wait for bwrap, which waits for the first process. The kernel ends that after all others of the box."""

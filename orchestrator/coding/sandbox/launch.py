@@ -18,12 +18,19 @@ from collections.abc import Mapping, Sequence
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import SandboxError
-from composer_prime.plan.sandboxes import INSTALL, ISOLATION, OTHERWISE, without_root
+from composer_prime.plan.sandboxes import INSTALL, OTHERWISE
 from orchestrator.coding.sandbox import seccomp
 from orchestrator.coding.sandbox.box import WORK, inside_path
 from orchestrator.coding.sandbox.python_image import PythonImage
 
 START_TIMEOUT_S = 100.0
+ISOLATION = (
+    *("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"),
+    *("--clearenv", "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "box"),
+)
+"""bwrap's arguments for everything that a sandbox has of its own."""
+BOX_UID = 60_999
+"""User id of sandboxes when this process is root: outside the ranges that Debian and systemd assign."""
 _END_TIMEOUT_S = 10.0
 _MIB = 1 << 20
 _SHARED_MEMORY_BYTES = 16 * _MIB
@@ -54,8 +61,15 @@ def bwrap_arguments(runtime: RuntimeConfig, image: PythonImage) -> list[str]:
         arguments += ["--size", disk_bytes, "--tmpfs", folder]
     # Behind /tmp, where an interpreter may be installed.
     arguments += ["--ro-bind", f"{image.folder}/python", image.prefix]
-    # Nothing may have its folder in a work folder that a clone is laid over.
     return [*arguments, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+
+
+def without_root() -> list[str]:
+    """Return the words before bwrap that take root's rights away; none when this process has none."""
+    if os.geteuid() != 0:
+        return []
+    program = shutil.which("setpriv") or "setpriv"
+    return [program, f"--reuid={BOX_UID}", f"--regid={BOX_UID}", "--clear-groups", "--inh-caps=-all"]
 
 
 def environment(image: PythonImage, python_path: Sequence[str]) -> dict[str, str]:

@@ -82,6 +82,10 @@ class SubprocessBox(Box):
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
+    @classmethod
+    async def open(cls, runtime: RuntimeConfig, python_path: Sequence[str] = ()) -> SubprocessBox:
+        return cls(runtime, python_path)
+
     async def run(
         self,
         argv: Sequence[str],

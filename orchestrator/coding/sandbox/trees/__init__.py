@@ -1,1 +1,0 @@
-"""Trees that are prepared once on this machine, and cloned copy-on-write into each bubblewrap box."""
