@@ -391,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="run directory that the launcher prepared")
     run_dir = RunDir(parser.parse_args(argv).run_dir)
     stop = StopSignal()
-    end_with_parent()  # after StopSignal: its threads must not receive the signals
+    end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     rank = os.environ.get("RANK", "0")
     record_events(run_dir, f"trainer-{rank}", level=logging.INFO if rank == "0" else logging.ERROR)

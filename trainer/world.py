@@ -122,8 +122,9 @@ class StopSignal:
         signal -> watcher thread: sets the request; the main thread sees it when it next checks, and leaves in order
                                   not within patience_s: the process ends at once with 128 + signal number
 
-    The signals are blocked in every thread, so only the watcher takes them. Python runs handlers in the main thread
-    alone, which never returns from a collective whose other ranks are gone. Make it before any other thread exists.
+    Python runs handlers in the main thread alone, which never returns from a collective whose other ranks are gone. So
+    the handlers do nothing, and the watcher reads the wake-up pipe that the interpreter writes each signal's number to.
+    It does not matter which thread takes the signal: libraries start some at import, before any mask could be set.
     """
 
     def __init__(self) -> None:
@@ -132,14 +133,21 @@ class StopSignal:
         """How long the main thread may take to leave; may change at any time, also after the signal."""
         self.exit_code = 0
         """128 + the signal that came; 0 before."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)
+        threading.Thread(target=self._watch, args=(receiver,), name="stop-signal", daemon=True).start()
 
     def is_requested(self) -> bool:
         return self._requested.is_set()
 
-    def _watch(self) -> None:
-        number = signal.sigwait(SIGNALS)
+    def _watch(self, receiver: int) -> None:
+        number = 0
+        while number not in SIGNALS:  # the interpreter writes the number of any signal that has a Python handler
+            number = os.read(receiver, 1)[0]
         self.exit_code = 128 + number
         logger.info("%s: stopping", signal.Signals(number).name)
         came_at = time.monotonic()

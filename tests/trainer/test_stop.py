@@ -43,6 +43,23 @@ def test_a_signal_ends_waiting_ranks_with_a_checkpoint_to_resume_from(make_run, 
     assert check_ledger(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
 
+def test_a_rank_with_several_threads_stops_with_a_checkpoint(make_run, tmp_path):
+    # Libraries start their threads at import: whichever takes the signal, the rank writes its checkpoint.
+    run = make_run(trainer={"threads": 2, "checkpoint": {"every_steps": 0}})
+    command = [sys.executable, "-m", "trainer.train", "--run-dir", str(run.dir.root)]
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer, (tmp_path / "log").open("w") as log:
+        peer.quiet_from = 2
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+        rank = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        deadline = time.monotonic() + 200
+        while not any(request.step == 2 for request in peer.requests):
+            assert time.monotonic() < deadline and rank.poll() is None
+            time.sleep(0.05)
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(200) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert run.dir.complete_checkpoints() == [1]
+
+
 def test_a_saved_step_is_not_saved_again(make_run):
     # A stop right after a due checkpoint leaves at once.
     run = make_run(trainer={"checkpoint": {"every_steps": 1}})
