@@ -4,7 +4,8 @@
     rank 0:     the folder's weights in float32 on the CPU ----scatter, tensor by tensor----> all shards
 
 So no rank but the first ever holds the whole model, and the first holds it on the CPU only. Rank 0 also checks that
-this architecture gives the same log-probabilities packed as alone (`check_packing`).
+this architecture gives the same log-probabilities packed as alone (`check_packing`). It finds the parameters that text
+never reaches, such as a vision tower: no rank trains them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import functools
 import hashlib
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +35,7 @@ from trainer.head.kernels import check_kernels
 from trainer.model.adapters import inject_adapters
 from trainer.model.attention import PACKED, attention_name
 from trainer.model.policy import FORWARD_METHODS, Policy
-from trainer.world import World
+from trainer.world import World, gather_texts
 
 PROBE_LENGTHS = (7, 12)
 PROBE_TOLERANCE = 1e-3
@@ -62,7 +65,12 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    _scatter(policy, _whole_state(config, folder, attention, policy) if world.first else {}, world)
+    state, unreached = _whole_state(config, folder, attention, policy) if world.first else ({}, [])
+    _scatter(policy, state, world)
+    frozen = set(gather_texts("\n".join(unreached))[0].splitlines())
+    for name, parameter in policy.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
     if config.trainer.activation_checkpointing:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
@@ -141,8 +149,8 @@ def shard_policy(policy: Policy, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> dict[str, Tensor]:
-    """Return on rank 0 every parameter of `folder` in float32 on the CPU, after `check_packing`.
+def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> tuple[dict[str, Tensor], list[str]]:
+    """Return on rank 0 every parameter of `folder` in float32 on the CPU, and the names of those to freeze.
 
     Raises ConfigError for a model whose folder holds more than `policy`'s parameters.
     """
@@ -157,7 +165,38 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
     check_packing(lm)
     _check_buffers(lm, policy.lm)
     _adapt(lm, config)
-    return {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
+    state = {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
+    return state, [f"lm.{name}" for name in unreached_parameters(lm)]
+
+
+def unreached_parameters(lm: PreTrainedModel) -> list[str]:
+    """Return the names of trainable parameters that get no gradient from text.
+
+    A block counts as a whole: an expert that a short text does not choose is still trained.
+    """
+    ids = torch.arange(PROBE_LENGTHS[0])[None] % lm.config.get_text_config().vocab_size
+    with torch.enable_grad(), _plain_attention(lm):
+        reached = _leaves(lm(input_ids=ids, use_cache=False).logits)
+    for block in blocks(lm):
+        parameters = {id(parameter) for parameter in block.parameters()}
+        if reached & parameters:
+            reached |= parameters
+    return [name for name, each in lm.named_parameters() if each.requires_grad and id(each) not in reached]
+
+
+def _leaves(output: Tensor) -> set[int]:
+    """Return the ids of the parameters that `output` has a gradient in."""
+    leaves: set[int] = set()
+    seen, open_nodes = set(), [output.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.add(id(variable))
+        open_nodes += [before for before, _ in node.next_functions]
+    return leaves
 
 
 def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
@@ -200,12 +239,11 @@ def check_packing(lm: PreTrainedModel) -> float:
     wanted = [np.arange(1, length) for length in PROBE_LENGTHS]
     row = reading_of([ids.numpy() for ids in documents], wanted, torch.device("cpu"), share=False)
     packed = Policy(lm, attention).scores(row, torch.cat([ids[1:] for ids in documents]))
-    lm.set_attn_implementation("sdpa" if attention == PACKED else attention)
-    alone = [
-        lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])
-        for ids in documents
-    ]
-    lm.set_attn_implementation(attention)
+    with _plain_attention(lm):
+        alone = [
+            lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])
+            for ids in documents
+        ]
     worst = (packed - torch.cat(alone).squeeze(1)).abs().max().item()
     if not worst <= PROBE_TOLERANCE:
         raise ConfigError(
@@ -214,6 +252,16 @@ def check_packing(lm: PreTrainedModel) -> float:
             "names it"
         )
     return worst
+
+
+@contextmanager
+def _plain_attention(lm: PreTrainedModel) -> Iterator[None]:
+    """Let `lm` read single documents inside the block: its attention over packed rows needs to know their borders."""
+    attention = lm.config._attn_implementation
+    assert attention is not None
+    lm.set_attn_implementation("sdpa" if attention == PACKED else attention)
+    yield
+    lm.set_attn_implementation(attention)
 
 
 def _reason(lm: PreTrainedModel) -> str:

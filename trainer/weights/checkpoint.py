@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -40,6 +41,8 @@ from trainer.weights.publish import export
 from trainer.world import World, gather_texts
 
 FORMAT = 1
+PARTIAL = StateDictOptions(strict=False)
+"""The model folder has the frozen parameters. A parameter that never got a gradient has no moments in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,10 @@ class Checkpoints:
             [{name: group[name] for name in group if name not in ("params", "param_names", "lr")} for group in groups]
             for groups in (part.param_groups for part in parts)
         ]
-        set_state_dict(self.policy, parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.policy, parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=PARTIAL,
+        )  # fmt: skip
         for part, groups in zip(parts, settings, strict=True):
             for group, configured in zip(part.param_groups, groups, strict=True):
                 group.update(configured)
@@ -136,6 +142,7 @@ class Checkpoints:
 
     def _state(self, step: int) -> dict[str, Any]:
         model, moments = get_state_dict(self.policy, self.optimizer.parts)
+        model = _without_frozen(self.policy, model)
         random = {f"{self.world.rank}-cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             random[f"{self.world.rank}-cuda"] = torch.cuda.get_rng_state(self.world.device)
@@ -171,12 +178,12 @@ def write_checkpoint_model(run_dir: RunDir, step: int, target: Path) -> None:
     try:
         alone = worlds.join(config.trainer)
         policy = build_policy(config, model_folder, alone)
-        state = {"model": get_model_state_dict(policy)}
+        state = {"model": _without_frozen(policy, get_model_state_dict(policy))}
         try:
             dcp.load(state, checkpoint_id=folder)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
             raise CheckpointError(f"checkpoint {folder} cannot be read: {_root_cause(error)}") from error
-        set_model_state_dict(policy, state["model"])
+        set_model_state_dict(policy, state["model"], options=PARTIAL)
         export(policy, config, model_folder, target, alone, torch.float32)
     finally:
         worlds.leave()
@@ -193,9 +200,19 @@ def _prepare(folder: Path, step: int, client: StepClient) -> str:
     return f"the orchestrator's part: {saved.error}" if saved.error else ""
 
 
+def _without_frozen(policy: Policy, values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is not trained, under every name that tied parameters have."""
+    names = policy.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in names if not parameter.requires_grad}
+    return {name: value for name, value in values.items() if name not in frozen}
+
+
 def _drop_absent(state: dict[str, Any], written: Iterable[str]) -> list[str]:
-    """Leave out of `state` what the checkpoint lacks (more ranks, another teacher). Return the absent averages."""
+    """Leave out of `state` what the checkpoint lacks (more ranks, another teacher, moments). Return absent averages."""
     names = set(written)
+    moments = state["optimizer"]["state"]
+    for name in [name for name in moments if not any(each.startswith(f"optimizer.state.{name}.") for each in names)]:
+        del moments[name]
     absent: list[str] = []
     for part in ("averages", "random"):
         values = state.pop(part, {})

@@ -1,0 +1,107 @@
+"""Checkpoints hold what is trained, and load where a parameter has no moments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from small_runs import make_samples, rows_of
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from composer_prime.packing.pack import totals
+from composer_prime.wire.types import CheckpointSaved
+from trainer.model.build import build_policy
+from trainer.optim import build_optimizer
+from trainer.step import LossSettings, train_step
+from trainer.teacher.self_teacher import SelfTeacher
+from trainer.weights.checkpoint import Checkpoints
+
+
+class SavingOrchestrator:
+    """Answers each request for a checkpoint."""
+
+    def checkpoint(self, step: int) -> CheckpointSaved:
+        return CheckpointSaved(step=step)
+
+
+@pytest.fixture
+def multimodal_folder(tmp_path):
+    """A random Gemma 3 with a vision tower."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, image_token_index=95, mm_tokens_per_image=4
+    )
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def trained(run, folder, world, *, thaw: str | None = None):
+    """A policy after one step, and its checkpoints; `thaw`: let the parameters with this in their name be trained."""
+    policy = build_policy(run.config, folder, world)
+    for name, parameter in policy.named_parameters():
+        if thaw is not None and thaw in name:
+            parameter.requires_grad_(True)
+    optimizer = build_optimizer(policy, run.config.trainer.optim)
+    samples = make_samples(1)
+    settings = LossSettings(channels=run.config.channels, max_length=32)
+    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), settings, step=1, ratio=1.0)
+    teacher = SelfTeacher(policy, run.config.channels, None)
+    checkpoints = Checkpoints(
+        run_dir=run.dir, world=world, policy=policy, optimizer=optimizer, teacher=teacher, outer=None, keep=2
+    )
+    return policy, optimizer, checkpoints
+
+
+def moments(policy, optimizer) -> dict[str, torch.Tensor]:
+    states = optimizer.parts[0].state
+    return {name: states[p]["exp_avg"].full_tensor() for name, p in policy.named_parameters() if states.get(p)}
+
+
+@pytest.mark.parametrize("thaw", [None, "vision_tower"], ids=["frozen", "without moments"])
+def test_a_checkpoint_with_parameters_that_text_never_reaches(make_run, multimodal_folder, world, thaw):
+    # A vision tower is frozen when the policy is built, so a checkpoint of one step loads. So does that of a run which
+    # trained the tower's parameters, though they never got moments.
+    run = make_run()
+    policy, optimizer, checkpoints = trained(run, multimodal_folder, world, thaw=thaw)
+    frozen = [name for name, parameter in policy.named_parameters() if not parameter.requires_grad]
+    assert all("vision_tower" in name or "multi_modal_projector" in name for name in frozen) and frozen
+    checkpoints.save(1, SavingOrchestrator())
+    before = moments(policy, optimizer)
+    checkpoints.load(1)
+    after = moments(policy, optimizer)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_of_adapters_has_no_frozen_base(make_run, model_folder, world):
+    run = make_run(trainer={"lora": {"rank": 2}})
+    policy, _, checkpoints = trained(run, model_folder, world)
+    checkpoints.save(1, SavingOrchestrator())
+    written = dcp.FileSystemReader(run.dir.checkpoint(1) / "trainer").read_metadata().state_dict_metadata
+    model = [name for name in written if name.startswith("model.")]
+    assert model and all(".lora_" in name for name in model)
+    state = {name: parameter.full_tensor().clone() for name, parameter in policy.named_parameters()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0 if parameter.requires_grad else 0.0)
+    checkpoints.load(1)
+    assert all(torch.equal(parameter.full_tensor(), state[name]) for name, parameter in policy.named_parameters())
+
+
+def test_an_older_checkpoint_with_the_frozen_base_is_loaded(make_run, model_folder, world):
+    run = make_run(trainer={"lora": {"rank": 2}})
+    policy, optimizer, checkpoints = trained(run, model_folder, world)
+    model, of_optimizer = get_state_dict(policy, optimizer.parts)
+    assert any("base_layer" in name for name in model)
+    state = {"model": model, "optimizer": of_optimizer, "meta": {"step": 1, "format": 1}}
+    dcp.save(state, checkpoint_id=run.dir.checkpoint(1) / "trainer")
+    adapters = {name: p.full_tensor().clone() for name, p in policy.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0 if parameter.requires_grad else 0.0)
+    checkpoints.load(1)
+    assert all(torch.equal(dict(policy.named_parameters())[name].full_tensor(), adapters[name]) for name in adapters)
