@@ -13,7 +13,7 @@ rollouts (source.timeout_s each), rollouts for a permit, a worker and a node (no
 the trainer's next version (trainer_timeout_s). There is one event loop; packing, compiling and files are in threads.
 
 A run has three stages. `__init__` builds what needs only the configuration. `_open` binds the addresses, so that nodes
-and the trainer can connect. `_load` starts the environments and builds `Training`, which needs their numbers of tasks.
+and the trainer can connect. `_load` starts the environments and then builds `Training` (training.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.address import reachable
@@ -41,29 +39,21 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces import build_online_replay
 from composer_prime.wire.sockets import bind_router
-from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
-from orchestrator.batching.dispatch import Dispatcher
 from orchestrator.chat_template import chat_folder
 from orchestrator.coding.factory.making import task_makers
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
 from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume
-from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway import Gateway
-from orchestrator.hints.stage import build_hints
-from orchestrator.preferences import build_mixer
-from orchestrator.rollouts.behavior import build_behavior
-from orchestrator.rollouts.failures import FailureLog
-from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
-from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import POLL_S, StepServer
-from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
+from orchestrator.tasks.sources import WHOLE, Sources, source_spec
+from orchestrator.training import OpenRun, Training, build_training
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL, SourceSpec
+from orchestrator.workers.protocol import SourceSpec
 
 if TYPE_CHECKING:
     from composer_prime.traces import OnlineReplay
@@ -83,16 +73,6 @@ class Intervals:
     """How long a trainer rank's request waits for its batch before the answer BatchNotReady."""
     farewell_s: float = 2.0
     """How long, after a failure, requests of ranks are still answered with the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What exists once the environments are loaded."""
-
-    permits: Permits
-    scheduler: BatchScheduler
-    evaluator: Evaluator
-    watchdog: RunWatchdog
 
 
 class Pipeline:
@@ -218,7 +198,22 @@ class Pipeline:
                 Journal.resume, self.run_dir.journal, min_seq=self.state.journal_seq
             )
         stack.push_async_callback(journal.close)
-        training = await self._build_training(stack, sources, journal, server)
+        opened = OpenRun(
+            config=config,
+            run_dir=self.run_dir,
+            run_id=self.run_id,
+            model_dir=self.model_dir,
+            gateway=self.gateway,
+            pools=self.pools,
+            batches=self.batches,
+            completion=self.completion,
+            metrics=self.metrics,
+            changed=self.changed,
+            server=server,
+            replay=self.replay,
+            fail=self.fail,
+        )
+        training = await build_training(opened, sources, journal, stack)
         if self.state is not None:
             resumed = resume(self.state, entries, sources, left_out(self.run_dir.ledger))
             training.scheduler.restore(self.state, resumed)
@@ -286,92 +281,6 @@ class Pipeline:
             hang_timeout_s=self.config.orchestrator.hang_timeout_s,
             log_dir=self.run_dir.root / "logs",
         )
-
-    async def _build_training(
-        self, stack: AsyncExitStack, sources: Sources, journal: Journal, server: StepServer
-    ) -> Training:
-        config, orchestrator = self.config, self.config.orchestrator
-        url = f"{self.gateway.http_url}/v1"
-        permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
-        runner = RolloutRunner(self.pools, self.gateway.records, permits, self.gateway.audits)
-        requests = RequestFactory(config=orchestrator, gateway_url=url, seed=config.run.seed)
-        failures = FailureLog(path=self.run_dir.failed_rollouts)
-        dispatcher = await self._build_dispatcher(stack, runner, requests, failures)
-        scheduler = BatchScheduler(
-            config=orchestrator,
-            run_id=self.run_id,
-            seed=config.run.seed,
-            run_dir=self.run_dir,
-            sources=sources,
-            batches=self.batches,
-            journal=journal,
-            dispatcher=dispatcher,
-            changed=self.changed,
-            serving_version=self._serving_version,
-            on_error=self.fail,
-            on_trained=self.gateway.accounts.note_trained,
-            is_tainted=self.gateway.is_tainted,
-            holds=lambda step: evaluator.holds(step, self.batches.trained, self.batches.last_step),
-            pairs=await asyncio.to_thread(build_mixer, config, self.model_dir, self.run_dir.root),
-            log_tokens=config.monitor.tokens,
-        )
-        with_held_out = eval_sources(orchestrator)
-        evaluator = Evaluator(
-            config=orchestrator,
-            sources=with_held_out,
-            num_tasks={source.name: self.pools[source.name].num_tasks(EVAL) for source in with_held_out},
-            runner=runner,
-            permits=permits,
-            requests=requests,
-            run_dir=self.run_dir,
-            metrics=self.metrics,
-            failures=failures,
-            served_versions=lambda: [node.version for node in self.gateway.router.serving()],
-            changed=self.changed,
-        )
-        watchdog = RunWatchdog(
-            config=config,
-            gateway=self.gateway,
-            completion=self.completion,
-            batches=self.batches,
-            scheduler=scheduler,
-            evaluator=evaluator,
-            permits=permits,
-            server=server,
-            replay_waiting_for=self.replay.waiting_for if self.replay is not None else lambda: None,
-        )
-        return Training(permits=permits, scheduler=scheduler, evaluator=evaluator, watchdog=watchdog)
-
-    async def _build_dispatcher(
-        self, stack: AsyncExitStack, runner: RolloutRunner, requests: RequestFactory, failures: FailureLog
-    ) -> Dispatcher:
-        config, orchestrator = self.config, self.config.orchestrator
-        distil = config.channels.sdpo.weight > 0
-        hints = await asyncio.to_thread(  # Its tokenizer takes a while to load.
-            build_hints,
-            config,
-            chat_folder=self.model_dir,
-            gateway_url=f"{self.gateway.http_url}/v1",
-            gateway_token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
-            run_root=self.run_dir.root,
-            distil=distil,
-        )
-        if hints is not None:
-            stack.push_async_callback(hints.close)
-        dispatcher = Dispatcher(
-            config=orchestrator,
-            scaling=config.channels.policy.advantage_scaling,
-            runner=runner,
-            requests=requests,
-            on_error=self.fail,
-            failures=failures,
-            next_step=lambda: self.batches.formed + 1,
-            behavior=await asyncio.to_thread(build_behavior, orchestrator.behavior, self.model_dir),
-            hints=hints,
-            wants_hints=lambda: not distil or self.batches.sdpo_ahead(orchestrator.max_staleness),
-        )
-        stack.push_async_callback(dispatcher.close)
-        return dispatcher
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -470,16 +379,6 @@ class Pipeline:
         self.completion.note_checkpoint(step)
         logger.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
         self.changed.notify()
-
-    # -- versions ------------------------------------------------------------------------------------------------
-
-    def _serving_version(self) -> int:
-        """Return the policy version that will probably sample a rollout that starts now.
-
-        At least half of the serving nodes have it or a newer one. So a node that lags does not delay the others.
-        """
-        served = [node.version for node in self.gateway.router.serving()]
-        return median_high(served) if served else self.gateway.router.oldest_version
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -14,8 +14,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median_high
 
 import msgspec
 
@@ -39,7 +40,9 @@ from orchestrator.durability.resume import (
     state_path,
     without_left_out,
 )
+from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier
+from orchestrator.gateway import Gateway
 from orchestrator.preferences import PairCursor, PairMixer
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
@@ -47,6 +50,11 @@ from orchestrator.tasks.sources import Sources
 
 logger = logging.getLogger(__name__)
 
+_FILTERED_TOO_MANY = (
+    "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks are too easy "
+    "or too hard; change the task set or add --orchestrator.curriculum.import_path "
+    "orchestrator.tasks.curriculum:Frontier; to look: %s try MODULE -n 32"
+)
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 
@@ -62,15 +70,11 @@ class BatchScheduler:
     journal: Journal
     dispatcher: Dispatcher
     changed: Notifier
-    serving_version: Callable[[], int]
-    """Returns the policy version that will probably sample a rollout that starts now."""
     on_error: Callable[[BaseException], None]
-    on_trained: Callable[[int, Mapping[str, int]], None] = lambda step, tokens: None
-    """Called once a step is taken, with the tokens that it trained of each node."""
-    holds: Callable[[int], bool]
-    """Returns whether the batch of this step has to wait for an evaluation."""
-    is_tainted: Callable[[Iterable[str]], bool] = lambda rollout_ids: False
-    """Returns whether a node that an audit caught sampled one of these rollouts."""
+    gateway: Gateway
+    """Keeps the accounts of nodes, and knows the rollouts that an audit taints."""
+    evaluator: Evaluator
+    """May hold a batch until an evaluation is done."""
     pairs: PairMixer | None = None
     log_tokens: bool = False
     """monitor.tokens: whether the rollout log gets the tokens of samples."""
@@ -143,35 +147,22 @@ class BatchScheduler:
             self._drop(group.without_samples(GroupOutcome.FILTERED if was_filtered else GroupOutcome.STALE))
 
     def _has_tainted(self, group: FinishedGroup) -> bool:
-        return self.is_tainted(rollout.rollout_id for rollout in group.rollouts)
+        return self.gateway.is_tainted(rollout.rollout_id for rollout in group.rollouts)
 
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
-        if step > min(self.batches.trained + 2, self.batches.last_step) or self.holds(step):
+        if step > min(self.batches.trained + 2, self.batches.last_step) or self._is_held(step):
             return False
         async with self._disk:
-            with_distilled = self.batches.distils(step)
-            oldest, newest = self.oldest_version, self._newest_version
-            for group in self.buffer.remove(self._has_tainted):
-                self._drop(group.without_samples(GroupOutcome.FAILED))
-            taken = self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
+            oldest = self.oldest_version
+            taken = self._choose(step)
             if taken is None:
                 return False
             dropped, self._dropped = self._dropped, []
             groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
-            metrics = await asyncio.to_thread(batch_metrics, newest, groups, dropped, taken)
-            if (share := self.buffer.filtered_share) is not None:
-                metrics["groups/filtered_share_recent"] = share
-                metrics["groups/filtered_too_many"] = float(share > self.config.max_filtered_share)
-                if share > self.config.max_filtered_share:
-                    logger.warning(
-                        "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the "
-                        "tasks are too easy or too hard; change the task set or add --orchestrator."
-                        "curriculum.import_path orchestrator.tasks.curriculum:Frontier; to look: %s try MODULE -n 32",
-                        100 * share, 100 * self.config.max_filtered_share, COMPOSER,
-                        extra=event("groups"),
-                    )  # fmt: skip
+            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
+            metrics |= self._filtered_metrics()
             preferences = []
             if self.pairs is not None:
                 draw = await asyncio.to_thread(self.pairs.draw, step)
@@ -179,28 +170,61 @@ class BatchScheduler:
                 self._pair_cursor = draw.cursor
                 metrics |= draw.metrics
             batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
-            entry = Formed(
-                seq=self.journal.next_seq(),
-                step=step,
-                oldest_version=oldest,
-                groups=batch.group_numbers,
-                dropped=[group.plan.group for group in dropped],
-                metrics=metrics,
-                preferences=preferences,
-                pairs=self._pair_cursor,
-            )
-            await self.journal.append(entry)
-            self.batches.add(batch)
-        self.counters["batches"] += 1
-        self._note_supply()
+            await self._commit(batch, oldest, dropped)
         if groups or dropped:
             self._unlogged.append((step, [*groups, *dropped]))
         self.changed.notify()
         return True
 
+    def _is_held(self, step: int) -> bool:
+        return self.evaluator.holds(step, self.batches.trained, self.batches.last_step)
+
+    def _choose(self, step: int) -> list[FinishedGroup] | None:
+        """Take the groups of batch `step` from the buffer; None where they are not there yet."""
+        for group in self.buffer.remove(self._has_tainted):
+            self._drop(group.without_samples(GroupOutcome.FAILED))
+        with_distilled = self.batches.distils(step)
+        oldest, newest = self.oldest_version, self._newest_version
+        return self.buffer.take(self.config.groups_per_step, oldest, newest, with_distilled=with_distilled)
+
+    def _filtered_metrics(self) -> dict[str, float]:
+        """Return the share of the last groups that had no advantage. Warn where it is too large."""
+        share, limit = self.buffer.filtered_share, self.config.max_filtered_share
+        if share is None:
+            return {}
+        if share > limit:
+            logger.warning(_FILTERED_TOO_MANY, 100 * share, 100 * limit, COMPOSER, extra=event("groups"))
+        return {"groups/filtered_share_recent": share, "groups/filtered_too_many": float(share > limit)}
+
+    async def _commit(self, batch: Batch, oldest: int, dropped: list[FinishedGroup]) -> None:
+        """Write the batch to the journal, then let the trainer have it."""
+        entry = Formed(
+            seq=self.journal.next_seq(),
+            step=batch.step,
+            oldest_version=oldest,
+            groups=batch.group_numbers,
+            dropped=[group.plan.group for group in dropped],
+            metrics=batch.metrics,
+            preferences=batch.preferences,
+            pairs=self._pair_cursor,
+        )
+        await self.journal.append(entry)
+        self.batches.add(batch)
+        self.counters["batches"] += 1
+        self._note_supply()
+
+    def _serving_version(self) -> int:
+        """Return the policy version that will probably sample a rollout that starts now.
+
+        At least half of the serving nodes have it or a newer one. So a node that lags does not delay the others.
+        """
+        router = self.gateway.router
+        served = [node.version for node in router.serving()]
+        return median_high(served) if served else router.oldest_version
+
     def _start(self) -> None:
         slots = free_slots(
-            version=self.serving_version(),
+            version=self._serving_version(),
             formed=self.batches.formed,
             under_way=len(self.dispatcher.in_flight) + len(self.buffer),
             groups_per_step=self.config.groups_per_step,
@@ -253,7 +277,7 @@ class BatchScheduler:
                 f"step {step} trained {len(sample_ids)} samples, its batch has {len(served)}; "
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
-        self.on_trained(step, trained_by_node(batch.groups))
+        self.gateway.accounts.note_trained(step, trained_by_node(batch.groups))
         self.batches.done(step, message.version, message.last_step)
         self._note_supply()
         self.changed.notify()

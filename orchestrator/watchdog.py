@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from composer_prime.config import Config
 from composer_prime.console import pluralize
@@ -25,6 +26,9 @@ from orchestrator.scheduler import BatchScheduler
 from orchestrator.step_server import StepServer
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import TRAIN
+
+if TYPE_CHECKING:
+    from composer_prime.traces import OnlineReplay
 
 _WATCH_S = 0.25
 
@@ -127,8 +131,7 @@ class RunWatchdog:
     evaluator: Evaluator
     permits: Permits
     server: StepServer
-    replay_waiting_for: Callable[[], str | None]
-    """Returns what the end of the run waits for in the replay of traces, or None."""
+    replay: OnlineReplay | None
 
     @property
     def finished(self) -> bool:
@@ -146,7 +149,7 @@ class RunWatchdog:
 
     def waiting_for(self) -> str | None:
         """Return what the orchestrator waits for now, as `subject: how far that is`; None while everything works."""
-        if (replay := self.replay_waiting_for()) is not None:
+        if self.replay is not None and (replay := self.replay.waiting_for()) is not None:
             return replay
         all_trained = self.completion.all_trained
         evaluation = self.evaluator.waiting_for()

@@ -9,8 +9,10 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.address import endpoint_url
+from composer_prime.config.part import PartConfig, check_names
 
-Layer = Literal["template", "raw_error", "llm", "introspection", "sibling"]
+RULES = ("tool_error", "exception", "test_failure", "schema", "failed")
+LAYERS = ("template", "raw_error", "llm", "introspection", "sibling")
 
 
 class EndpointConfig(BaseConfig):
@@ -55,20 +57,18 @@ class JudgeConfig(EndpointConfig):
 
 
 class HintsConfig(BaseConfig):
-    detect: list[Literal["tool_error", "exception", "test_failure", "schema", "failed"]] = [
-        "tool_error",
-        "exception",
-        "test_failure",
-        "schema",
-    ]
+    detect: list[str | PartConfig] = ["tool_error", "exception", "test_failure", "schema"]
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
     output; a call that violates its tool's schema. `failed` (off by default) selects the last turn of a rollout without
-    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802).
+    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). An own detector is
+    `module:Class`, or { name = "module:Class", settings = { … } }; see orchestrator/hints/detect.py.
     """
     judge: JudgeConfig | None = None
     """A model that reads finished rollouts and flags wasteful turns and bad style."""
-    layers: list[Layer] = ["template"]
-    """Sources of the hint, in order; the first one with a hint wins."""
+    layers: list[str | PartConfig] = ["template"]
+    """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, introspection, sibling,
+    or `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
+    """
     templates_file: Path | None = None
     """Additional templates (TOML, in the format of orchestrator/hints/templates.toml); tried before the built-in ones.
     """
@@ -93,10 +93,17 @@ class HintsConfig(BaseConfig):
     timeout_s: float = Field(default=120.0, gt=0)
     """How long a finished group waits for its hints; late ones are skipped and counted."""
 
+    @field_validator("detect")
+    @classmethod
+    def _known_rules(cls, detect: list[str | PartConfig]) -> list[str | PartConfig]:
+        check_names(detect, RULES, "orchestrator.hints.detect")
+        return detect
+
     @field_validator("layers")
     @classmethod
-    def _some_layer_once(cls, layers: list[Layer]) -> list[Layer]:
-        if not layers or len(set(layers)) < len(layers):
+    def _some_layer_once(cls, layers: list[str | PartConfig]) -> list[str | PartConfig]:
+        check_names(layers, LAYERS, "orchestrator.hints.layers")
+        if not layers or any(layers.count(layer) > 1 for layer in layers):
             raise ValueError(f"orchestrator.hints.layers is {layers}: name at least one layer, and each only once")
         return layers
 

@@ -6,6 +6,8 @@ curriculum = { name = "my_module:MyCurriculum", settings = { window = 4 } }
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import model_validator
@@ -24,3 +26,26 @@ class PartConfig(BaseConfig):
     @classmethod
     def _plain_name(cls, values: Any) -> Any:
         return {"name": values} if isinstance(values, str) else values
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the name is an import path."""
+        return ":" in self.name
+
+
+def as_parts(entries: Iterable[str | PartConfig]) -> list[PartConfig]:
+    """Return the entries of a list in their full form."""
+    return [entry if isinstance(entry, PartConfig) else PartConfig(name=entry) for entry in entries]
+
+
+def check_names(entries: Iterable[str | PartConfig], known: Sequence[str], setting: str) -> None:
+    """Raise ValueError for a short name that is not in `known`, and for settings of one that is."""
+    for part in as_parts(entries):
+        if part.is_own:
+            continue
+        if part.name not in known:
+            near = difflib.get_close_matches(part.name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{setting} has {part.name!r}; expected {', '.join(known)}, or `module:Class`{hint}")
+        if part.settings:
+            raise ValueError(f"{setting} has settings {sorted(part.settings)} for {part.name!r}, which takes none")

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from composer_prime.config import Config
+from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.plan.footprint import (
@@ -103,7 +104,8 @@ def _run(config: Config) -> Rows:
     ]
     sdpo, replay, hints = channels.sdpo, channels.replay_dpo, config.orchestrator.hints
     if sdpo.weight and hints is not None:
-        layers = " then ".join(hints.layers) + (f"; control arm: {hints.control}" if hints.control != "none" else "")
+        layers = " then ".join(part.name for part in as_parts(hints.layers))
+        layers += f"; control arm: {hints.control}" if hints.control != "none" else ""
         rows.append(("", f"+ {sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}"))
     if replay.weight:
         pairs = config.orchestrator.preferences.pairs_per_step

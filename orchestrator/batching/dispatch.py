@@ -32,6 +32,7 @@ from composer_prime.console import COMPOSER
 from composer_prime.errors import NonFiniteError
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
+from orchestrator.batching.batches import Batches
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behavior import BehaviorRewards
 from orchestrator.rollouts.failures import FailureLog
@@ -65,12 +66,11 @@ class Dispatcher:
     requests: RequestFactory
     on_error: Callable[[BaseException], None]
     failures: FailureLog
-    next_step: Callable[[], int]
-    """Returns the step that rollouts are gathered for."""
+    batches: Batches
     behavior: BehaviorRewards | None = None
     hints: HintStage | None = None
-    wants_hints: Callable[[], bool] = lambda: True
-    """Returns whether a hint made now may still be trained on."""
+    distil: bool = True
+    """Whether SDPO learns from hints. Else they are only logged."""
     in_flight: dict[int, GroupInFlight] = field(default_factory=dict, init=False)
     """By group number."""
     retries: int = field(default=0, init=False)
@@ -138,9 +138,17 @@ class Dispatcher:
     def _open_groups(self, source: str) -> set[int]:
         return {number for number, group in self.in_flight.items() if group.plan.source == source}
 
+    def _next_step(self) -> int:
+        """Return the step that rollouts are gathered for."""
+        return self.batches.formed + 1
+
+    def _wants_hints(self) -> bool:
+        """Whether a hint made now may still be trained on."""
+        return not self.distil or self.batches.sdpo_ahead(self.config.max_staleness)
+
     async def _finish(self, group: GroupInFlight, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""
-        if self.hints is not None and self.wants_hints() and worth_hinting(ended, self.config, self.scaling):
+        if self.hints is not None and self._wants_hints() and worth_hinting(ended, self.config, self.scaling):
             ended = await self.hints.attach(ended)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self.config, self.scaling)
@@ -153,7 +161,7 @@ class Dispatcher:
             source=source,
             max_retries=self.config.max_retries,
             failures=self.failures,
-            step=self.next_step,
+            step=self._next_step,
             group=group.plan.group,
         )
         if rollout.metrics.get(_HACK):

@@ -1,4 +1,8 @@
-"""Find error turns: by rule in the tools' answers and the calls' schemas, and with a model as judge."""
+"""Find error turns: by rule in the tools' answers and the calls' schemas, and with a model as judge.
+
+An own detector is a class in `orchestrator.hints.detect`, by import path. It is built once, as `Class(**settings)`, and
+called with each finished rollout: `async def __call__(self, rollout) -> list[ErrorTurn]`. `error_turn` builds one.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ class RuleDetector:
                 return call_error  # No template knows the tool's words, but the call itself shows what is wrong.
             if kind is not None:
                 tool = calls[number].name if number < len(calls) else None
-                return _error(rollout, index, kind, text, tool)
+                return error_turn(rollout, index, kind, text, tool)
         return None
 
     def _in_calls(self, rollout: FinishedRollout, index: int) -> ErrorTurn | None:
@@ -78,7 +82,7 @@ class RuleDetector:
         for call in rollout.turns[index].tool_calls:
             broken_rule = violation(call, tools_of(rollout, index))
             if broken_rule is not None:
-                return _error(rollout, index, *broken_rule, call.name)
+                return error_turn(rollout, index, *broken_rule, call.name)
         return None
 
     def _of_failed_task(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
@@ -86,7 +90,7 @@ class RuleDetector:
         reward = rollout.task_reward
         if "failed" not in self._detect or index != last or reward is None or reward > 0:
             return None
-        return _error(rollout, index, FAILED, "The task was not solved.")
+        return error_turn(rollout, index, FAILED, "The task was not solved.")
 
 
 class _Flag(msgspec.Struct, frozen=True):
@@ -112,7 +116,7 @@ async def judged_turns(endpoint: ChatEndpoint, rollout: FinishedRollout) -> list
     ]
     verdict = _verdict(await endpoint.ask(messages, check=_verdict))
     return [
-        _error(rollout, position_of[flag.turn], JUDGED, flag.reason[:_REASON_CHARS])
+        error_turn(rollout, position_of[flag.turn], JUDGED, flag.reason[:_REASON_CHARS])
         for flag in {flag.turn: flag for flag in verdict.turns}.values()
         if flag.turn in position_of and flag.reason.strip()
     ]
@@ -126,7 +130,8 @@ def _verdict(text: str) -> _Verdict:
         raise EndpointError(f"the judge's answer is not the JSON it was asked for ({error}): {text[:120]!r}") from None
 
 
-def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:
+def error_turn(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:
+    """Return the error `kind` of the sampled turn at position `index` of the rollout's messages."""
     turn = rollout.turns[index].turn
     assert turn is not None  # Both kinds of search look at numbered turns only.
     return ErrorTurn(message=index, turn=turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index))

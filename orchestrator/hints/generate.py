@@ -74,7 +74,10 @@ class HintRequest:
 
 
 HintLayer = Callable[[HintRequest], Awaitable[str | None]]
-"""Writes the text of a hint, or returns None. Raises EndpointError where it asks a model."""
+"""Writes the text of a hint, or returns None. Raises EndpointError where it asks a model.
+
+An own one is a class in `orchestrator.hints.layers`, by import path. It is built once, as `Class(**settings)`.
+"""
 
 
 # -- templates -----------------------------------------------------------------------------------------------------

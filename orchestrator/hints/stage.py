@@ -25,12 +25,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from composer_prime.config import Config
 from composer_prime.config.hints import EndpointConfig, HintsConfig
+from composer_prime.config.part import PartConfig, as_parts
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
+from composer_prime.import_path import build_part
 from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
 from composer_prime.wire.turns import POLICY
@@ -277,12 +280,15 @@ def build_hints(
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)), hints.placement)
     threads = ThreadPoolExecutor(1, thread_name_prefix="hints")
     endpoints = _endpoints(hints, gateway_url, gateway_token, run_root)
-    detectors: dict[str, Detector] = {"rules": functools.partial(RuleDetector(templates, hints.detect).find, threads)}
+    rules = [part.name for part in as_parts(hints.detect) if not part.is_own]
+    detectors: dict[str, Detector] = {"rules": functools.partial(RuleDetector(templates, rules).find, threads)}
+    detectors |= own_parts(hints.detect, "orchestrator.hints.detect")
     layers: dict[str, HintLayer] = {
         "template": templates.hint,
         "raw_error": raw_error,
         "sibling": sibling_demonstration,
     }
+    layers |= own_parts(hints.layers, "orchestrator.hints.layers")
     if "judge" in endpoints:
         detectors["judge"] = functools.partial(judged_turns, endpoints["judge"])
     if "llm" in endpoints:
@@ -292,7 +298,7 @@ def build_hints(
     return HintStage(
         config=hints,
         detectors=detectors,
-        layers={name: layers[name] for name in hints.layers},
+        layers={part.name: layers[part.name] for part in as_parts(hints.layers)},
         wrong=None if hints.control == "none" else WrongHints(hints.control, config.run.seed),
         placer=placer,
         max_context=config.model.max_context,
@@ -302,11 +308,18 @@ def build_hints(
     )
 
 
+def own_parts(entries: Sequence[str | PartConfig], setting: str) -> dict[str, Any]:
+    """Build the parts of a list that are named by import path, by that path. Raises ConfigError."""
+    return {
+        part.name: build_part(part.name, part.settings, {}, setting, {}) for part in as_parts(entries) if part.is_own
+    }
+
+
 def check_kinds(hints: HintsConfig, templates: Templates) -> None:
     """Raise ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
     kinds = templates.kinds | SCHEMA_KINDS | {FAILED, JUDGED}
     unknown = sorted(set(hints.weights) - kinds)
-    if unknown:
+    if unknown and not any(part.is_own for part in as_parts(hints.detect)):
         near = get_close_matches(unknown[0], kinds, n=1)
         raise ConfigError(
             f"orchestrator.hints.weights names {unknown}, which is not a kind of error"

@@ -28,7 +28,7 @@ from orchestrator.hints.generate import (
     sibling_demonstration,
 )
 from orchestrator.hints.placement import HintPlacer
-from orchestrator.hints.stage import HintStage, check_kinds
+from orchestrator.hints.stage import HintStage, check_kinds, own_parts
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord
@@ -324,6 +324,23 @@ def test_a_group_waits_for_its_hints_so_long_and_no_longer():
     rollout, samples, _ = asyncio.run(_with_peer("silent", build, timeout_s=30.0))
     assert rollout.hints["skipped/late"] == 1 and not samples[0].distillations
     assert rollout.turns[1].error == "tool_not_found" and rollout.turns[1].hint is None
+
+
+# A detector and a writer from outside are named by import path, with settings.
+def test_own_parts():
+    detect = [{"name": "tests.hints.own_parts:LongTurns", "settings": {"most": 0}}]
+    layers = ["tests.hints.own_parts:Reminder"]
+    config = HintsConfig.model_validate({"detect": detect, "layers": layers})
+    made = stage(
+        HintsConfig(),
+        detectors=own_parts(config.detect, "orchestrator.hints.detect"),
+        layers=own_parts(config.layers, "orchestrator.hints.layers"),
+    )
+    (ended,) = attached(made, play("tiny", "Add 1 and 2.", [LAST]))
+    assert [turn.hint for turn in ended.rollout.turns if turn.error == "too_long"] == ["Be brief."]
+    for wrong in ({"detect": ["tool_err"]}, {"layers": [{"name": "template", "settings": {"a": 1}}]}):
+        with pytest.raises(ValueError, match=r"orchestrator\.hints"):
+            HintsConfig.model_validate(wrong)
 
 
 def test_a_judge_flags_what_no_rule_sees():
