@@ -2,10 +2,10 @@
 
     orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
-    orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (invite.py)
+    orchestrator invite RUN_DIR                      one string with which nodes join from elsewhere (swarm/invite.py)
     orchestrator audit RUN_DIR                       an auditor of what nodes sampled (`audit`)
-    orchestrator weights RUN_DIR                     give out a run's weights, beside training (weight_service.py)
-    orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (fleet/commands.py)
+    orchestrator weights RUN_DIR                     give out a run's weights, beside training (swarm/weight_service.py)
+    orchestrator nodes RUN_DIR, drain|evict|ban NODE look at a live run's nodes, and send them away (swarm)
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
 """
@@ -41,14 +41,13 @@ from composer_prime.run.check_run_dir import check_run_folder, earlier_output, w
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
+from orchestrator.swarm import COMMANDS
 
 FAILED = 1
 _OPEN_FILES = 16384
 _COMMANDS = {
-    **{name: f"orchestrator.swarm.node_commands:{name}" for name in ("nodes", "drain", "evict", "ban", "unban")},
+    **COMMANDS,
     "audit": "orchestrator.main:audit",
-    "invite": "orchestrator.swarm.invite",
-    "weights": "orchestrator.swarm.weight_service",
 }
 _USAGE = """usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]
        orchestrator invite RUN_DIR (orchestrator invite --help)

@@ -45,9 +45,7 @@ from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.twins import start_twins
 from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
-from orchestrator.swarm.admission import Enrollment
-from orchestrator.swarm.audits import Audits
-from orchestrator.swarm.node_control import build_control
+from orchestrator.swarm import Admission, build_swarm
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +84,8 @@ class Gateway:
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
-        self._enrollment = Enrollment(config, keys, run_id, model_dir)
-        self._node_socket = NodeSocket(keys, config.model.max_context, self._enrollment.is_admitted)
+        self._admission = Admission(config, keys, run_id, model_dir)
+        self._node_socket = NodeSocket(keys, config.model.max_context, self._admission.is_admitted)
         send = lambda node, message: self._node_socket.send(node.identity, message)
         self.router = Router(
             send,
@@ -98,19 +96,27 @@ class Gateway:
         )
         join_hint = lambda: how_to_join(self._node_socket.endpoint, config.model.path, keys.folder / "node.token")
         self.waits = Waits(self.router, join_hint)
-        self.audits: Audits | None = None
-        """None unless answers are audited."""
         self._config = config
         self._run_id = run_id
         self._model_dir = model_dir
         self._verifier = keys.verifier()
-        self._chunks = ChunkServer(weight_store, self._enrollment.chunk)
-        if orchestrator.audit.enabled:
-            self.audits = self._build_audits(keys, weight_store)
+        self._chunks = ChunkServer(weight_store, self._admission.chunk)
         self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
-        self._control = build_control(config, self.router, keys, run_dir, send, self._link.weights_sent)
-        self.accounts = self._control.accounts
+        self._swarm = build_swarm(
+            config,
+            keys=keys,
+            run_id=run_id,
+            run_dir=run_dir,
+            router=self.router,
+            store=weight_store,
+            chunks=self._chunks,
+            send=send,
+            weights_sent=self._link.weights_sent,
+            on_quarantine=partial(reclaim_quarantined, self.router),
+        )
+        self.audits, self.accounts = self._swarm.audits, self._swarm.accounts
+        """Audits are None unless answers are audited."""
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
         self._token = os.environ.get(GATEWAY_TOKEN_VARIABLE)
@@ -125,27 +131,12 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
 
-    def _build_audits(self, keys: RunKeys, weight_store: WeightStore) -> Audits:
-        inference = self._config.inference
-        return Audits(
-            self._config.orchestrator.audit,
-            keys=keys,
-            run_id=self._run_id,
-            store=weight_store,
-            chunks=self._chunks,
-            trust=self.router.nodes.trust,
-            max_context=self._config.model.max_context,
-            heartbeat_s=inference.heartbeat_s,
-            lost_after_s=inference.lost_after_s,
-            on_quarantine=partial(reclaim_quarantined, self.router),
-        )
-
     def _build_link(self) -> NodeLink:
         return NodeLink(
             self._node_socket,
             self.router,
             self._chunks,
-            self._enrollment,
+            self._admission,
             run_id=self._run_id,
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=self._config.inference.heartbeat_s,
@@ -164,7 +155,7 @@ class Gateway:
         )
 
     def _build_http(self) -> HttpServer:
-        control = self._control.routes(self._run_id)
+        control = self._swarm.control.routes(self._run_id)
         return HttpServer(
             self._generator.answer,
             self._chat,
@@ -191,7 +182,7 @@ class Gateway:
     async def start(self) -> None:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
         orchestrator = self._config.orchestrator
-        self._enrollment.open()
+        self._admission.open()
         self._node_socket.bind(orchestrator.node_address)
         try:
             if self.audits is not None:
@@ -286,7 +277,7 @@ class Gateway:
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
         """Whether a node that an audit caught sampled one of these rollouts, and no audit has cleared that rollout."""
-        return self.audits is not None and self.audits.is_tainted(rollout_ids)
+        return self._swarm.is_tainted(rollout_ids)
 
     def _offer_for_audit(self, record: GenerationRecord, rollout_id: str) -> None:
         if self.audits is not None:
@@ -318,7 +309,7 @@ class Gateway:
             start_twins(router)
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)
-            self._control.tick()
+            self._swarm.control.tick()
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
                 reports = {
@@ -396,7 +387,7 @@ class Gateway:
             "gateway/prefixes_missing_at_nodes": counters.prefixes_missing,
             **oldest,
             **({} if self.processes is None else self.processes.figures("gateway/processes_")),
-            **(self.audits.metrics() if self.audits is not None else {}),
+            **self._swarm.metrics(),
             **self.lag.metrics(),
         }
 

@@ -5,7 +5,7 @@
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
-enroll, and nothing else (enrollment.py). What a node sends is still not trusted. A message is one frame of bounded
+enroll, and nothing else (swarm/admission.py). What a node sends is still not trusted. A message is one frame of bounded
 size, and few are held unread. Of a message with more frames, only the first is copied; wire/unread.py closes
 connections whose messages do not end or have very many. Bytes that do not decode to a message are counted, logged and
 dropped. A connection that sends more of them than its budget is cut off: everything else from it is ignored. The same
@@ -52,7 +52,7 @@ from composer_prime.wire.unread import FRAME_OVERHEAD
 from orchestrator.gateway.chunks import ChunkServer, PullAllowance, UnderWay
 from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
-from orchestrator.swarm.admission import Enrollment
+from orchestrator.swarm import Admission
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class NodeLink:
         socket: NodeSocket,
         router: Router,
         chunks: ChunkServer,
-        enrollment: Enrollment,
+        admission: Admission,
         *,
         run_id: str,
         verify_key: bytes,
@@ -112,8 +112,8 @@ class NodeLink:
         self._socket = socket
         self._router = router
         self._chunks = chunks
-        self._allowance = PullAllowance(lambda: enrollment.num_model_bytes)
-        self._enrollment = enrollment
+        self._allowance = PullAllowance(lambda: admission.num_model_bytes)
+        self._admission = admission
         self._enrolling: dict[bytes, dict[bytes, Enroll]] = {}
         """What waits for an answer, by key and connection; each connection has at most one."""
         self._answering: asyncio.Task[None] | None = None
@@ -152,8 +152,8 @@ class NodeLink:
         """Return False for a message that was not looked at: its connection is cut off, or is not its sender's."""
         identity, key = received.identity, received.key
         if received.num_frames >= MAX_FRAMES:
-            self._enrollment.turn_away(key)
-        if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._enrollment.revoked:
+            self._admission.turn_away(key)
+        if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES or key in self._admission.revoked:
             self.garbage += 1
             return False
         node = self._router.nodes.at(identity)
@@ -166,7 +166,7 @@ class NodeLink:
             message = self._decoder.decode(received.first)
             if isinstance(message, NodeHello):
                 self._note_address(received, message.relay_port)
-            if not isinstance(message, Enroll) and not self._enrollment.is_node(key):
+            if not isinstance(message, Enroll) and not self._admission.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._drop_garbage(received, node, error)
@@ -186,7 +186,7 @@ class NodeLink:
 
         Connections through a relay come from loopback too. They have their own keys, and serve no other node.
         """
-        if relay_port and not (is_loopback(received.peer) and self._enrollment.is_own(received.key)):
+        if relay_port and not (is_loopback(received.peer) and self._admission.is_own(received.key)):
             self._relays[received.identity] = f"http://{Address(received.peer, relay_port)}"
         if is_loopback(received.peer):
             self._loopback = {one for one in self._loopback if self._router.nodes.at(one) is not None}
@@ -215,11 +215,11 @@ class NodeLink:
     def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int) -> bool:
         """Return whether the sender's account had as much left as a message of this cost and size takes."""
         cost += received.num_bytes // _UNASKED_BYTES
-        account = received.key if self._enrollment.is_own(received.key) else received.identity
+        account = received.key if self._admission.is_own(received.key) else received.identity
         return self._budgets.charge(account, cost, extra=_late_answers(node))
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
-        return key if self._enrollment.is_own(key) and self._enrollment.is_node(key) else identity
+        return key if self._admission.is_own(key) and self._admission.is_node(key) else identity
 
     def _dispatch(self, identity: bytes, key: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
@@ -253,7 +253,7 @@ class NodeLink:
             return
         self._socket.send(identity, ChunkRefused(sha256=request.sha256, reason=refusal))
         if self._allowance.tell_once(account):
-            name = node.node_id if node is not None else self._enrollment.name_of(key) or "of a connection"
+            name = node.node_id if node is not None else self._admission.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
 
     def grant(self, manifest: Manifest) -> None:
@@ -318,8 +318,8 @@ class NodeLink:
         self.cut_off += 1
         logger.warning("cut off: %s", reason)
         self._socket.send(received.identity, Rejected(reason=reason, may_return=True))
-        if not self._enrollment.is_node(received.key):
-            self._enrollment.turn_away(received.key)
+        if not self._admission.is_node(received.key):
+            self._admission.turn_away(received.key)
         if node is not None:
             self._router.nodes.leave(node, why)
 
@@ -346,10 +346,10 @@ class NodeLink:
 
     async def _answer_enrollment(self, identity: bytes, key: bytes, message: Enroll) -> None:
         nodes = self._router.nodes
-        taken_names = {node.node_id for node in nodes if not self._enrollment.is_own(node.key)}.union(nodes.refused)
+        taken_names = {node.node_id for node in nodes if not self._admission.is_own(node.key)}.union(nodes.refused)
         sent_away = {name: reason for name, (_, reason) in nodes.refused.items()}
         reply = self._second_process(message.key)
-        reply = reply or await self._enrollment.answer(key, message, self.newest_manifest, taken_names, sent_away)
+        reply = reply or await self._admission.answer(key, message, self.newest_manifest, taken_names, sent_away)
         if isinstance(reply, Rejected):
             if time.monotonic() - self._said.get(key, -math.inf) > _SAY_AGAIN_S:
                 self._said[key] = time.monotonic()
@@ -360,15 +360,15 @@ class NodeLink:
 
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""
-        self._enrollment.refresh()
+        self._admission.refresh()
         for node in self._router.nodes.attached():
-            if (reason := self._enrollment.revoked.get(node.key)) is not None:
+            if (reason := self._admission.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
                 self._socket.send(node.identity, Rejected(reason=refusal, may_return=False))
                 self._router.nodes.leave(node, f"revoked: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
-        refusal = self._refusal(hello) or self._enrollment.name_refusal(key, hello.node_id)
+        refusal = self._refusal(hello) or self._admission.name_refusal(key, hello.node_id)
         reason = refusal or self._served_another_run(hello) or self._name_refusal(identity, hello)
         if reason is not None:
             logger.warning("rejected a node: %s", reason)
@@ -406,7 +406,7 @@ class NodeLink:
 
         It would pull and load the model only to be refused then.
         """
-        for holder in self._router.nodes.attached() if self._enrollment.is_own(key) else []:
+        for holder in self._router.nodes.attached() if self._admission.is_own(key) else []:
             if holder.key == key and (reason := self._refusal_by_holder(holder)) is not None:
                 return Rejected(reason=reason, may_return=True)
         return None
@@ -420,7 +420,7 @@ class NodeLink:
             self._router.nodes.leave(holder, "its connection is closed")
             return None
         heard_s = time.monotonic() - holder.last_heard
-        if self._enrollment.is_own(holder.key):
+        if self._admission.is_own(holder.key):
             return (
                 f"two processes hold the key of node {holder.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "
                 "its state folder was copied, join here with an invite and another --state-dir; if that one vanished, "

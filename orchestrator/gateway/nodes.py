@@ -27,7 +27,7 @@ from composer_prime.wire.types import INT
 from orchestrator.gateway.adaptive import KV_FULL
 from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, VersionReports
 from orchestrator.gateway.speed import NodeSpeed
-from orchestrator.swarm.trust import NodeTrust
+from orchestrator.swarm import NodeTrust
 
 logger = logging.getLogger(__name__)
 

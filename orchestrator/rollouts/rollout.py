@@ -33,7 +33,7 @@ from composer_prime.wire.types import Sample
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, GroupPlan, derive_seed
-from orchestrator.swarm.audits import Audits
+from orchestrator.swarm import Audits
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, RolloutFailure, RolloutReply, RunRollout
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -25,10 +24,8 @@ from composer_prime.monitor.nodes import AWAY, DRAINING, LOADING, SERVING, SUSPE
 from composer_prime.run.costs import CostLedger, NodeTotals, spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice
-
-if TYPE_CHECKING:  # the gateway imports this module
-    from orchestrator.gateway.nodes import AttachedNode
-    from orchestrator.gateway.routing import Router
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 

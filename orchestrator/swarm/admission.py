@@ -51,7 +51,7 @@ _TURNED_AWAY_S = 60.0
 """How long a key may not connect that sent a message which delays those of all others."""
 
 
-class Enrollment:
+class Admission:
     """Used by the gateway's event loop, by its authenticator's thread, and by threads that read files."""
 
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:

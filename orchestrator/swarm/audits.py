@@ -23,10 +23,10 @@ import random
 import time
 from bisect import insort
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -53,10 +53,6 @@ from orchestrator.event_loop import watched
 from orchestrator.swarm.auditors import ConnectedAuditor, OfferedAnswer
 from orchestrator.swarm.trust import NodeTrust, is_clean
 
-if TYPE_CHECKING:  # The gateway imports this module.
-    from orchestrator.gateway.chunks import ChunkServer
-    from orchestrator.gateway.generation import GenerationRecord
-
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 4096
@@ -69,6 +65,26 @@ _MAX_RECENT = 1024
 _MAX_TAINTED = 1 << 16
 
 
+class ChunkSource(Protocol):
+    """Sends chunks of weights to who asks for them."""
+
+    def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: Callable[..., Any]) -> None: ...
+
+
+class SampledAnswer(Protocol):
+    """An answer as the gateway recorded it."""
+
+    node_id: str
+    sampled_by: Sequence[tuple[str, int]]
+    """Its nodes in order, each with the number of tokens that it sampled; empty for `node_id` alone."""
+    prompt_ids: Any
+    completion_ids: Any
+    logprobs: Any
+    version_spans: Any
+    finish_reason: str
+    sampling: Any
+
+
 class Audits:
     """Serves auditors from `start` to `close`."""
 
@@ -79,7 +95,7 @@ class Audits:
         keys: RunKeys,
         run_id: str,
         store: WeightStore,
-        chunks: ChunkServer,
+        chunks: ChunkSource,
         trust: Mapping[str, NodeTrust],
         max_context: int,
         heartbeat_s: float,
@@ -147,7 +163,7 @@ class Audits:
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def offer(self, record: GenerationRecord, rollout_id: str) -> None:
+    def offer(self, record: SampledAnswer, rollout_id: str) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
         parts = record.sampled_by or ((record.node_id, len(record.completion_ids)),)
         counts = [count for _, count in parts]

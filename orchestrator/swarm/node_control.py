@@ -19,24 +19,21 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RequestError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.nodes import AWAY, BANNED, EVICTED
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.run.run_dir import write_atomic
 from composer_prime.wire.node import Drain, ToNode
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.routing import Router
 from orchestrator.swarm.accounts import NodeAccounts
-
-if TYPE_CHECKING:  # the gateway imports this module
-    from orchestrator.gateway.nodes import AttachedNode
-    from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
@@ -242,29 +239,6 @@ def _listed(names: Any) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
     return ", ".join(shown[:_NAMES_SHOWN]) + more
-
-
-def build_control(
-    config: Config,
-    router: Router,
-    keys: RunKeys,
-    run_dir: RunDir | None,
-    send: Callable[[AttachedNode, ToNode], bool],
-    weights_sent: Callable[[AttachedNode], int],
-) -> NodeControl:
-    """Return the control of a run's nodes. `run_dir`: where their figures are recorded; None records none.
-
-    `weights_sent` returns the bytes of weights that the gateway sent a node.
-    """
-    inference = config.inference
-    return NodeControl(
-        router,
-        NodeAccounts(router, run_dir, worth_window_s=inference.worth_window_s, weights_sent=weights_sent),
-        keys,
-        send,
-        drain_s=max((source.timeout_s for source in config.orchestrator.source), default=0.0),
-        max_usd_per_million=inference.max_usd_per_million,
-    )
 
 
 def control_routes(control: NodeControl, *, run_id: str, token: str) -> list[web.RouteDef]:

@@ -256,10 +256,10 @@ async def test_a_node_gets_no_name_that_was_sent_away(open_gateway, invite, join
 async def test_what_an_invite_sends_is_looked_up_once(open_gateway, invite, joined, monkeypatch):
     """Until the registry is read again, however many messages come."""
     async with open_gateway() as gateway:
-        registry, lookups = gateway._enrollment._registry, []
+        registry, lookups = gateway._admission._registry, []
         find = registry.find
         monkeypatch.setattr(registry, "find", lambda key: lookups.append(key) or find(key))
-        monkeypatch.setattr(gateway._enrollment, "refresh", lambda: None)
+        monkeypatch.setattr(gateway._admission, "refresh", lambda: None)
         link = joined(gateway, invite.keys)
         for _ in range(200):
             await link._socket.send(msgspec.msgpack.encode(hello("box")))
@@ -272,7 +272,7 @@ async def test_what_an_invite_sends_is_looked_up_once(open_gateway, invite, join
 async def test_while_model_files_are_hashed_threads_are_free(open_gateway, invite, monkeypatch):
     """Others that enroll wait without one: weights and files are read meanwhile."""
     async with open_gateway() as gateway:
-        enrollment, own, go_on = gateway._enrollment, own_keys(invite), threading.Event()
+        enrollment, own, go_on = gateway._admission, own_keys(invite), threading.Event()
         sign = enrollment._sign_model
         monkeypatch.setattr(enrollment, "_sign_model", lambda: go_on.wait(100) and sign())
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))

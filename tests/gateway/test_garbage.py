@@ -119,7 +119,7 @@ async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(op
     ):
         [attached] = gateway.router.nodes.attached()
         ticked = asyncio.Event()
-        monkeypatch.setattr(gateway._control, "tick", ticked.set)
+        monkeypatch.setattr(gateway._swarm.control, "tick", ticked.set)
 
         async def is_lost_after(silent_s: float) -> bool:
             attached.last_heard = time.monotonic() - silent_s
@@ -145,9 +145,9 @@ async def test_a_message_of_many_frames_ends_its_connection(open_gateway, keys: 
         assert not gateway.state()["link"]["cut_off"], "its budget has room for many more"
         key = bad.keys.own.public
         with pytest.raises(ConfigError, match="bad is turned away for 60 s"):
-            gateway._enrollment.is_admitted(key)
-        gateway._enrollment._turned_away[key] = 0.0
-        assert gateway._enrollment.is_admitted(key)
+            gateway._admission.is_admitted(key)
+        gateway._admission._turned_away[key] = 0.0
+        assert gateway._admission.is_admitted(key)
 
 
 async def test_the_key_that_nodes_share_is_never_turned_away(open_gateway, node_keys):
