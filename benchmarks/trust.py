@@ -19,8 +19,7 @@ A step moves each weight by `--lr` up or down, as Adam does. Honest nodes comput
 float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. What
 an audit costs is left out there: vLLM computes in a process of its own, whose time is not counted. The exit status is 1
 when a cheat is not caught in every order at the tolerance for float32, when an honest node is quarantined or .1 % of
-its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. No answer is compared with an
-older version here: benchmarks/trust_scale.py does that, and meets far more answers.
+its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. `--quick` meets few answers.
 """
 
 from __future__ import annotations
@@ -126,16 +125,12 @@ async def started(folder: Path, dtype: str) -> LocalEngine:
     return made
 
 
-async def check(
-    auditor: LocalEngine, answers: list[Answer], tolerance: float, *, compares: bool = True
-) -> list[PartVerdict]:
-    """Audit answers together. As without an older version, every other one is compared with weights in int8."""
-    return await asyncio.gather(
-        *(_checked(auditor, one, tolerance, compares and number % 2 == 0) for number, one in enumerate(answers))
-    )
+async def check(auditor: LocalEngine, answers: list[Answer], tolerance: float) -> list[PartVerdict]:
+    """Audit answers together."""
+    return await asyncio.gather(*(_checked(auditor, answer, tolerance) for answer in answers))
 
 
-async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, in_int8: bool) -> PartVerdict:
+async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float) -> PartVerdict:
     audit = OpenAudit(
         AuditRequest(
             audit=0,
@@ -147,8 +142,7 @@ async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float, in_in
             finish_reason=answer.finish_reason,
             sampling=answer.sampling,
             tolerance=tolerance,
-        ),
-        in_int8=in_int8,
+        )
     )
     await audit.score(auditor, 0)
     stop = await auditor.find_stop(np.array(answer.token_ids, np.int32), answer.sampling)
@@ -294,7 +288,7 @@ def tokens_to_catch(node: Audited, lives: int) -> list[float]:
         trust, tokens = NodeTrust(), 0
         for index in order:
             tokens += node.verdicts[index].tokens
-            if trust.note(node.verdicts[index], int(index)):
+            if trust.note(node.verdicts[index]):
                 break
         else:
             tokens = float("inf")
@@ -322,8 +316,7 @@ async def honest_row(
         honest.answers = await generate(node, batch, name)
         honest.generated_s += time.process_time() - start
         start = time.process_time()
-        compares = auditor is bench.right  # An auditor in bfloat16 leaves it out.
-        honest.verdicts += await check(auditor, honest.answers, tolerance, compares=compares)
+        honest.verdicts += await check(auditor, honest.answers, tolerance)
         checked_s += time.process_time() - start
     refused = sum(not is_clean(verdict) for verdict in honest.verdicts) / len(honest.verdicts)
     caught = quarantines(honest, args.lives)
@@ -424,4 +417,8 @@ if __name__ == "__main__":
     parser.add_argument("--unswapped", type=int, default=30, help="steps since a node swapped last")
     parser.add_argument("--lr", type=float, default=2e-4, help="how far a step moves each weight")
     parser.add_argument("--eos", type=int, default=2, help="the policy's end-of-sequence token")
-    raise SystemExit(asyncio.run(main(parser.parse_args())))
+    parser.add_argument("--quick", action="store_true", help="few answers and orders: whether it runs")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.answers, arguments.pool, arguments.lives, arguments.tokens = 16, 24, 4, 24
+    raise SystemExit(asyncio.run(main(arguments)))

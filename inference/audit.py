@@ -1,13 +1,8 @@
 """An auditor: a node that samples nothing, and scores the answers of other nodes again.
 
     AuditRequest -> versions of its tokens -> receiver installs one after another -> engine.check_draws
-                 -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says,
-                    and how many tokens lean to suspect weights
+                 -> judge: is each token the draw of its seed, are its logprobs right, does it end where it says
                  -> AuditVerdict | AuditFailed
-
-Half of the answers are scored under suspect weights, too: those of the oldest version that the run keeps, or the named
-version's in int8. Which half is random, so no node can know. An auditor that does not compute in float32 leaves this
-out: its own rounding would make honest answers lean.
 
 It holds one version at a time. The answer that waits for longest chooses it, and all that need that version share
 passes: under load there are few swaps for each answer, and none waits for ever. It is trusted: it runs on the run's
@@ -18,14 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.config.inference import InferenceConfig
@@ -33,10 +25,9 @@ from composer_prime.errors import BadRequestError, ComposerError, EngineError, L
 from composer_prime.run.weights import open_signed
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
-from composer_prime.wire.types import VersionSpan, floats, ints
+from composer_prime.wire.types import floats, ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
-from inference.engines.local.loading import device_and_dtype
 from inference.link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
@@ -49,10 +40,6 @@ _MIXED_CACHE = 4.0
 """Factor on the tolerance behind a swap: the node's cache still holds keys and values of the weights before."""
 _FEW_TOKENS = 8
 """With fewer tokens the mean error says little."""
-_LEANING = 0.25
-"""How far from the named version's logprob to the suspect one a claimed one lies at least to count, as a share."""
-_COMPARED = 0.5
-"""Share of answers compared with suspect weights, which costs as much as the audit itself."""
 _MAX_VERSIONS = 64
 """Manifests that are remembered."""
 
@@ -62,16 +49,10 @@ class OpenAudit:
     """An answer, and what is known of its tokens so far."""
 
     request: AuditRequest
-    older: int | None = None
-    """A version before all that the answer names, which scores its first span too; None for none."""
-    in_int8: bool = False
-    """Whether the named version in int8 scores its first span too."""
     misses: np.ndarray = field(init=False)
     """float64 [T_new]."""
     logprobs: np.ndarray = field(init=False)
     """float32 [T_new], this auditor's own."""
-    suspect_scores: tuple[np.ndarray, np.ndarray] | None = None
-    """Misses and logprobs of the first span, by the suspect weights."""
     missing: set[int] = field(init=False)
     """Versions whose tokens are not scored yet."""
     seconds: float = 0.0
@@ -81,33 +62,18 @@ class OpenAudit:
         count = len(ints(self.request.token_ids))
         self.misses, self.logprobs = np.zeros(count), np.zeros(count, np.float32)
         self.missing = {span.version for span in self.request.version_spans}
-        self.compare_with(self.older)
-
-    def compare_with(self, older: int | None) -> None:
-        """Compare with another older version, because the previous one is unavailable."""
-        self.missing -= {self.older}
-        self.older = older
-        self.missing |= set() if older is None else {older}
 
     async def score(self, engine: LocalEngine, version: int) -> None:
         """Score the tokens of `version`, which the engine holds. Raises what check_draws raises."""
-        spans = self.request.version_spans
-        for span in spans:
-            if span.version == version:
-                scored = await self._check(engine, span)
-                self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
-        if version == self.older or (self.in_int8 and version == spans[0].version):
-            self.suspect_scores = await self._check(engine, spans[0], in_int8=self.in_int8)
-        self.missing.discard(version)
-
-    async def _check(
-        self, engine: LocalEngine, span: VersionSpan, *, in_int8: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
         request, prompt = self.request, ints(self.request.prompt_ids)
-        tokens = np.concatenate([prompt, ints(request.token_ids)[: span.end]])
-        return await engine.check_draws(
-            tokens, len(prompt) + span.start, len(tokens), request.sampling, request.tolerance, in_int8=in_int8
-        )
+        for span in request.version_spans:
+            if span.version == version:
+                tokens = np.concatenate([prompt, ints(request.token_ids)[: span.end]])
+                scored = await engine.check_draws(
+                    tokens, len(prompt) + span.start, len(tokens), request.sampling, request.tolerance
+                )
+                self.misses[span.start : span.end], self.logprobs[span.start : span.end] = scored
+        self.missing.discard(version)
 
 
 def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
@@ -130,7 +96,6 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     parts = []
     for count, end in zip(request.parts, accumulate(request.parts), strict=True):
         part = slice(end - count, end)
-        by_logprob, by_draw = _leaning(audit, claimed, part)
         fault = end_fault if part.start < should_end <= end else None
         one = PartVerdict(
             tokens=count,
@@ -138,30 +103,9 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
             fault=fault or _mean_fault((gaps / bounds)[part], request.tolerance),
             gap_mean=float(gaps[part].mean()),
             gap_max=float(gaps[part].max()),
-            suspect="int8" if audit.in_int8 else "older",
-            by_logprob=by_logprob,
-            by_draw=by_draw,
         )
         parts.append(one)
     return AuditVerdict(audit=request.audit, parts=parts, seconds=audit.seconds)
-
-
-def _leaning(audit: OpenAudit, claimed: np.ndarray, part: slice) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Count a part's tokens before any swap that lean to the suspect weights, and those compared: PartVerdict.by_*.
-
-    A draw that only one of the two makes is decided by that alone. Behind a swap an honest node's cache makes its
-    tokens look older.
-    """
-    if audit.suspect_scores is None:
-        return (0, 0), (0, 0)
-    suspect_misses, suspect = (scores[part] for scores in audit.suspect_scores)
-    part = slice(part.start, part.start + len(suspect))
-    misses, own, claimed = audit.misses[part], audit.logprobs[part], claimed[part]
-    by_draw = (misses > 0.0) != (suspect_misses > 0.0)
-    compared = ~by_draw & np.isfinite(own) & np.isfinite(suspect) & (own != suspect)
-    shift, way = (claimed - own)[compared], (suspect - own)[compared]
-    leaning = int((shift * np.sign(way) > _LEANING * np.abs(way)).sum())
-    return (leaning, int(compared.sum())), (int((misses > 0.0)[by_draw].sum()), int(by_draw.sum()))
 
 
 def _end_fault(request: AuditRequest, tokens: int, stop: int | None, last_is_wrong: bool) -> str | None:
@@ -194,32 +138,20 @@ class Auditor(InferenceNode):
         *,
         max_context: int | None = None,
         device: ComputeDevice | None = None,
-        chance: Callable[[], float] = random.SystemRandom().random,
     ) -> None:
-        """Raises EngineError unless `engine` is a local one: no other says what it would draw.
-
-        `chance()` returns a number in [0, 1) that no node can know.
-        """
+        """Raises EngineError unless `engine` is a local one: no other says what it would draw."""
         if not isinstance(engine, LocalEngine):
             raise EngineError(f"an auditor runs the local engine, got {type(engine).__name__}: set inference.engine")
         super().__init__(name, engine, link, receiver, config, max_context=max_context, device=device)
         self._local = engine
-        self._chance = chance
-        _, dtype = device_and_dtype(config)
-        self._share = _COMPARED if dtype == torch.float32 else 0.0
-        """Of answers to compare with suspect weights."""
-        if not self._share:
-            logger.warning("in %s this auditor finds no old or rounded weights: use --dtype float32", dtype)
         self._audits: list[OpenAudit] = []
         self._arrived = asyncio.Event()
         self._manifests: dict[int, bytes] = {}
         """Signed, by version."""
-        self._unavailable: set[int] = set()
-        """Versions that could not be pulled, which no answer is compared with."""
 
     def _handle(self, message) -> None:
         if isinstance(message, AuditRequest):
-            self._audits.append(self._opened(message))
+            self._audits.append(OpenAudit(message))
             self._arrived.set()
         else:
             super()._handle(message)
@@ -240,10 +172,8 @@ class Auditor(InferenceNode):
             logger.error("a version is not used: %s", error)
             return
         self._manifests[version] = manifest
-        self._unavailable.discard(version)
         while len(self._manifests) > _MAX_VERSIONS:
             del self._manifests[min(self._manifests)]
-        self._unavailable &= self._manifests.keys()
 
     async def _follow_weights(self) -> None:
         """Check answers, all that wait for one version after another."""
@@ -252,19 +182,6 @@ class Auditor(InferenceNode):
             self._arrived.clear()
             while self._audits:
                 await self._check_version(self._next_version())
-
-    def _opened(self, request: AuditRequest) -> OpenAudit:
-        """Choose what an answer is compared with."""
-        chance = self._chance()
-        if chance >= self._share:
-            return OpenAudit(request)
-        oldest = self._oldest(request) if chance < self._share / 2 else None
-        return OpenAudit(request, oldest, in_int8=oldest is None)
-
-    def _oldest(self, request: AuditRequest) -> int | None:
-        """Return the oldest available version; None unless it is older than all that the answer names."""
-        named = min((span.version for span in request.version_spans), default=0)
-        return min((v for v in self._manifests.keys() - self._unavailable if v < named), default=None)
 
     def _next_version(self) -> int:
         """Return what the answer that waits for longest needs, the version in use first."""
@@ -278,9 +195,8 @@ class Auditor(InferenceNode):
             raise
         except (ComposerError, OSError) as error:
             for audit in self._waiting_for(version):
-                await self._go_without(audit, version, error)
+                await self._fail(audit, error, f"version {version} is not available: ")
             return
-        self._unavailable.discard(version)
         self._drop_late()
         audits = self._waiting_for(version)
         start = time.monotonic()
@@ -304,16 +220,6 @@ class Auditor(InferenceNode):
 
     def _waiting_for(self, version: int) -> list[OpenAudit]:
         return [audit for audit in self._audits if version in audit.missing]
-
-    async def _go_without(self, audit: OpenAudit, version: int, error: Exception) -> None:
-        """Compare an answer with another version than an unavailable one. Fail it if it names that one."""
-        if version != audit.older:
-            await self._fail(audit, error, f"version {version} is not available: ")
-            return
-        self._unavailable.add(version)  # Pruned, or its source is busy: answers that name it still ask for it.
-        audit.compare_with(self._oldest(audit.request))
-        if not audit.missing:
-            await self._judge(audit)
 
     async def _judge(self, audit: OpenAudit) -> None:
         try:

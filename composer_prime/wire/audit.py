@@ -11,7 +11,6 @@ below. The other messages are those of a node (node.py), with the same meaning.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import msgspec
 
@@ -31,9 +30,6 @@ from composer_prime.wire.node import (
     WeightChunk,
 )
 from composer_prime.wire.types import VersionSpan
-
-Suspect = Literal["older", "int8"]
-"""Weights that a node may have in place of the named ones: those of an older version, or rounded to int8."""
 
 
 class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
@@ -73,13 +69,6 @@ class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
     gap_mean: float = 0.0
     """Mean |claimed - own logprob|, nats."""
     gap_max: float = 0.0
-    suspect: Suspect = "older"
-    """What the part was compared with, if it was."""
-    by_logprob: tuple[int, int] = (0, 0)
-    """Tokens whose logprob leans from what the named version gives to what the suspect weights give, and all
-    compared."""
-    by_draw: tuple[int, int] = (0, 0)
-    """Tokens that only the suspect weights draw, and all tokens that exactly one of the two draws."""
 
 
 class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):

@@ -21,8 +21,6 @@ class OfferedAnswer:
     """Of each of its nodes when the answer came."""
     is_awaited: bool
     """Whether its rollout waits for the audit."""
-    prompt: int
-    """A hash of its prompt and version."""
     rank: float
     """Random, and the same for all answers of a rollout. The highest is audited first."""
     request: AuditRequest | None = None

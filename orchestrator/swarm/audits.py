@@ -174,7 +174,6 @@ class Audits:
             rollout_id=rollout_id,
             quarantines={node_id: trust.quarantines for node_id, trust in nodes.items()},
             is_awaited=any(trust.is_new for trust in nodes.values()),
-            prompt=hash((record.prompt_ids.tobytes(), *(span.version for span in record.version_spans[:1]))),
             rank=others[0].rank if others else random.random(),
         )
         others.append(answer)
@@ -290,8 +289,8 @@ class Audits:
         self.counters["wrong"] += not all(map(is_clean, verdict.parts))
         for (node_id, _), part in zip(answer.parts, verdict.parts, strict=True):
             trust = self._trust[node_id]
-            if answer.quarantines[node_id] == trust.quarantines and (reason := trust.note(part, answer.prompt)):
-                self._quarantine(node_id, trust, f"{reason}; in its last answer {_describe(part)}")
+            if answer.quarantines[node_id] == trust.quarantines and trust.note(part):
+                self._quarantine(node_id, trust, f"wrong answers; in its last one {_describe(part)}")
 
     def _quarantine(self, node_id: str, trust: NodeTrust, why: str) -> None:
         length_s = trust.quarantine(time.monotonic(), self._config.quarantine_s)

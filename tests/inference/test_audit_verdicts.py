@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import pytest
 
 from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
-from orchestrator.swarm.trust import NodeTrust
 
 TOLERANCE = 0.02
 
@@ -129,104 +125,3 @@ def test_behind_a_swap_the_tolerance_is_wider():
     assert verdict(misses={9: 0.05, 10: 0.05, 11: 0.09}, swap=10).wrong == [9, 11]
     # Two spans of one version are no swap.
     assert verdict(misses={9: 0.05, 10: 0.05}, swap=10, newer=3).wrong == [9, 10]
-
-
-def counted(claimed: list[float], own: list[float], older: list[float], misses: list[float], older_misses: list[float]):
-    """Count what leans to the version before, in an answer whose last token is behind a swap."""
-    [part] = counted_by_part([len(claimed)], claimed, own, older, misses, older_misses)
-    return part
-
-
-def counted_by_part(parts: list[int], claimed: list[float], own, older, misses, older_misses):
-    tokens = len(claimed)
-    audit = OpenAudit(
-        AuditRequest(
-            audit=9,
-            prompt_ids=pack_ints([1, 2]),
-            token_ids=pack_ints(range(tokens)),
-            logprobs=pack_floats(claimed),
-            parts=parts,
-            version_spans=[VersionSpan(0, tokens - 1, 3), VersionSpan(tokens - 1, tokens, 4)],
-            finish_reason="length",
-            sampling=Sampling(max_tokens=tokens, seed=1),
-            tolerance=TOLERANCE,
-        ),
-        older=2,
-    )
-    assert audit.missing == {2, 3, 4}
-    audit.logprobs[:], audit.misses[:] = own, misses
-    audit.suspect_scores = np.array(older_misses), np.array(older, np.float32)
-    return [(part.by_logprob, part.by_draw) for part in judge(audit, None).parts]
-
-
-def test_tokens_that_lean_to_the_version_before_are_counted():
-    # Of four, two lean to it, one does not, and one says nothing. What a swap precedes is left out.
-    own, older = [-1.0, -1.0, -1.0, -2.0, -1.0], [-1.1, -1.1, -0.9, -2.0]
-    claimed, right = [-1.08, -0.99, -0.8, -2.0, -1.1], [0.0] * 5
-    assert counted(claimed, own, older, right, right[:4]) == ((2, 3), (0, 0))
-    # A quarter of the way is too little, and a token that top-k removes is not compared.
-    assert counted([-1.25, -1.0], [-1.0, 0.0], [-2.0], [0.0, 0.0], [0.0]) == ((0, 1), (0, 0))
-    assert counted([-1.5, -1.0], [-np.inf, 0.0], [-2.0], [0.0, 0.0], [0.0]) == ((0, 0), (0, 0))
-
-
-def test_tokens_that_lean_are_counted_in_their_part():
-    # Also where the last part lies wholly behind a swap.
-    own, older = [-1.0, -1.0, -1.0, -2.0, -1.0], [-1.1, -1.1, -0.9, -2.1]
-    claimed, right = [-1.08, -0.99, -0.8, -2.0, -1.1], [0.0] * 5
-    compared = counted_by_part([2, 2, 1], claimed, own, older, right, [0.0, 0.0, 0.0, 0.1])
-    assert compared == [((1, 2), (0, 0)), ((1, 1), (0, 1)), ((0, 0), (0, 0))]
-    assert counted_by_part([1, 4], claimed, own, older, right, right[:4])[1] == ((1, 3), (0, 0))
-
-
-def test_a_draw_that_one_version_makes_is_told_by_that():
-    # Its logprob may be invented: here each is that of the claimed version.
-    own, older = [-1.0] * 5, [-1.1] * 4
-    misses, older_misses = [0.01, 0.0, 0.01, 0.0, 0.0], [0.0, 0.01, 0.02, 0.0]
-    assert counted(own, own, older, misses, older_misses) == ((0, 2), (1, 2))
-
-
-def answers_until_quarantine(way: float, *, old: bool = False, auditor: float = 0.0) -> float:
-    """Answers until a node is quarantined, of 3,000 with 40 tokens each; inf for never.
-
-    Logprobs by the named version and the suspect one differ by `way` on average. The node, which has one or the `old`
-    one, rounds each by 0.004 nats, and its auditor by `auditor`.
-    """
-    rng, trust, count = np.random.default_rng(5), NodeTrust(), 40
-    for number in range(3000):
-        named = rng.uniform(-3.0, -1.0, count)
-        suspect = named + rng.normal(0.0, way, count)
-        claimed = (suspect if old else named) + rng.normal(0.0, 0.004, count)
-        audit = OpenAudit(
-            AuditRequest(
-                audit=number,
-                prompt_ids=pack_ints([1]),
-                token_ids=pack_ints(range(count)),
-                logprobs=pack_floats(claimed.astype(np.float32)),
-                parts=[count],
-                version_spans=[VersionSpan(0, count, 3)],
-                finish_reason="length",
-                sampling=Sampling(max_tokens=count, seed=1),
-                tolerance=0.05,
-            ),
-            older=2,
-        )
-        audit.logprobs[:] = named + rng.normal(0.0, auditor, count)
-        audit.suspect_scores = np.zeros(count), (suspect + rng.normal(0.0, auditor, count)).astype(np.float32)
-        if trust.note(judge(audit, None).parts[0], number) is not None:
-            return number + 1
-    return math.inf
-
-
-@pytest.mark.parametrize("way", [1e-5, 0.0004, 0.002, 0.02])
-def test_an_honest_nodes_rounding_does_not_lean(way):
-    # However much more, or less, it is than the way to the suspect weights. The auditor's own must be none: with as
-    # much as the node's, and a short way, honest nodes are quarantined.
-    assert math.isinf(answers_until_quarantine(way))
-    assert math.isinf(answers_until_quarantine(way, auditor=1e-6))
-    if way < 0.001:
-        assert answers_until_quarantine(way, auditor=0.004) < 3000
-
-
-def test_suspect_weights_are_found_below_rounding():
-    # Their logprobs differ by half as much as the node rounds.
-    assert answers_until_quarantine(0.002, old=True) < 300

@@ -122,20 +122,6 @@ async def test_each_node_answers_for_its_own_tokens(audited):
         assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0 and trust["n1"].clean == 1
 
 
-async def test_old_weights_are_found_though_another_node_ends_each_answer(audited):
-    # What leans to them counts for the node of that part, so a cheat that hands over its last token gains nothing.
-    async with audited() as (audits, trust, connect):
-        auditor = connect()
-        auditor.hello("a")
-        for number in range(8):
-            audits.offer(record("n1", ("n0", 40), ("n1", 1), tokens=41, prompt=number), f"r{number}")
-            found = verdict(await auditor.next(AuditRequest))
-            found.parts[0] = msgspec.structs.replace(found.parts[0], by_logprob=(39, 40))
-            auditor.send(found)
-            await audits.cleared(f"r{number}")
-        assert trust["n0"].quarantines == 1 and trust["n1"].quarantines == 0
-
-
 async def test_a_version_that_there_never_was_is_the_fault_of_who_names_it(audited):
     # Its position counts in its node's part.
     async with audited(chances=[1.0]) as (audits, trust, _):
