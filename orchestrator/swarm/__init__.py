@@ -20,7 +20,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore
 from orchestrator.swarm.admission import Admission
-from orchestrator.swarm.audits import Audits, ChunkSource
+from orchestrator.swarm.audits import Audits, ChunkSender
 from orchestrator.swarm.trust import NodeTrust
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def build_swarm(
     run_dir: RunDir | None,
     router: Any,
     store: WeightStore,
-    chunks: ChunkSource,
+    chunks: ChunkSender,
     send: Callable[[Any, Any], bool],
     weights_sent: Callable[[Any], int],
     on_quarantine: Callable[[str, str], None],

@@ -65,7 +65,7 @@ _MAX_RECENT = 1024
 _MAX_TAINTED = 1 << 16
 
 
-class ChunkSource(Protocol):
+class ChunkSender(Protocol):
     """Sends chunks of weights to who asks for them."""
 
     def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: Callable[..., Any]) -> None: ...
@@ -95,7 +95,7 @@ class Audits:
         keys: RunKeys,
         run_id: str,
         store: WeightStore,
-        chunks: ChunkSource,
+        chunks: ChunkSender,
         trust: Mapping[str, NodeTrust],
         max_context: int,
         heartbeat_s: float,
