@@ -9,9 +9,7 @@ is imported inside the functions: that takes a second.
 
 from __future__ import annotations
 
-import difflib
 import errno
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from composer_prime.console import ProgressLines, pluralize
+from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ModelNotFoundError
 from composer_prime.plan.machine import free_bytes
 
@@ -83,9 +81,7 @@ class HubModel(NamedTuple):
         from huggingface_hub import snapshot_download
 
         with _refusals(self):
-            folder = snapshot_download(
-                self.id, revision=self.revision, allow_patterns=names or ["config.json"], tqdm_class=_progress()
-            )
+            folder = snapshot_download(self.id, revision=self.revision, allow_patterns=names or ["config.json"])
         return Path(folder)
 
     def describe(self) -> Path:
@@ -126,26 +122,6 @@ def _cache() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def _progress() -> type | None:
-    """Return None, for the bars of huggingface_hub, in a terminal; else a class that prints a line now and then."""
-    if sys.stderr.isatty():
-        return None
-    from tqdm import tqdm
-
-    lines = ProgressLines()
-
-    class Lines(tqdm):
-        def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            if self.unit == "B" and self.total and self.total > 1e6:
-                lines.tell(lambda: f"{self.n / 1e6:,.1f} of {self.total / 1e6:,.1f} MB")
-
-        def close(self) -> None:
-            self.leave = False
-            super().close()
-
-    return Lines
-
-
 @contextmanager
 def _refusals(model: HubModel) -> Iterator[None]:
     """Turn the errors of huggingface_hub into a sentence that says what to do."""
@@ -157,8 +133,8 @@ def _refusals(model: HubModel) -> Iterator[None]:
         raise
     except errors.GatedRepoError:
         raise ModelNotFoundError(
-            f"{model.id} is a gated model, and {_token()} gives no access: accept its terms on its page on the Hub, "
-            "then run `hf auth login` or set HF_TOKEN"
+            f"{model.id} is a gated model: accept its terms on its page on the Hub, then run `hf auth login` or set "
+            "HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
         raise ModelNotFoundError(
@@ -166,18 +142,14 @@ def _refusals(model: HubModel) -> Iterator[None]:
             "or nothing for the newest"
         ) from None
     except errors.RepositoryNotFoundError:
-        near = _near(model.id)
         raise ModelNotFoundError(
-            f"model.path is {model.id!r}: there is no such folder, and the Hub shows no such model to {_token()}"
-            f"{f'; did you mean {near}?' if near else '.'} Correct the name; a private model needs `hf auth login` "
-            "or HF_TOKEN"
+            f"model.path is {model.id!r}: there is no such folder, and the Hub shows no such model. Correct the name; "
+            "a private model needs `hf auth login` or HF_TOKEN"
         ) from None
     except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        advice = "set HF_TOKEN to a valid token, or unset it" if status == 401 else "try again later"
         raise ModelNotFoundError(
-            f"the Hub answered status {status} for {model.id}: {str(error).partition(chr(10))[0]}; {advice}. What was "
-            "fetched stays, and the same command continues"
+            f"the Hub answered status {error.response.status_code} for {model.id}: {str(error).partition(chr(10))[0]}; "
+            "for 401 set HF_TOKEN to a valid token, else repeat the command later: what was fetched stays"
         ) from None
     except Exception as error:  # of httpx, of the operating system, and RuntimeError of hf_xet
         raise ModelNotFoundError(_unreachable(model, error)) from None
@@ -186,40 +158,18 @@ def _refusals(model: HubModel) -> Iterator[None]:
 def _unreachable(model: HubModel, error: Exception) -> str:
     from huggingface_hub.constants import ENDPOINT, is_offline_mode
 
+    cause: BaseException = error
+    while (below := cause.__cause__ or cause.__context__) is not None:
+        cause = below
+    if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return f"{model.id} cannot be written to {_cache()} ({cause}): set HF_HOME to a folder that can hold it"
+    reason = f"{ENDPOINT} cannot be reached ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
+    remedy = "repeat the command where there is a network; what was fetched stays"
     if is_offline_mode():
-        variable = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
-        reason, remedy = f"{variable} is set", f"unset {variable} to download it"
-    else:
-        cause: BaseException = error
-        while (below := cause.__cause__ or cause.__context__) is not None:
-            cause = below
-        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            return f"{model.id} cannot be written to {_cache()} ({cause}): set HF_HOME to a folder that can hold it"
-        reason = f"{ENDPOINT} cannot be reached ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
-        remedy = "repeat the command where there is a network; what was fetched stays"
+        reason, remedy = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set", "unset it to download the model"
     name = model.id.rpartition("/")[2]
     return (
         f"model.path is {model.id!r}, there is no such folder, the cache {_cache()} does not have the whole model, and "
         f"{reason}: {remedy}. Without a network here: run `hf download {model.id} --local-dir {name}` on another "
         f"machine, copy the folder {name} here, and set model.path to it"
     )
-
-
-def _token() -> str:
-    from huggingface_hub import get_token
-
-    return "your token" if get_token() else "a request without a token (HF_TOKEN is not set)"
-
-
-def _near(model_id: str) -> str:
-    """Return ids on the Hub that are spelled alike, for a message."""
-    from huggingface_hub import HfApi, errors
-
-    owner, _, name = model_id.partition("/")
-    try:
-        api = HfApi()
-        found = [each.id for each in api.list_models(author=owner, limit=100)]
-        found += [each.id for each in api.list_models(search=name, limit=100)]
-    except (errors.HTTPError, OSError):
-        return ""
-    return " or ".join(difflib.get_close_matches(model_id, dict.fromkeys(found), n=2, cutoff=0.8))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from time import localtime, strftime
 
 from composer_prime.console import COMPOSER, gib, pluralize, printable
-from composer_prime.errors import ComposerError, ConfigError, LedgerError
+from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.monitor.events import read_events
 from composer_prime.monitor.metrics_file import Line, read_history
 from composer_prime.monitor.nodes import recorded_rows, table_lines
@@ -273,96 +272,34 @@ def _values(lines: list[Line], name: str) -> list[float]:
 
 def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
     """Describe a joint run as this peer logged it; empty for a run that trained alone, or before its first round."""
-    rounds = RoundTotals.of(lines)
-    if not rounds.ended:
+    from composer_prime.view.run_payload import joint_rounds
+
+    rounds = joint_rounds(lines)
+    if not rounds:
         return []
     progress = RunProgress()
     progress.update(lines)
     last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
-    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(rounds.by_peer.items()))
-    alone = sum(size == 1 for size in rounds.sizes)
-    waited = f", {rounds.waited_s / rounds.steps_s:.1%} of the steps' time" if rounds.steps_s else ""
+    by_peer = Counter(peer for each in rounds for peer in each["peers"])
+    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(by_peer.items()))
+    alone = sum(len(each["peers"]) == 1 for each in rounds)
+    rejected = int(sum(each["rejected"] or 0 for each in rounds))
+    waited_s = sum(each["sync_s"] or 0.0 for each in rounds)
+    steps_s = sum(_values([line for line in lines if line.get("role") == "trainer"], "time/step_s"))
+    share = f", {waited_s / steps_s:.1%} of the steps' time" if steps_s else ""
+    sent, received = (last.get(f"diloco/bytes_{way}", 0) / 1e6 for way in ("sent", "received"))
     return [
-        f"  joint run    outer step {rounds.outer_step}, {pluralize(rounds.sweep, 'full sweep')}; "
-        f"{pluralize(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
-        f"{pluralize(rounds.rejected, 'delta')} rejected",
+        f"  joint run    outer step {rounds[-1]['round']:.0f}, "
+        f"{pluralize(int(rounds[-1]['sweep'] or 0), 'full sweep')}; {pluralize(len(rounds), 'round')} taken, "
+        f"{last.get('diloco/missed_rounds', 0):.0f} missed, {pluralize(rejected, 'delta')} rejected",
         f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
         f"{_INDENT}hashes: equal on all peers in each of these rounds (others are not averaged)",
-        f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received per rank"
-        f"{_bits(run_dir, rounds)}",
-        f"{_INDENT}waiting: {rounds.waited_s:,.1f} s for rounds to end{waited}",
+        f"{_INDENT}link: {sent:,.1f} MB sent, {received:,.1f} MB received per rank since the last start",
+        f"{_INDENT}waiting: {waited_s:,.1f} s for rounds to end{share}",
         f"{_INDENT}tokens: {last.get('diloco/carried_tokens', 0):,.0f} late and carried over, "
         f"{last.get('diloco/overwritten_tokens', 0):,.0f} discarded (including the delay's steps)",
         *([f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []),
     ]
-
-
-@dataclass(slots=True)
-class RoundTotals:
-    """Sums over the lines of a joint run. Lines between two rounds repeat the last round, so only new ones count."""
-
-    outer_step: int = 0
-    sweep: int = 0
-    ended: int = 0
-    """Rounds whose outcome this peer logged; of several in one step, the last."""
-    by_peer: Counter[str] = field(default_factory=Counter)
-    """Rounds that hold a peer's delta."""
-    sizes: list[int] = field(default_factory=list)
-    """Peers of each round."""
-    rejected: int = 0
-    waited_s: float = 0.0
-    steps_s: float = 0.0
-    sent: float = 0.0
-    """Bytes of rank 0, over all starts of the run."""
-    received: float = 0.0
-
-    @classmethod
-    def of(cls, lines: list[Line]) -> RoundTotals:
-        """Add up the lines of all roles, in file order."""
-        totals, sent, received = cls(), 0.0, 0.0
-        for line in lines:
-            if line.get("event") == "resume":
-                sent = received = 0.0
-            if line.get("role") != "trainer":
-                continue
-            totals.steps_s += numeric_field(line, "time/step_s") or 0.0
-            outer_step = numeric_field(line, "diloco/outer_step")
-            if outer_step is None:
-                continue
-            sent_before, received_before = sent, received
-            sent = numeric_field(line, "diloco/bytes_sent") or 0.0
-            received = numeric_field(line, "diloco/bytes_received") or 0.0
-            totals.sent += max(sent - sent_before, 0)
-            totals.received += max(received - received_before, 0)
-            if int(outer_step) != totals.outer_step:
-                totals._add_round(line, int(outer_step))
-        return totals
-
-    def _add_round(self, line: Line, outer_step: int) -> None:
-        peers = [name.split("/")[1] for name in line if name.startswith("diloco/") and name.endswith("/inner_steps")]
-        self.outer_step, self.sweep = outer_step, int(numeric_field(line, "diloco/sweep") or 0)
-        self.ended += 1
-        self.by_peer.update(peers)
-        self.sizes.append(len(peers))
-        self.rejected += int(numeric_field(line, "diloco/rejected") or 0)
-        self.waited_s += numeric_field(line, "diloco/sync_s") or 0.0
-
-
-def _bits(run_dir: RunDir, rounds: RoundTotals) -> str:
-    """Return the bits sent a parameter and sync; "" while the model cannot be read."""
-    from composer_prime.config.load import read_config  # takes a second of CPU time
-    from composer_prime.plan.footprint import ModelShape, trained_parameters
-
-    try:
-        config = read_config(run_dir.config)
-        shape = ModelShape.read(run_dir.final)
-    except (ComposerError, OSError):
-        return ""
-    if config.diloco is None:
-        return ""
-    own_rounds = rounds.by_peer[config.diloco.peer_id] or 1
-    parameters = trained_parameters(config, shape) / config.diloco.fragments / config.trainer.ranks * own_rounds
-    return f"; {8 * rounds.sent / parameters:.2f} bits per parameter and sync ({config.diloco.codec.type})"
 
 
 def _ledger(run_dir: RunDir) -> list[str]:
@@ -377,7 +314,7 @@ def _ledger(run_dir: RunDir) -> list[str]:
 
 
 def _costs(run_dir: RunDir) -> list[str]:
-    """Return the costs of hints, processes, links and teachers; those of teachers beside the forecast."""
+    """Return the costs of hints, processes, links and teachers."""
     try:
         paid = spent(run_dir.root / "costs.jsonl")
     except LedgerError as error:
@@ -389,19 +326,11 @@ def _costs(run_dir: RunDir) -> list[str]:
         text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{price}{links}")
     if not paid.calls:
         return text
-    from composer_prime.config.load import read_config  # takes a second of CPU time
-    from composer_prime.traces import forecast_cost
-
-    try:
-        forecast = forecast_cost(read_config(run_dir.config))
-    except ConfigError:  # of another release, or its states file is gone
-        forecast = None
     by_teacher = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
-    expected = f"; the forecast was {forecast.text()}" if forecast else ""
     state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
     if paid.failed or paid.unsettled:
         state += " (a call with a lost reply counts as its reservation, twice its bound)"
-    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}{expected}"]
+    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}"]
 
 
 def node_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:

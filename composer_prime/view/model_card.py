@@ -10,7 +10,6 @@ from typing import Any
 from composer_prime.console import pluralize
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir, write_atomic
-from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.catalog import read_settings
 from composer_prime.view.metrics_reader import RunMetrics
 from composer_prime.view.run_payload import trained_tokens
@@ -38,7 +37,7 @@ def write_model_card(run_dir: RunDir) -> Path | None:
 
 
 def model_card(run_dir: RunDir) -> str:
-    """Return the card of a run: base, data, objective, held-out interval, how to load."""
+    """Return the card of a run: base, data, objective, held-out verdict, how to load."""
     settings = read_settings(run_dir)
     metrics = RunMetrics(run_dir.metrics)
     metrics.refresh()
@@ -46,11 +45,10 @@ def model_card(run_dir: RunDir) -> str:
     rewards = [line["reward/mean"] for line in trained.values() if isinstance(line.get("reward/mean"), int | float)]
     base = str(_at(settings, "model", "path") or "unknown")
     sections = {
-        "Base": f"`{_without_folders(base)}`",
+        "Base": f"`{_last_part(base)}`",
         "Training": _training(settings, trained),
-        "Data": _data(settings),
         "Objective": _objective(settings),
-        "Held-out results": "\n".join([f"{verdict(eval_scores(run_dir), rewards)['text']}.", "", *_results(run_dir)]),
+        "Held-out results": f"{verdict(eval_scores(run_dir), rewards)['text']}.",
         "How to load": _LOAD.format(folder=run_dir.final.name),
     }
     name = run_dir.root.resolve().name
@@ -72,20 +70,10 @@ def _training(settings: dict[str, Any], trained: dict[int, dict[str, Any]]) -> s
     parts += [f"seed {seed}"] if seed is not None else []
     lora = _at(settings, "trainer", "lora")
     parts += [f"LoRA of rank {lora.get('rank')}"] if isinstance(lora, dict) else []
-    return f"{', '.join(parts)}, with composer-prime {version('composer-prime')}."
-
-
-def _data(settings: dict[str, Any]) -> str:
-    sources = _at(settings, "orchestrator", "source")
-    rows = []
-    for source in sources if isinstance(sources, list) else []:
-        taskset = source.get("taskset")
-        rows.append(f"- `{source.get('name')}`: `{json.dumps(_without_folders(taskset), sort_keys=True)}`")
-        if held_out := source.get("eval_taskset"):
-            rows.append(f"  - held out: `{json.dumps(_without_folders(held_out), sort_keys=True)}`")
-    pairs = _at(settings, "orchestrator", "preferences", "pairs")
-    rows += [f"- preference pairs: `{_without_folders(pairs)}`"] if pairs else []
-    return "\n".join(rows) or "No source is recorded."
+    sources = _at(settings, "orchestrator", "source") or []
+    names = [f"`{_last_part(str(_at(each, 'taskset', 'id')))}`" for each in sources if isinstance(each, dict)]
+    data = f" on {', '.join(names)}" if names else ""
+    return f"{', '.join(parts)}{data}, with composer-prime {version('composer-prime')}."
 
 
 def _objective(settings: dict[str, Any]) -> str:
@@ -100,30 +88,9 @@ def _objective(settings: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _results(run_dir: RunDir) -> list[str]:
-    """Return a table with one row an evaluation."""
-    scored = {step: scores for step, scores in eval_scores(run_dir).items() if scores}
-    if not scored:
-        return []
-    rows = ["| after step | mean reward [95 %] | tasks | change, paired [95 %] |", "|---|---|---|---|"]
-    first = scored[min(scored)]
-    for step, scores in scored.items():
-        mean = mean_interval(scores)
-        is_comparable = step != min(scored) and bool(first.keys() & scores.keys())
-        change = difference_interval(first, scores).text(sign=True) if is_comparable else ""
-        rows.append(f"| {step} | {mean.text()} | {mean.count} | {change} |")
-    return rows
-
-
-def _without_folders(value: Any) -> Any:
-    """Return `value` with only the last part of absolute paths: a card is published, and folders name people."""
-    if isinstance(value, dict):
-        return {name: _without_folders(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(each) for each in value]
-    if isinstance(value, str) and value.startswith(("/", "~")):
-        return Path(value).name
-    return value
+def _last_part(value: str) -> str:
+    """Return only the last part of an absolute path: a card is published, and folders name people."""
+    return Path(value).name if value.startswith(("/", "~")) else value
 
 
 def _at(settings: dict[str, Any], *names: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from composer_prime.cli.report_command import RoundTotals, hint_lines, joint_lines, pair_lines, report_run
+from composer_prime.cli.report_command import hint_lines, joint_lines, pair_lines, report_run
 from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import CostLedger
@@ -88,28 +88,26 @@ def test_pairs_are_listed_beside_the_replay():
     assert pair_lines([trainer_line(1)], [trainer_line(1)]) == []
 
 
-def test_rounds_are_counted_once_and_bytes_over_restarts():
-    # Steps between two rounds repeat the last round's figures; a resume resets the counters of bytes.
+def test_rounds_are_counted_once(tmp_path):
+    # Steps between two rounds repeat the last round's figures.
     lines = [
         trainer_line(1),
         round_line(2, 1, "ab", 100),
         round_line(3, 1, "ab", 150),
         round_line(4, 2, "a", 200),
         {"step": 4, "role": "launcher", "event": "resume"},
-        round_line(5, 3, "ab", 250),
+        round_line(5, 3, "ab", 250_000),
     ]
-    rounds = RoundTotals.of(lines)
-    assert (rounds.outer_step, rounds.sweep, rounds.ended, rounds.sizes) == (3, 1, 3, [2, 1, 2])
-    assert rounds.by_peer == {"a": 3, "b": 2} and (rounds.sent, rounds.received) == (450, 450)
-    assert (rounds.waited_s, rounds.steps_s) == (1.5, 50.0)
+    text = "\n".join(joint_lines(RunDir(tmp_path), lines))
+    assert "outer step 3, 1 full sweep; 3 rounds taken" in text and "a 3, b 2; 1 with one peer alone" in text
+    assert "0.2 MB sent" in text and "1.5 s for rounds to end, 3.0% of the steps' time" in text
 
 
 def test_joint_run_lists_rounds_peers_link_and_waiting(tmp_path):
-    # Bits a parameter need the model, which only a finished run has; without it there are only bytes.
     lines = [round_line(2, 1, "ab", 1_000_000, **{"diloco/missed_rounds": 1, "diloco/rejected": 2})]
     text = "\n".join(joint_lines(RunDir(tmp_path), lines))
     assert "outer step 1, 0 full sweeps; 1 round taken, 1 missed, 2 deltas rejected" in text
-    assert "a 1, b 1; 0 with one peer alone" in text and "1.0 MB sent" in text and "bits" not in text
+    assert "a 1, b 1; 0 with one peer alone" in text and "1.0 MB sent" in text
     assert "0.5 s for rounds to end, 5.0% of the steps' time" in text
     assert "joint model" not in text and joint_lines(RunDir(tmp_path), [trainer_line(1)]) == []
 

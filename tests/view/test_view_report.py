@@ -110,18 +110,16 @@ def test_the_model_card(tmp_path):
     card = path.read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "base_model: org/base\n---" in card
     assert 'AutoModelForCausalLM.from_pretrained("final")' in card and "- SDPO: weight 0.5" in card
-    assert "| 12 | 0.875 [" in card and "it learned" in card and "12 optimizer steps, 12,000 trained tokens" in card
+    assert "it learned" in card and "12 optimizer steps, 12,000 trained tokens" in card
     assert "base_model" not in model_card(make_run(tmp_path / "b", model={"path": "tiny"}))
 
 
 # A published card holds no path of the machine: of absolute ones the last part is left.
 def test_the_model_card_names_no_folders(tmp_path):
-    source = {"name": "s", "taskset": {"id": "code", "folder": "/home/ann/tasks/mine", "split": "train/a"}}
-    source["eval_taskset"] = {"files": ["/home/ann/held/out.jsonl"]}
-    orchestrator = {"source": [source], "preferences": {"pairs": "/home/ann/pairs.jsonl"}}
-    card = model_card(make_run(tmp_path / "a1", model={"path": "/home/ann/base"}, orchestrator=orchestrator))
-    assert "ann" not in card
-    assert all(part in card for part in ("`base`", '"mine"', '"train/a"', '"out.jsonl"', "`pairs.jsonl`"))
+    source = {"name": "s", "taskset": {"id": "/home/ann/tasks/mine.py", "folder": "/home/ann/tasks"}}
+    settings = {"model": {"path": "/home/ann/base"}, "orchestrator": {"source": [source]}}
+    card = model_card(make_run(tmp_path / "a1", **settings))
+    assert "ann" not in card and "`base`" in card and "`mine.py`" in card
 
 
 # A failed rollout has no reward, so it is neither the best nor the worst.
