@@ -1,11 +1,9 @@
 """`composer eval RUN`, `composer eval MODEL [MODEL ...] [@ file.toml | --env ENV]`: held-out scores with intervals.
 
-    evaluate_here   this process serves one model after the other; the environments are loaded once
-    evaluate        with several nodes: the launcher, with run.max_steps = 0
-
-All models get the same tasks with the same seeds, so two of them are compared task by task. Without a file the
-configuration of the run directory counts. What that run has evaluated itself, before its first step and after its last,
-is read instead of evaluated again.
+This process serves one model after the other with one node; the environments are loaded once. For several nodes, run
+`trainer @ FILE --run.max_steps 0`. All models get the same tasks with the same seeds, so two of them are compared task
+by task. Without a file the configuration of the run directory counts. What that run has evaluated itself, before its
+first step and after its last, is read instead of evaluated again.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import asyncio
 import json
 import logging
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,8 +21,8 @@ from statistics import fmean
 
 from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config, resolve
-from composer_prime.console import COMPOSER, INTERRUPTED, ProgressLines, console_script, pluralize, printable
-from composer_prime.errors import ConfigError, RoleFailedError
+from composer_prime.console import COMPOSER, ProgressLines, pluralize, printable
+from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run.run_dir import RunDir, write_atomic
@@ -81,8 +78,8 @@ def main(words: list[str]) -> int:
             print("\n".join(_forecast(config, scored, missing)))
             return 0
         if missing and config.inference.nodes > 1:
-            scored |= {model: evaluate(model, rest, config) for model in missing}
-        elif missing:
+            print(f"note: inference.nodes is {config.inference.nodes}; an evaluation uses one node", flush=True)
+        if missing:
             scored |= evaluate_here(missing, config, resume=resume)
     print(printable("\n".join(["", *report({model: scored[model] for model in models}, config)])))
     return 0
@@ -270,30 +267,6 @@ def _newest_of_model(evals: Path, name: str, model_path: str) -> Path | None:
     return None
 
 
-def evaluate(model: str, words: list[str], config: Config) -> Evaluation:
-    """Evaluate one model by the launcher, which starts several nodes. Raises RoleFailedError when that failed."""
-    evals = config.run.output_dir / "evals"
-    name = f"{config.run.name}-{_as_name(model)}"
-    if not config.run.overwrite:
-        name = unused_name(evals, name)
-    argv = [
-        *console_script("trainer"),
-        *words,
-        *_evaluation_only(words),
-        *("--model.path", model_folder(model), "--run.name", name),
-        *("--run.output_dir", str(evals), "--run.resume", "false", "--monitor.view", "plain"),
-    ]
-    print(f"evaluating {model} (run directory {evals / name})", flush=True)
-    run_dir = RunDir(evals / name)
-    status = _follow(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
-    if status != 0:
-        raise RoleFailedError(f"the evaluation of {model} ended with exit status {status}; see {run_dir.root / 'logs'}")
-    path = run_dir.eval_rollouts(0)
-    if not path.is_file():
-        raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
-    return Evaluation(scores=_scores_with_notice(path), folder=run_dir.root)
-
-
 def _scores_with_notice(path: Path) -> Scores:
     """Return the scores by task, and print how many rollouts failed and have none."""
     failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
@@ -307,23 +280,6 @@ def unused_name(folder: Path, name: str) -> str:
     """Return `name`, or `name` with the first number that no earlier evaluation has: `a0-tiny-2`."""
     candidates = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(candidate for candidate in candidates if not (folder / candidate).exists())
-
-
-def _follow(process: subprocess.Popen[str]) -> int:
-    """Print the launcher's events without its summary, and return its exit status. Ctrl-C reaches it by itself."""
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.startswith("["):
-                print(line, end="", flush=True)
-        return process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        process.terminate()
-        process.wait()
-        raise
 
 
 def eval_table(scores_by_model: dict[str, Scores], threshold: float = 1.0) -> list[str]:
