@@ -33,8 +33,8 @@ COMPOSER = "uv run composer"
 
 GIB = 1 << 30
 
-ENGINE_THREAD = "local-engine"
-"""Name of the thread in which the local engine loads a model and computes."""
+PARENT_POLL = "parent-poll"
+"""Name of a thread that ends with its process (composer_prime/run/process.py)."""
 
 PROGRESS_INTERVAL_S = 30.0
 """Shortest time between two lines of ProgressLines."""
@@ -88,8 +88,7 @@ def console_script(name: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; from {name}.main import main; sys.exit(main())"]
 
 
-def until_the_reader_leaves(work: Callable[[], int]) -> int:
-    """Return the exit status of `work()`, or READER_LEFT when stdout was closed: `composer report RUN | head`."""
+def _until_the_reader_leaves(work: Callable[[], int]) -> int:
     try:
         try:
             return work()
@@ -100,26 +99,24 @@ def until_the_reader_leaves(work: Callable[[], int]) -> int:
         return READER_LEFT
 
 
-def despite_engines(work: Callable[[], int]) -> int:
-    """Return the exit status of `work()`. While a local engine loads or hangs, end the process with it at once.
+def console_main(work: Callable[[], int], *, loads_engines: bool = False) -> int:
+    """Return the exit status of a console script's `work()`; every script is called through this.
 
-    Nothing can stop that thread, and the interpreter would abort when it shuts down under it.
+    READER_LEFT when stdout was closed: `composer report RUN | head`. With `loads_engines` the process ends at once
+    where a daemon thread still loads a model or hangs: the interpreter may crash when it shuts down under it.
     """
     try:
-        status = work()
+        status = _until_the_reader_leaves(work)
     except SystemExit as end:
-        if isinstance(end.code, int):
-            _leave_engines(end.code)
-        raise
-    _leave_engines(status)
-    return status
-
-
-def _leave_engines(status: int) -> None:
-    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if not isinstance(end.code, int):
+            raise
+        status = end.code
+    if loads_engines and any(thread.daemon and thread.name != PARENT_POLL for thread in threading.enumerate()):
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
+    return status
 
 
 def silence() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_prime.address import tcp_address
-from composer_prime.console import EXIT_USAGE, exit_on_version_flag, until_the_reader_leaves
+from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag
 from composer_prime.errors import ComposerError, ConfigError
 from diloco.forecast import DEFAULT_MEMORY_GB
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return until_the_reader_leaves(lambda: _main(argv))
+    return console_main(lambda: _main(argv))
 
 
 def _main(argv: list[str] | None) -> int:

@@ -11,17 +11,16 @@ import json
 import os
 import socket
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 from composer_prime.address import tcp_address
 from composer_prime.config import load
-from composer_prime.console import EXIT_USAGE, exit_on_version_flag, fail, pluralize, unknown_command
+from composer_prime.console import EXIT_USAGE, console_main, exit_on_version_flag, fail, pluralize, unknown_command
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import model_ready
 from composer_prime.run.keys import RunKeys, join_keys
-from composer_prime.run.process import PARENT_POLL, end_with_parent
+from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir
 from inference.joining import join, join_config, join_parser
 from inference.serving import Assignment, run_node
@@ -37,13 +36,7 @@ More: inference join --help, trainer --help (the keys of file.toml)"""
 
 
 def main() -> int:
-    status = _main()
-    if any(thread.daemon and thread.name != PARENT_POLL for thread in threading.enumerate()):
-        # An engine still loads, or hangs. The interpreter may crash when it shuts down under that thread.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    return console_main(_main, loads_engines=True)
 
 
 def _main() -> int:

@@ -30,6 +30,7 @@ from composer_prime.console import (
     EXIT_USAGE,
     INTERRUPTED,
     columns,
+    console_main,
     console_script,
     exit_on_version_flag,
     fail,
@@ -63,6 +64,10 @@ token is the run's keys/trainer.token, which gives full trust over the run's wei
 
 
 def main() -> int:
+    return console_main(_main)
+
+
+def _main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
     try:
@@ -96,7 +101,7 @@ def _command(name: str, words: list[str]) -> int:
     command = getattr(importlib.import_module(module), function or "main")
     try:
         return command(words)
-    except ConfigError:
+    except (ConfigError, BrokenPipeError):
         raise
     except (ComposerError, OSError) as error:
         print(f"orchestrator {name}: {error}", file=sys.stderr)

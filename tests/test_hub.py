@@ -175,7 +175,7 @@ def test_a_download_that_broke_continues(server: Hub, monkeypatch: pytest.Monkey
 
 def test_wrong_ids_are_named_with_what_was_meant(server: Hub) -> None:
     """A typo, a revision, a gated model, weights that cannot be read: each message has the name and the remedy."""
-    with pytest.raises(ModelNotFoundError, match=rf"'acme/smal-model'.*HF_TOKEN"):
+    with pytest.raises(ModelNotFoundError, match=r"'acme/smal-model'.*HF_TOKEN"):
         resolve_model("acme/smal-model")
     with pytest.raises(ModelNotFoundError, match="no revision 'v9'"):
         resolve_model(f"{ID}@v9")

@@ -11,17 +11,17 @@ from composer_prime.config.load import parse_command_line
 from composer_prime.console import (
     EXIT_USAGE,
     columns,
+    console_main,
     exit_on_version_flag,
     fail,
     tell_waits,
-    until_the_reader_leaves,
     what_is_wrong,
 )
 from composer_prime.errors import ConfigError
 
 
 def main() -> int:
-    return until_the_reader_leaves(_main)
+    return console_main(_main)
 
 
 def _main() -> int:

@@ -9,11 +9,10 @@ import importlib
 import sys
 
 from composer_prime.console import (
-    despite_engines,
+    console_main,
     exit_on_version_flag,
     fail,
     unknown_command,
-    until_the_reader_leaves,
 )
 from composer_prime.errors import ComposerError
 
@@ -45,7 +44,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    return despite_engines(lambda: until_the_reader_leaves(_main))
+    return console_main(_main, loads_engines=True)
 
 
 def composer_usage() -> str:

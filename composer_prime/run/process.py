@@ -28,12 +28,12 @@ from typing import Any
 
 import psutil
 
+from composer_prime.console import PARENT_POLL
+
 MARK_VARIABLE = "COMPOSER_LAUNCH"
 """Environment variable that marks every process of a guarded run."""
 PARENT_VARIABLE = "COMPOSER_PARENT"
 """Environment variable with the process id of a child's parent."""
-PARENT_POLL = "parent-poll"
-"""Name of the thread that watches the parent outside Linux."""
 WORKER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.console import ENGINE_THREAD
 from composer_prime.errors import ComposerError, ConfigError, EngineError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
@@ -126,7 +125,7 @@ class Computer:
         """The error that every later call raises; set before `ended`."""
         self._futures = {self.ready}
         """Unresolved; only the event loop touches it."""
-        self._thread = threading.Thread(target=self._main, name=ENGINE_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._main, name="local-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
