@@ -26,7 +26,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 import composer_prime
-from orchestrator.coding.code.task import CodeTask, write_tasks
+from orchestrator.coding.task import CodeTask, write_tasks
 from orchestrator.rollouts.rollout import retry_pause_s
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RunRollout, SourceSpec

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.factory.check import draw_tasks
 from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
 from orchestrator.coding.factory.journal import MakingJournal
 from orchestrator.coding.factory.suite import SuiteRun, run_suite
+from orchestrator.coding.task import CodeTask
 
 
 class _Quiet(Watcher):

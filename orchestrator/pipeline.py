@@ -42,7 +42,7 @@ from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.chat_template import chat_folder
-from orchestrator.coding.factory.making import task_makers
+from orchestrator.coding.door import task_makers
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
 from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume

@@ -37,7 +37,7 @@ COMMANDS = {
     "ingest": ("composer_prime.traces.ingest.ingest_command", "read agent sessions (PATHS... -o states.zst)"),
     "replay": ("composer_prime.cli.replay_command", "let teachers vote on states, and write preference pairs"),
     "pairs report": ("composer_prime.traces.replay.density", "measure pairs: pairs a trace, cost, verdict"),
-    "tasks": ("composer_prime.cli.tasks_command", "make, check and show coding tasks"),
+    "tasks": ("orchestrator.coding.tasks_command", "make, check and show coding tasks"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: packages, GPUs, memory, disk, sandboxes"),
 }
 """Each command's module, which has main(words), and its line in the help."""

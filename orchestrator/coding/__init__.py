@@ -1,7 +1,8 @@
 """Coding: tasks from repositories, sandboxes to play them in, grading, and the hack monitor.
 
+    task.py      the format of coding tasks
     sandbox/     boxes: isolation and limits
-    code/        the task set: tasks, tools, grading
+    code/        the task set: tools, grading
     monitor/     hacks: how a rollout earned its reward
     formats/     task files in forms that others publish
     factory/     tasks made of repositories

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.coding.code.task import CodeTask, write_tasks
+from orchestrator.coding.task import CodeTask, write_tasks
 
 TOTAL = '''"""Numbers."""
 

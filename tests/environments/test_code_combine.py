@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.code.combine import combine, combined_difficulty, draw_combinations
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.code.task import CodeTask
+from orchestrator.coding.task import CodeTask
 
 NAMES = ("double", "triple", "negate", "square")
 BODIES = {"double": "2 * n", "triple": "3 * n", "negate": "-n", "square": "n * n"}
@@ -115,8 +115,8 @@ def test_only_the_repair_of_every_part_solves_a_combination(tmp_path: Path):
 @pytest.mark.process
 def test_the_stock_stands_behind_the_single_tasks(tmp_path: Path):
     # A task set has its tasks first, then the combinations, with their estimates; each is made from the task file.
-    from orchestrator.coding.code.task import write_tasks
     from orchestrator.coding.code.taskset import CodeTaskset, CodeTasksetConfig
+    from orchestrator.coding.task import write_tasks
 
     tree = tmp_path / "trees" / "made"
     tree.mkdir(parents=True)

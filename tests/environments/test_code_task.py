@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
-from orchestrator.coding.code.task import CodeTask, check_path, matches, read_tasks, tree_of, write_tasks
+from orchestrator.coding.task import CodeTask, check_path, matches, read_tasks, tree_of, write_tasks
 
 
 def _task(**changes: object) -> CodeTask:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.task import CodeTask, read_tasks
 from orchestrator.coding.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.coding.task import CodeTask, read_tasks
 
 SETTINGS = {"seed": 0, "kinds": ("delete",)}
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.tasks_command import main
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.code.task import CodeTask, read_tasks
 from orchestrator.coding.factory.check import patch_of_tests
+from orchestrator.coding.task import CodeTask, read_tasks
+from orchestrator.coding.tasks_command import main
 from tests.factory.package_made import PACKAGE, SHAPES, TESTS, git, write_archive, write_package
 
 pytestmark = pytest.mark.process

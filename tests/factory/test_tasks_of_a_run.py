@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from composer_prime.cli.tasks_command import main
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError
@@ -20,8 +19,9 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import Generate, Generated
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
-from orchestrator.coding.code.task import read_tasks, tree_of
 from orchestrator.coding.factory.making import TaskMaker, task_makers
+from orchestrator.coding.task import read_tasks, tree_of
+from orchestrator.coding.tasks_command import main
 from orchestrator.pipeline import Pipeline
 from orchestrator.tasks.sources import Sources
 from tests.environments.code_rollouts_made import call

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.task import CodeTask, write_tasks
+from orchestrator.coding.task import CodeTask, write_tasks
 
 pytestmark = pytest.mark.process
 

@@ -14,9 +14,9 @@ from instances_made import LENGTHS, REPAIRED, TEST_FILE, breaking_patch, instanc
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.code.task import CodeTask, matches, read_tasks, write_tasks
 from orchestrator.coding.formats.conversion import ImportSettings, Refusal, import_tasks
 from orchestrator.coding.formats.patches import apply_patch
+from orchestrator.coding.task import CodeTask, matches, read_tasks, write_tasks
 
 pytestmark = pytest.mark.process  # git and graded tests
 

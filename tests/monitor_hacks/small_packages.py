@@ -7,7 +7,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.coding.code.task import CodeTask
+from orchestrator.coding.task import CodeTask
 
 _SEQUENCES = '''"""Functions on sequences."""
 

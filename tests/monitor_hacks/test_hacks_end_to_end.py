@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_packages import cases, write_trees
 
-from orchestrator.coding.code.task import write_tasks
+from orchestrator.coding.task import write_tasks
 from orchestrator.workers.protocol import RunRollout
 
 sys.path.append(str(Path(__file__).parents[1] / "environments"))

@@ -1,7 +1,6 @@
 """code: agents that edit a repository in a sandbox, with its tests as the reward.
 
-`task.py` is the format of tasks, `grading.py` decides. The plugin class is imported on first use, so both import
-without verifiers.
+`grading.py` decides. The plugin class is imported on first use, so grading imports without verifiers.
 """
 
 from orchestrator.environments import on_first_use

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from orchestrator.coding.code.task import CodeTask
+from orchestrator.coding.task import CodeTask
 
 KINDS = ("delete", "mutate")
 """Kinds of tasks whose `start` only takes away from the tree or bends it, so that several go together."""

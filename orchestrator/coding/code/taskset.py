@@ -36,19 +36,19 @@ from orchestrator.coding.code.harness import (
     sandbox_failures,
     seal_of,
 )
-from orchestrator.coding.code.task import (
-    TASKS_FILE,
-    CodeTask,
-    index_tasks,
-    read_task,
-    tree_of,
-)
 from orchestrator.coding.code.tool_schemas import TOOL_NAMES
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor.conflict import conflicting_task
 from orchestrator.coding.monitor.judge import second_opinion
 from orchestrator.coding.sandbox.box import WORK
 from orchestrator.coding.sandbox.runtime import box_of
+from orchestrator.coding.task import (
+    TASKS_FILE,
+    CodeTask,
+    index_tasks,
+    read_task,
+    tree_of,
+)
 from orchestrator.environments.answers import split_of
 from orchestrator.environments.task_row import TaskRow
 

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from orchestrator.coding.code.task import CodeTask, check_path, matches
 from orchestrator.coding.code.tool_schemas import SCHEMAS, TOOL_NAMES
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
+from orchestrator.coding.task import CodeTask, check_path, matches
 from orchestrator.hints.detect import violation
 from orchestrator.workers.protocol import ToolCall
 

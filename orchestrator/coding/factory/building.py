@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.coding.code.task import CodeTask, matches
 from orchestrator.coding.factory.baseline import Baseline
 from orchestrator.coding.factory.candidates import shuffled
 from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction
@@ -19,6 +18,7 @@ from orchestrator.coding.factory.prompts import (
 )
 from orchestrator.coding.factory.proof import Proof
 from orchestrator.coding.factory.source import SourceTree, editable_patterns
+from orchestrator.coding.task import CodeTask, matches
 
 MAX_EXPECTED = 200
 """Tests of each list of a task. Of more, the seed draws."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError
 from orchestrator.coding.code.grading import Grade, grade
-from orchestrator.coding.code.task import TREES_FOLDER, CodeTask, read_tasks
+from orchestrator.coding.task import TREES_FOLDER, CodeTask, read_tasks
 
 _PASSING_TEST = b"def test_nothing():\n    pass\n"
 _PASSING_CONFTEST = b"""\

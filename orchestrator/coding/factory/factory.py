@@ -21,7 +21,6 @@ from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.factory.baseline import Baseline, PlaySuite, last_line, measure_baseline
 from orchestrator.coding.factory.building import build_task
 from orchestrator.coding.factory.candidates import TaskCandidate, find_candidates, shuffled
@@ -45,6 +44,7 @@ from orchestrator.coding.factory.source import (
 )
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, run_suite
 from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.task import CodeTask
 
 BATCH = 12
 """Candidates that share a box and an interpreter."""

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.task import TASKS_FILE, TREES_FOLDER, CodeTask
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask
 
 MAKING_FILE = "making.jsonl"
 REPORT_FILE = "report.json"

@@ -34,7 +34,7 @@ from composer_prime.errors import ConfigError, SandboxError
 from composer_prime.monitor.events import event
 from composer_prime.run.process import child_options, end_with_parent, last_words
 from composer_prime.run.run_dir import write_atomic
-from orchestrator.coding.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, read_tasks
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, read_tasks
 from orchestrator.environments.answers import split_of
 from orchestrator.tasks.curriculum import Frontier
 from orchestrator.tasks.sources import Sources, grown_tasks

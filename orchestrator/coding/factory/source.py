@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.task import check_path
+from orchestrator.coding.task import check_path
 
 MAX_FILES = 20_000
 MAX_BYTES = 200 << 20

@@ -21,11 +21,11 @@ import msgspec
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.code.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 from orchestrator.coding.formats.functions import human_eval_task, is_human_eval, is_mbpp, mbpp_task
 from orchestrator.coding.formats.records import Record, read_records
 from orchestrator.coding.formats.swe_bench import instance_task, is_swe_bench
 from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 
 REFUSED_FILE = "refused.jsonl"
 _IMPORTING_FOLDER = ".importing"

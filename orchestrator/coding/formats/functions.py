@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.task import CodeTask, read_tasks
 from orchestrator.coding.formats.records import Record
+from orchestrator.coding.task import CodeTask, read_tasks
 
 SOLUTION = "solution.py"
 _TESTS = "test_solution.py"

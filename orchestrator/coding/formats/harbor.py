@@ -25,11 +25,11 @@ from pydantic import Field
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from orchestrator.coding.code.harness import CodeRollout, CodeSettings, CodeState, sandbox_failures
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.code.tools import is_tool_error
 from orchestrator.coding.monitor import HackMonitorConfig
 from orchestrator.coding.sandbox.box import WORK, read_tree
 from orchestrator.coding.sandbox.opening import open_box
+from orchestrator.coding.task import CodeTask
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Harbor"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from composer_prime.errors import ConfigError
-from orchestrator.coding.code.task import check_path
+from orchestrator.coding.task import check_path
 
 _HEADER = re.compile(r"^(?:(?:---|\+\+\+) (?:[ab]/)?|(?:rename|copy) (?:from|to) )(?P<path>[^\t\n]+)", re.MULTILINE)
 _LINK = re.compile(

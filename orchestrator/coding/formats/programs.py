@@ -22,10 +22,10 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import EmptyTaskSetError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.code.harness import sandbox_failures
-from orchestrator.coding.code.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.coding.formats.conversion import read_functions
 from orchestrator.coding.formats.functions import deleted_functions, with_reply
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
+from orchestrator.coding.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.environments.answers import Split, split_of
 from orchestrator.environments.task_row import TaskRow
 

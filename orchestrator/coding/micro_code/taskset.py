@@ -11,7 +11,6 @@ import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
 from composer_prime.config.sandbox import RuntimeConfig
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.micro_code.episode import (
     LURE,
     SOURCE,
@@ -36,6 +35,7 @@ from orchestrator.coding.micro_code.grammar import (
     draw_function,
 )
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, Seal, inspect, seal, tool_use
+from orchestrator.coding.task import CodeTask
 from orchestrator.environments.task_row import TaskRow
 from orchestrator.environments.tool_loop.harness import BROKEN
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from orchestrator.coding.code.task import CodeTask, matches
 from orchestrator.coding.monitor.before import Seal, is_guarded, is_test_file
 from orchestrator.coding.monitor.commands import Surroundings, use_hits
 from orchestrator.coding.monitor.during import ToolUse, Watch
@@ -34,6 +33,7 @@ from orchestrator.coding.monitor.static import (
     traits,
 )
 from orchestrator.coding.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict, decide, finding
+from orchestrator.coding.task import CodeTask, matches
 
 
 def inspect(

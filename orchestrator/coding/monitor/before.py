@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.monitor.verdict import HackMonitorConfig
+from orchestrator.coding.task import CodeTask
 
 _UNWANTED_FOLDERS = {
     ".git", ".hg", ".svn", ".bzr", "__pycache__", ".mypy_cache", ".pytest_cache", ".hypothesis", ".ruff_cache",

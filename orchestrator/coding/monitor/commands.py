@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from orchestrator.coding.code.task import matches
 from orchestrator.coding.monitor.before import Seal
 from orchestrator.coding.monitor.during import ToolUse
 from orchestrator.coding.monitor.shell_words import SimpleCommand, code_option, simple_commands
+from orchestrator.coding.task import matches
 
 Hit = tuple[str, str]
 _HARMLESS = {"rm", "ls", "du", "mkdir", "touch", "cd", "chmod", "test", "[", "[[", "stat", "echo", "printf", "rmdir",

@@ -14,8 +14,8 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.monitor.static import parse
+from orchestrator.coding.task import CodeTask
 
 _OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,

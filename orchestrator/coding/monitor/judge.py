@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping
 
 from composer_prime.errors import EndpointError
-from orchestrator.coding.code.task import CodeTask
 from orchestrator.coding.monitor.verdict import HackMonitorConfig, HackVerdict, decide, finding
+from orchestrator.coding.task import CodeTask
 from orchestrator.hints.endpoint import ChatEndpoint
 
 logger = logging.getLogger(__name__)
