@@ -35,7 +35,7 @@ from composer_prime.traces.replay.shell import shell
 from composer_prime.traces.states import Message
 
 Canonical = tuple[Any, ...]
-RULES = 5
+RULES = 6
 """Raise it when forms change: a votes file compared by other rules is not continued (records.py)."""
 PROSE = ("prose",)
 _SHELLS = {"bash", "shell", "terminal", "execute_bash", "run", "run_command", "cmd_run", "local_shell", "execute"}
