@@ -2,7 +2,7 @@
 
     python benchmarks/ingest.py --mib 2048
     python benchmarks/ingest.py --mib 64 --kinds claude_code messages
-    python benchmarks/ingest.py --mib 24 --processes 2        one process beside two, and the size of the states
+    python benchmarks/ingest.py --quick
 
 Each measurement is a process of its own, started after the file is in the page cache. Both sides have both clocks.
 `cpu` is the process's CPU time, which other work on the machine hardly changes. `wall` is what a user waits, and means
@@ -16,41 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_prime.traces.states import read_states, write_state
-
-WORDS = [
-    "def",
-    "return",
-    "self",
-    "value",
-    "path",
-    "import",
-    "test",
-    "assert",
-    "none",
-    "raise",
-    "error",
-    "index",
-    "config",
-    "model",
-    "token",
-    "state",
-    "for",
-    "in",
-    "if",
-    "not",
-]
+WORDS = "def return self value path import test assert none raise error index config model token state".split()
 PROGRAMS = {
     "json.loads": "import json\nfor line in open(path, 'rb'): json.loads(line); records += 1",
     "ingest": "run(True)",
@@ -64,11 +38,11 @@ def run(mask):
     global records, states
     from composer_prime.traces.ingest.ingest import ingest
     from composer_prime.traces.ingest.trace_file import Options, Tally
-    from composer_prime.traces.states import StateLines, compressed
-    tally, table = Tally(), StateLines()
-    with open("/dev/null", "wb") as out, compressed(out) as sink:
+    from composer_prime.traces.states import compressed_lines, write_state
+    tally = Tally()
+    with compressed_lines(Path("/dev/null")) as sink:
         for state in ingest(path, tally, Options(mask=mask)):
-            sink.write(b"".join(table.lines(state)))
+            sink.write(write_state(state))
     records, states = tally.seen, tally.states
 cpu, wall = time.process_time(), time.perf_counter()
 exec(program)
@@ -152,49 +126,16 @@ def row(name: str, mib: float, found: Measured, floor: Measured) -> str:
     return " | ".join([*columns, f"{found.peak_kib / 1024:>8.1f}"])
 
 
-def beside(processes: int, kind: str, mib: int, files: int) -> None:
-    """Print the command's wall time with one process and with several, and the size of what it writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        sessions = Path(folder) / "sessions"
-        sessions.mkdir()
-        for number in range(files * processes):
-            make(sessions / f"{number}.jsonl", kind, (mib << 20) // (files * processes), seed=number)
-        size = sum(path.stat().st_size for path in sessions.iterdir())
-        print(f"{kind}: {size / 2**20:.0f} MiB in {files * processes} files; load {os.getloadavg()[0]:.1f}")
-        walls = {number: command(sessions, Path(folder) / f"{number}.zst", number) for number in (1, processes)}
-        for number, (wall_s, cpu_s) in walls.items():
-            print(f"  processes {number}: {wall_s:6.1f} s, {size / 2**20 / wall_s:6.1f} MiB/s; CPU {cpu_s:.1f} s")
-        ratio = walls[1][0] / walls[processes][0]
-        print(f"  {ratio:.2f} times as fast with {processes}; load {os.getloadavg()[0]:.1f}")
-        one, several = ((Path(folder) / f"{number}.zst").read_bytes() for number in walls)
-        assert one == several, "the number of processes changed the output"
-        whole = sum(len(write_state(state)) for state in read_states(Path(folder) / "1.zst"))
-        print(f"  states: {len(one):,} bytes, whole {whole:,}: 1/{whole / len(one):.0f}")
-
-
-def command(sessions: Path, output: Path, processes: int) -> tuple[float, float]:
-    """Return the (wall, CPU) seconds of the command, its start and its processes included."""
-    words = [sys.executable, "-m", "composer_prime.cli.main", "ingest", str(sessions), "-o", str(output)]
-    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*words, "--processes", str(processes)], capture_output=True, check=True)
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.perf_counter() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="size of each file")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--processes", type=int, help="compare one process with this many")
-    parser.add_argument("--files", type=int, default=2, help="with --processes: files a process")
+    parser.add_argument("--quick", action="store_true", help="one MiB")
     options = parser.parse_args()
     for kind in options.kinds:
-        if options.processes:
-            beside(options.processes, kind, options.mib, options.files)
-            continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "traces.jsonl"
-            make(path, kind, options.mib << 20)
+            make(path, kind, (1 if options.quick else options.mib) << 20)
             mib = path.stat().st_size / 2**20
             clocks = [f"{f'{clock} s':>8} {'MiB/s':>8} {'states/s':>10} {'of json':>8}" for clock in ("cpu", "wall")]
             print(f"{kind}, {mib:.0f} MiB; `of json`: share of json.loads' MiB/s by the same clock")

@@ -2,7 +2,7 @@
 
     python benchmarks/rl_throughput.py            # both cases, under 15 minutes on two quiet cores
     python benchmarks/rl_throughput.py --quick    # a smoke test
-    python benchmarks/rl_throughput.py --cases multi-turn --repeats 3 --out rl.json
+    python benchmarks/rl_throughput.py --cases multi-turn --seed 1 --out rl.json
 
 Two cases on the tiny model and toolsmith's episodes: single-turn (the reward is for the first call) and multi-turn (the
 whole episode, with tools: the verifiers harness here, TRL's own tool loop there). Both sides run one after the other as
@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.rl_throughput_sides import ours, trl_runs
 from benchmarks.rl_throughput_sides.plan import CASES, Case, Plan
-from benchmarks.rl_throughput_sides.processes import SideFailedError, environment, python_module
-from benchmarks.rl_throughput_sides.report import Pair, SideResult, case_lines, figures
+from benchmarks.rl_throughput_sides.processes import SideFailedError, environment, python_module, start, watch
+from benchmarks.rl_throughput_sides.report import SideResult, figures, plain, table
 from benchmarks.rl_throughput_sides.trl_tools import NOTES
 
 ROLLOUT_TOKENS, TURN_TOKENS, CONTEXT = 256, 64, 512
@@ -61,37 +60,18 @@ def plan_of(case: Case, args: argparse.Namespace, seed: int) -> Plan:
     )
 
 
-def run_case(case: Case, args: argparse.Namespace, folder: Path) -> tuple[Plan, list[Pair]]:
-    """Raises SideFailedError."""
+def run_case(case: Case, args: argparse.Namespace, folder: Path) -> tuple[Plan, SideResult, SideResult]:
+    """(the plan, our result, TRL's). Raises SideFailedError."""
     plan = plan_of(case, args, args.seed)
     folder.mkdir()
     say(f"\n== {case}: {plan.steps} steps of {plan.groups} tasks x {plan.group_size} rollouts ==")
-    show_parity(plan, folder)
     variant = choose_variant(plan, args, folder)
-    pairs: list[Pair] = []
-    for repeat in range(args.repeats):
-        plan = plan_of(case, args, args.seed + repeat)
-        home = folder / f"repeat_{repeat}"
-        order = ("ours", "TRL") if repeat % 2 == 0 else ("TRL", "ours")
-        done = {side: train(side, plan, variant, home / side, args.timeout_s) for side in order}
-        pair = (done["ours"], done["TRL"])
-        evaluate(plan, pair, home)
-        pairs.append(pair)
-    return plan, pairs
-
-
-def train(side: str, plan: Plan, variant: trl_runs.Variant, home: Path, timeout_s: float) -> SideResult:
-    say(f"{side} trains (seed {plan.seed})")
-    result = ours.run(plan, home, timeout_s) if side == "ours" else trl_runs.run(plan, home, variant, timeout_s)
-    say(f"    {result.samples_per_s(plan):.1f} samples/s, {result.cores_used():.2f} cores in use")
-    return result
-
-
-def show_parity(plan: Plan, folder: Path) -> None:
-    file = plan.write(folder / "plan.json")
-    same = json.loads(child(python_module("parity", file)))
-    tasks = same.pop("tasks")
-    say(f"token ids the same on both sides, of {tasks} tasks: " + ", ".join(f"{k} {v}" for k, v in same.items()))
+    say("ours trains")
+    own = ours.run(plan, folder / "ours", args.timeout_s)
+    say("TRL trains")
+    theirs = trl_runs.run(plan, folder / "trl", variant, args.timeout_s)
+    evaluate(plan, (own, theirs), folder)
+    return plan, own, theirs
 
 
 def choose_variant(plan: Plan, args: argparse.Namespace, folder: Path) -> trl_runs.Variant:
@@ -104,33 +84,23 @@ def choose_variant(plan: Plan, args: argparse.Namespace, folder: Path) -> trl_ru
     return best
 
 
-def evaluate(plan: Plan, pair: Pair, home: Path) -> None:
+def evaluate(plan: Plan, sides: tuple[SideResult, SideResult], home: Path) -> None:
     """Fills in both sides' held-out rewards; a process for each CPU works on a share of the model folders."""
     say("evaluating the kept weights of both sides")
     file = plan.write(home / "heldout.json")
-    folders = [plan.model, *(path for side in pair for path in side.folders.values())]
+    folders = [plan.model, *(path for side in sides for path in side.folders.values())]
     shares = [folders[index :: len(plan.cores)] for index in range(len(plan.cores))]
+    logs = [home / f"heldout_{index}.log" for index in range(len(shares))]
+    outs = [home / f"heldout_{index}.json" for index in range(len(shares))]
     children = [
-        subprocess.Popen(python_module("heldout", file, *share), env=environment(), stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, text=True) for share in shares if share
-    ]  # fmt: skip
-    scores = {}
-    for process in children:
-        scores |= json.loads(_output(process))
-    for side in pair:
+        start(python_module("heldout", file, out, *share), plan.cores, log, environment())
+        for share, log, out in zip(shares, logs, outs, strict=True)
+    ]
+    watch(children, logs, timeout_s=3600)
+    scores = {folder: reward for out in outs for folder, reward in json.loads(out.read_text()).items()}
+    for side in sides:
         side.heldout[0] = scores[str(plan.model)]
         side.heldout.update({step: scores[str(path)] for step, path in side.folders.items()})
-
-
-def child(argv: list[str]) -> str:
-    return _output(subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-
-
-def _output(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate()
-    if process.returncode:
-        raise SideFailedError(f"{process.args} ended with exit status {process.returncode}\n{errors[-3000:]}")
-    return output
 
 
 def say(line: str) -> None:
@@ -140,8 +110,7 @@ def say(line: str) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="few steps, few held-out tasks, one TRL variant")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each side, with seeds of their own")
+    parser.add_argument("--quick", action="store_true", help="two small steps of one case, one TRL variant")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--groups", type=int, default=8, help="tasks a step")
     parser.add_argument("--group-size", type=int, default=8)
@@ -157,7 +126,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="keep run directories and logs in this new folder")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.points, args.heldout, args.trl = min(args.steps, 4), 1, 32, "1x1"
+        args.steps, args.points, args.heldout, args.trl = min(args.steps, 2), 1, 16, "1x1"
+        args.groups, args.group_size, args.cases = min(args.groups, 2), min(args.group_size, 4), args.cases[:1]
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     args.cores = args.cores or list(available)[:2]
     return args
@@ -172,9 +142,10 @@ def main() -> int:
     say(f"CPUs {args.cores}; machine load {load:.1f}" + (": other work distorts the figures" if load > 0.5 else ""))
     try:
         for case in args.cases:
-            plan, pairs = run_case(case, args, folder / case)
-            say("\n".join(["", *case_lines(plan, pairs)]))
-            found[case] = figures(plan, pairs)
+            plan, own, theirs = run_case(case, args, folder / case)
+            case_figures = figures(plan, own, theirs)
+            say("\n".join(["", *table(case_figures)]))
+            found[case] = {"figures": case_figures, "ours": plain(plan, own), "TRL": plain(plan, theirs)}
     except SideFailedError as error:
         say(f"failed: {error}")
         return 1
@@ -182,8 +153,6 @@ def main() -> int:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
     say("\n" + "\n".join(f"note: {note}" for note in NOTES))
-    for case, values in found.items():
-        say(f"{case}: ours/TRL {values['ours_over_trl']:.2f}, TRL/ours {1 / values['ours_over_trl']:.2f}")
     say(f"done in {time.monotonic() - begun:.0f} s")
     if args.out:
         args.out.write_text(json.dumps(found, indent=2))

@@ -1,9 +1,8 @@
-"""A few small models behind an OpenAI-compatible endpoint on loopback: local teachers, and the frozen base that scores.
+"""A few small models behind an OpenAI-compatible endpoint on loopback: local teachers.
 
     python -m inference.model_server --model tiny/teacher_a --model tiny     prints {"url": ...} once it serves
 
     POST /v1/chat/completions   messages, tools -> answer, usage
-    POST /v1/score              messages, tools, answers -> of each answer the mean logprob of its tokens
     GET  /v1/models
 
 Each model has the local engine and its own chat template. The server runs until a signal ends it, or the end of the
@@ -24,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -51,48 +50,25 @@ class _Chat(msgspec.Struct, kw_only=True):
     seed: int | None = None
 
 
-class _Score(msgspec.Struct, kw_only=True):
-    model: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    answers: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that answers and scores."""
+    """A model that answers."""
 
     engine: LocalEngine
     tokenizer: Any
-    context: int
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, opening: bool) -> list[int]:
+    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Return token ids by the model's own template. Raises BadRequestError when it refuses these messages."""
         try:
             text = self.tokenizer.apply_chat_template(
                 [_with_content(message) for message in messages],
                 tools=tools or None,
-                add_generation_prompt=opening,
+                add_generation_prompt=True,
                 tokenize=False,
             )
         except Exception as error:  # Templates raise errors of any class.
             raise BadRequestError(f"the chat template does not take these messages: {error}") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def answer(
-        self,
-        context: list[int],
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        answer: dict[str, Any],
-    ) -> list[int]:
-        """Return the token ids of `answer` behind `context`. Raises BadRequestError where that has no room for it."""
-        whole = self.prompt([*messages, answer], tools, opening=False)
-        if whole[: len(context)] != context or len(whole) == len(context):
-            raise BadRequestError("the chat template does not write the answer right behind its context")
-        if len(whole) > self.context:
-            raise BadRequestError(f"context and answer have {len(whole)} tokens, the model has room for {self.context}")
-        return whole[len(context) :]
 
 
 class ModelServer:
@@ -102,14 +78,13 @@ class ModelServer:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", _answering(self._chat))
-        app.router.add_post("/v1/score", _answering(self._score))
         app.router.add_get("/v1/models", _answering(self._models))
         return app
 
     async def _chat(self, request: web.Request) -> dict[str, Any]:
         body = msgspec.json.decode(await request.read(), type=_Chat)
         served = self._find(body.model)
-        prompt = served.prompt(body.messages, body.tools, opening=True)
+        prompt = served.prompt(body.messages, body.tools)
         request_id = f"chat-{secrets.token_hex(8)}"
         sampling = Sampling(
             temperature=body.temperature,
@@ -129,14 +104,6 @@ class ModelServer:
             "choices": [{"index": 0, "message": message, "finish_reason": finish}],
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
         }
-
-    async def _score(self, request: web.Request) -> dict[str, Any]:
-        body = msgspec.json.decode(await request.read(), type=_Score)
-        served = self._find(body.model)
-        context = served.prompt(body.messages, body.tools, opening=True)
-        answers = [served.answer(context, body.messages, body.tools, answer) for answer in body.answers]
-        logprobs = await served.engine.score_answers(context, answers)
-        return {"logprobs_per_token": [sum(each) / len(each) for each in logprobs], "tokens": list(map(len, answers))}
 
     async def _models(self, request: web.Request) -> dict[str, Any]:
         del request
@@ -174,7 +141,7 @@ async def load_served(name: str, config: InferenceConfig) -> ServedModel:
     context = int(AutoConfig.from_pretrained(folder).max_position_embeddings)
     engine = LocalEngine(folder, config, context)
     await engine.start()
-    return ServedModel(engine, AutoTokenizer.from_pretrained(folder), context)
+    return ServedModel(engine, AutoTokenizer.from_pretrained(folder))
 
 
 def _message(text: str) -> dict[str, Any]:

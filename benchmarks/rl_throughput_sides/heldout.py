@@ -1,4 +1,4 @@
-"""python -m benchmarks.rl_throughput_sides.heldout PLAN FOLDER ...: mean held-out reward of model folders, as JSON.
+"""python -m benchmarks.rl_throughput_sides.heldout PLAN OUT FOLDER ...: mean held-out reward of model folders, as JSON.
 
 It belongs to neither side: transformers' `generate` on left-padded batches, the model folder's own renderer, and the
 episodes' own tools. All folders get the same episodes with the same seeds at temperature 1, under the case's limits.
@@ -97,7 +97,8 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, plan.cores)
     torch.set_num_threads(1)  # a process for each core
-    print(json.dumps({folder: reward_of(Path(folder), plan) for folder in sys.argv[2:]}))
+    rewards = {folder: reward_of(Path(folder), plan) for folder in sys.argv[3:]}
+    Path(sys.argv[2]).write_text(json.dumps(rewards))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import shutil
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.rl_throughput_sides.plan import BETAS, EPS, MAX_GRAD_NORM, MODEL, SOURCE, Plan
@@ -22,20 +21,6 @@ from composer_prime.run.weights import WeightStore, open_signed
 TASKSETS = {
     "single-turn": "benchmarks.rl_throughput_sides.first_call",
     "multi-turn": "orchestrator.environments.toolsmith",
-}
-ROLES = {
-    "orchestrator.workers.worker": "environment worker",
-    "trainer.train": "trainer",
-    "composer_prime.run.process": "launcher",
-    "/orchestrator": "orchestrator",
-    "/inference": "node",
-}
-TIMES = {
-    "time/wait_s": "waiting for rollouts",
-    "time/forward_backward_s": "forward and backward",
-    "time/optimizer_s": "optimizer",
-    "time/publish_s": "publishing weights",
-    "time/checkpoint_s": "checkpoints",
 }
 
 
@@ -129,28 +114,15 @@ def run(plan: Plan, folder: Path, timeout_s: float) -> SideResult:
     started, born = _Started(run_dir), time.time()
     argv = [str(Path(sys.executable).with_name("trainer")), "@", str(file)]
     process = start(argv, plan.cores, log, environment())
-    cpu = watch([process], [log], role_of=role_of, timeout_s=timeout_s, tick=started.look)
+    watch([process], [log], timeout_s=timeout_s, tick=started.look)
     began = started.at or born
     lines = [line for line in _lines(run_dir) if line["role"] == "trainer" and "time/step_s" in line]
-    spent: dict[str, float] = defaultdict(float)
-    for line in lines:
-        for name, words in TIMES.items():
-            spent[words] += line[name]
     return SideResult(
-        side="ours",
         how="launcher, orchestrator, environment worker, node (1 thread), trainer (1 thread)",
         start_s=began - born,
         seconds=[line["time"] - began for line in lines],
-        rewards=[line["reward/mean"] for line in lines],
-        spent_s=dict(spent),
-        cpu_s=cpu.between(began, lines[-1]["time"]),
         folders={step: model_folder(plan, run_dir, step, folder / f"step_{step}") for step in plan.points},
     )
-
-
-def role_of(cmdline: list[str]) -> str:
-    words = " ".join(cmdline)
-    return next((role for mark, role in ROLES.items() if mark in words), "launcher")
 
 
 def _lines(run_dir: RunDir) -> list[dict]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rl_throughput_sides.plan import Plan
-from benchmarks.rl_throughput_sides.processes import CpuRecord, environment, python_module, start, watch
+from benchmarks.rl_throughput_sides.processes import environment, python_module, start, watch
 from benchmarks.rl_throughput_sides.report import SideResult
 from composer_prime.address import free_port
 
@@ -46,22 +46,17 @@ def run(plan: Plan, folder: Path, variant: Variant, timeout_s: float) -> SideRes
     """Raises SideFailedError."""
     folder.mkdir(parents=True)
     born = time.time()
-    cpu = _train(plan, folder, variant, timeout_s)
+    _train(plan, folder, variant, timeout_s)
     result = json.loads((folder / "result.json").read_text())
-    ended = result["began"] + result["seconds"][-1]
     return SideResult(
-        side="TRL",
         how=str(variant),
         start_s=result["began"] - born,
         seconds=result["seconds"],
-        rewards=result["rewards"],
-        spent_s=profile(result["spent_s"], result["seconds"][-1]),
-        cpu_s=cpu.between(result["began"], ended),
         folders={step: folder / f"step_{step}" for step in plan.points},
     )
 
 
-def _train(plan: Plan, folder: Path, variant: Variant, timeout_s: float) -> CpuRecord:
+def _train(plan: Plan, folder: Path, variant: Variant, timeout_s: float) -> None:
     file = plan.write(folder / "plan.json")
     argv = python_module("trl_side", file, folder, "--threads", str(variant.threads))
     logs = [folder / f"rank_{rank}.log" for rank in range(variant.ranks)]
@@ -73,17 +68,4 @@ def _train(plan: Plan, folder: Path, variant: Variant, timeout_s: float) -> CpuR
             env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(variant.ranks)}
             env |= {"LOCAL_WORLD_SIZE": str(variant.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         children.append(start(argv, plan.cores, log, env))
-    role_of = lambda cmdline: "TRL"
-    return watch(children, logs, role_of=role_of, timeout_s=timeout_s)
-
-
-def profile(spent_s: dict[str, float], training_s: float) -> dict[str, float]:
-    """TRL's own timers (the first rank's) as parts that add up to the training time."""
-    generate = spent_s.get("transformers.generate", 0.0)
-    prepare, loss = spent_s.get("_prepare_inputs", 0.0), spent_s.get("compute_loss", 0.0)
-    return {
-        "generating": generate,
-        "prompts, tools, rewards": prepare - generate,
-        "forward": loss,
-        "backward, optimizer, rest": training_s - prepare - loss,
-    }
+    watch(children, logs, timeout_s=timeout_s)

@@ -10,25 +10,23 @@ import argparse
 import json
 import os
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-BORN = time.time()
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback  # noqa: E402
-from transformers.trainer_callback import PrinterCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-from trl.chat_template_utils import qwen3_template  # noqa: E402
-from trl.extras import profiling  # noqa: E402
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
 
-from benchmarks.rl_throughput_sides.plan import BETAS, EPS, MAX_GRAD_NORM, Plan, training_order  # noqa: E402
-from benchmarks.rl_throughput_sides.scoring import answer_is_right, call_is_right, first_call  # noqa: E402
-from benchmarks.rl_throughput_sides.trl_tools import environment_class, template_for_trl  # noqa: E402
-from orchestrator.environments.toolsmith.episode import Episode  # noqa: E402
+from benchmarks.rl_throughput_sides.plan import BETAS, EPS, MAX_GRAD_NORM, Plan, training_order
+from benchmarks.rl_throughput_sides.scoring import answer_is_right, call_is_right, first_call
+from benchmarks.rl_throughput_sides.trl_tools import environment_class, template_for_trl
+from orchestrator.chat_renderer import build_renderer
+from orchestrator.environments.toolsmith.episode import Episode
 
 
 class Clock(TrainerCallback):
@@ -40,8 +38,6 @@ class Clock(TrainerCallback):
         self._saving_s = 0.0
         self.seconds: list[float] = []
         """[step] since training began."""
-        self.rewards: list[float] = []
-        """[step] mean training reward."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.began = time.time()
@@ -52,10 +48,6 @@ class Clock(TrainerCallback):
         if state.global_step in self._plan.points and self._first:
             getattr(model, "module", model).save_pretrained(self._out / f"step_{state.global_step}")
         self._saving_s += time.time() - now
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if logs and "reward" in logs:
-            self.rewards.append(logs["reward"])
 
 
 def settings(plan: Plan, out: Path, world: int, rows: int) -> GRPOConfig:
@@ -142,15 +134,14 @@ def rendered(episode: Episode, tokenizer: PreTrainedTokenizerBase, *, tokenize: 
     )
 
 
-def time_profile() -> dict[str, float]:
-    """A table that TRL's own profiling contexts (seconds by name) write into from now on."""
-    spent: dict[str, float] = defaultdict(float)
-
-    def record(self: profiling.ProfilingContext, duration: float) -> None:
-        spent[self.name.removeprefix("GRPOTrainer.")] += duration
-
-    profiling.ProfilingContext._log_metrics = record
-    return spent
+def check_prompts(plan: Plan, episodes: list[Episode], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises SystemExit where a prompt has other token ids than on our side."""
+    _, renderer = build_renderer(str(plan.model), None)
+    for episode in episodes[:8]:
+        tools = [tool.schema() for tool in episode.tools]
+        ours = renderer.render_ids(question(episode), tools=tools, add_generation_prompt=True)
+        if ours != rendered(episode, tokenizer, tokenize=True):
+            raise SystemExit(f"the two sides render the prompt of episode {episode.seed} with different token ids")
 
 
 def main() -> None:
@@ -163,8 +154,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     plan = Plan.read(options.plan)
-    tokenizer, spent = tokenizer_for(plan), time_profile()
-    episodes = training_order(plan)
+    tokenizer, episodes = tokenizer_for(plan), training_order(plan)
+    check_prompts(plan, episodes, tokenizer)
     work = single_turn(plan, episodes, tokenizer) if plan.case == "single-turn" else multi_turn(plan, episodes)
     clock = Clock(plan, options.out, rank == 0)
     args = settings(plan, options.out, world, options.rows)
@@ -172,7 +163,7 @@ def main() -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     if rank == 0:
-        result = {"began": clock.began, "seconds": clock.seconds, "rewards": clock.rewards, "spent_s": dict(spent)}
+        result = {"began": clock.began, "seconds": clock.seconds}
         (options.out / "result.json").write_text(json.dumps(result))
 
 
