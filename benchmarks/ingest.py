@@ -24,7 +24,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS = "def return self value path import test assert none raise error index config model token state".split()
+WORDS = [
+    "def",
+    "return",
+    "self",
+    "value",
+    "path",
+    "import",
+    "test",
+    "assert",
+    "none",
+    "raise",
+    "error",
+    "index",
+    "config",
+    "model",
+    "token",
+    "state",
+]
 PROGRAMS = {
     "json.loads": "import json\nfor line in open(path, 'rb'): json.loads(line); records += 1",
     "ingest": "run(True)",
