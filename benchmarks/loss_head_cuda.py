@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_prime.plan.footprint import CHUNK_LOGITS
+from composer_prime.config.trainer import CHUNK_LOGITS
 from trainer.head.fused import Head, token_statistics
 from trainer.head.kernels import GradientInputs, LogitKernels, TorchLogitKernels, choose_kernels
 

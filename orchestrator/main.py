@@ -135,7 +135,7 @@ def _dry_run(config: Config) -> int:
     from composer_prime.plan.sources import check_sources
 
     plan = build_plan(config, starter="orchestrator")
-    check_sources(config, plan)
+    check_sources(config, plan, "orchestrator.check_sources")
     print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 

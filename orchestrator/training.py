@@ -28,7 +28,7 @@ from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
-from orchestrator.rollouts.behavior import build_behavior
+from orchestrator.rollouts.behavior import BehaviorRewards
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.scheduler import BatchScheduler
@@ -149,7 +149,7 @@ async def _build_dispatcher(
         on_error=run.fail,
         failures=failures,
         batches=run.batches,
-        behavior=await asyncio.to_thread(build_behavior, orchestrator.behavior, run.model_dir),
+        behavior=BehaviorRewards(orchestrator.behavior) if orchestrator.behavior.active else None,
         hints=hints,
         distil=distil,
     )

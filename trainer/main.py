@@ -37,7 +37,7 @@ def _main() -> int:
             from composer_prime.plan.sources import check_sources
             from diloco.forecast import link_rows
 
-            check_sources(config, plan)
+            check_sources(config, plan, "orchestrator.check_sources")
             plan.rows.extend(link_rows(config))
             print(plan.text(columns()))
             return EXIT_USAGE if plan.problems else 0

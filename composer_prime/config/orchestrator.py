@@ -69,36 +69,15 @@ class AuxiliaryConfig(BaseConfig):
     """Reward per unit of the scalar; negative for a penalty."""
 
 
-class EffortWeights(BaseConfig):
-    """Weights of each kind of effort in x."""
-
-    thinking_tokens: float = Field(default=1.0, ge=0)
-    """Per token of thinking."""
-    tool_call_tokens: float = Field(default=1.0, ge=0)
-    """Per sampled token, except thinking, of a turn that calls tools."""
-    tool_output_tokens: float = Field(default=0.0, ge=0)
-    """Per token that tools added to the context."""
-    final_message_tokens: float = Field(default=1.0, ge=0)
-    """Per sampled token, except thinking, of a turn that calls no tool."""
-    calls: float = Field(default=0.0, ge=0)
-    """Per tool call."""
-    turns: float = Field(default=0.0, ge=0)
-    """Per assistant turn."""
-
-
 class BehaviorConfig(BaseConfig):
     """Rewards for how the model solves a task (Composer 2, arXiv 2603.24477)."""
 
     penalty: float = Field(default=0.0, ge=0)
     """Reward lost per unit of C(x); 0 disables the effort penalty."""
     k: float = Field(default=0.001, gt=0)
-    """Scale of effort: the penalty bends at x of about 1 / k."""
+    """Scale of effort: the penalty bends at about 1 / k sampled tokens."""
     q: float = Field(default=1.0, ge=0)
     """Curvature of C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): 0 is linear, 1 logarithmic, above 1 bounded."""
-    effort: EffortWeights = EffortWeights()
-    """x, as a weighted sum."""
-    applies_to: Literal["all", "passed"] = "all"
-    """Whether the penalty applies to every rollout, or only to those with a task reward above 0."""
     auxiliary: list[AuxiliaryConfig] = []
     """Additional scalars."""
 
@@ -315,8 +294,6 @@ class OrchestratorConfig(BaseConfig):
     """Maximum concurrent rollouts; the adaptive limit stays below it."""
     max_retries: int = Field(default=2, ge=0)
     """Retries of a failed rollout before its group continues without it."""
-    min_group: int = Field(default=2, ge=2)
-    """Drop (and count) groups with fewer finished rollouts than this."""
     filter_zero_advantage: bool = True
     """Drop groups whose rollouts all got the same reward; they carry no signal."""
     train_truncated: bool = True
@@ -400,10 +377,5 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 "orchestrator.source is empty: add at least one [[orchestrator.source]] table, or set "
                 "orchestrator.groups_per_step = 0 to train demonstrations alone"
-            )
-        if self.min_group > self.group_size:
-            raise ValueError(
-                f"orchestrator.min_group is {self.min_group}, but orchestrator.group_size is {self.group_size}: every "
-                f"group would be dropped; set min_group <= {self.group_size}"
             )
         return self

@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 REMOVED: dict[str, str] = {
     "orchestrator.worker_address": "workers run on the orchestrator's machine; a source's sandboxes may be elsewhere "
     "(orchestrator.source.runtime.type: modal, e2b, prime)",
+    "orchestrator.min_group": "a group needs two finished rollouts",
+    "orchestrator.behavior.effort": "effort is the number of sampled tokens",
+    "orchestrator.behavior.applies_to": "the penalty applies to every rollout",
+    "monitor.refresh_s": "the live view is drawn once a second",
     "diloco.codec.density": "codecs are fp32, bf16, int8 and int4",
     "diloco.outer.muon_lr": "outer optimizers are nesterov and average; trainer.optim.type = 'muon' stays",
     "teachers.frozen_base": "no base chooses among agreeing answers: the cheapest teacher's is taken",

@@ -80,8 +80,6 @@ class MonitorConfig(BaseConfig):
     """Whether wandb uploads to its server."""
     view: Literal["auto", "live", "plain"] = "auto"
     """The launcher's view: live panel on a terminal, plain lines elsewhere."""
-    refresh_s: float = Field(default=1.0, gt=0)
-    """Interval between updates of the live view."""
     tokens: bool = False
     """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
     `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes per token.

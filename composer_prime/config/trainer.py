@@ -10,6 +10,11 @@ from pydantic_config import BaseConfig
 HeadKernels = Literal["auto", "torch", "triton"]
 
 
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+"""Logits (elements) that the trainer's head computes at a time (trainer/head/fused.py). The output layer's gradient is
+read and written once a chunk, so a chunk must not have too few rows."""
+
+
 class OptimConfig(BaseConfig):
     type: Literal["adamw", "muon"] = "adamw"
     """Muon updates matrices of the blocks (each expert's alone where experts are fused), AdamW the rest."""

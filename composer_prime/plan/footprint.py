@@ -14,6 +14,7 @@ from typing import Any
 from composer_prime.config import Config
 from composer_prime.config.channels import AVERAGES, weight_sets
 from composer_prime.config.inference import InferenceConfig
+from composer_prime.config.trainer import CHUNK_LOGITS
 from composer_prime.console import GIB
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.model_source import tensor_shapes, text_settings, weight_files
@@ -23,9 +24,6 @@ _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrato
 _WORKER_BYTES = int(0.25 * GIB)
 """An environment worker with verifiers loaded."""
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
-CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits (elements) that the trainer's head computes at a time (trainer/head/fused.py). The output layer's gradient is
-read and written once a chunk, so a chunk must not have too few rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The plan of a run: what would start where, what a step is, how much memory and disk it takes. Imports no torch.
 
-Read `build_plan` first. The rows come from here, the problems and most notes from preflight.py.
+Read `build_plan` first. The rows come from here, the problems from preflight.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composer_prime.plan.footprint import (
     rank_need,
 )
 from composer_prime.plan.machine import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
-from composer_prime.plan.preflight import Findings, check_start, setting_notes, source_runtimes
+from composer_prime.plan.preflight import Findings, check_start, source_runtimes
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
@@ -66,7 +66,6 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
     rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *eval_rows(config)]
     rows += _extras(config, machine)
     rows += _teachers(config, findings)
-    findings.notes += setting_notes(config)
     if findings.shape is None:
         rows.append(("memory", f"no estimate of memory and disk: {findings.unknown_shape}"))
     else:

@@ -1,6 +1,6 @@
 """Checks of a configuration before any process starts: model, modules, addresses, GPUs, keys. Takes milliseconds.
 
-`check_start` lists what would stop the run, `setting_notes` what is allowed but seldom meant.
+`check_start` lists what would stop the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_prime.address import is_loopback, tcp_address
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.data.conversation_rows import read_rows
@@ -77,7 +76,6 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
         _model,
         _modules,
         _addresses,
-        _remote_roles,
         _hints,
         _teachers,
         _pairs,
@@ -255,14 +253,6 @@ def _addresses(config: Config, findings: Findings) -> None:
         )
 
 
-def _remote_roles(config: Config, findings: Findings) -> None:
-    if config.trainer.address is not None and "127.0.0.1" in config.orchestrator.step_address:
-        findings.notes.append(
-            f"trainer.address is set (ranks run elsewhere), but orchestrator.step_address is "
-            f"{config.orchestrator.step_address!r}: ranks on another machine reach only a public interface"
-        )
-
-
 def _hints(config: Config, findings: Findings) -> None:
     """Check that the file of templates is there, and the keys of endpoints in the environment."""
     hints = config.orchestrator.hints
@@ -362,61 +352,3 @@ def _devices(config: Config, findings: Findings, gpus: int) -> None:
             "trainer.head_kernels is 'triton', but the trainer computes on the CPU here and the kernels need CUDA: "
             "set it to 'auto'"
         )
-
-
-def setting_notes(config: Config) -> Iterator[str]:
-    """Yield one sentence for each setting that is allowed but seldom meant: key, value, consequence, remedy."""
-    steps, channels = config.run.max_steps, config.channels
-    warmup = config.trainer.schedule.warmup_steps
-    if 0 < steps <= warmup:
-        yield (
-            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
-            f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
-        )
-    for name, term in (("sdpo", channels.sdpo), ("replay_dpo", channels.replay_dpo)):
-        if term.weight and 0 < steps < term.schedule.start_step:
-            yield (
-                f"channels.{name}.schedule.start_step is {term.schedule.start_step}, but run.max_steps is {steps}: "
-                f"this loss never gets its weight of {term.weight:g}; set start_step <= {steps}, or its weight to 0"
-            )
-    held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
-    if held_out and not config.orchestrator.eval.every_steps:
-        yield (
-            f"orchestrator.source {held_out[0]!r} has an eval_taskset, but orchestrator.eval.every_steps is 0: "
-            "nothing is evaluated; for an evaluation before the first step, every 20 steps and at the end set "
-            "--orchestrator.eval.every_steps 20"
-        )
-    orchestrator, inference = config.orchestrator, config.inference
-    if not orchestrator.audit.enabled and _is_open(orchestrator.node_address):
-        yield (
-            f"orchestrator.node_address is {orchestrator.node_address} and orchestrator.audit.enabled is false: nodes "
-            "from elsewhere can join, and nothing checks what they say they sampled; set --orchestrator.audit.enabled, "
-            "or invite only machines that you trust"
-        )
-    audit = orchestrator.audit
-    unused = [f"{name} = {value}" for name, value in audit if value != getattr(type(audit)(), name)]
-    if unused and not audit.enabled:
-        yield (
-            f"orchestrator.audit has {' and '.join(unused)}, but orchestrator.audit.enabled is false: nothing is "
-            "audited; set --orchestrator.audit.enabled, or leave the rest out"
-        )
-    if inference.max_usd_per_million is not None and inference.usd_per_hour is None:
-        yield (
-            f"inference.max_usd_per_million is {inference.max_usd_per_million:g}, but inference.usd_per_hour is not "
-            "set: a node without a price is never too dear; set it for the run's own nodes, others join with --price"
-        )
-    beta = channels.sdpo.beta
-    if channels.sdpo.weight and (0 < beta < 0.05 or 0.95 < beta < 1):
-        end = round(beta)
-        yield (
-            f"channels.sdpo.beta is {beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
-            f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
-        )
-
-
-def _is_open(address: str) -> bool:
-    """Return whether other machines may reach an address at which this one listens; a malformed one is a problem."""
-    try:
-        return not is_loopback(tcp_address(address, "the address", bind=True).host)
-    except ConfigError:
-        return False

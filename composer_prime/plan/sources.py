@@ -1,7 +1,7 @@
 """The task sets and the chat template of a plan, loaded for real in another process.
 
 Only the plugins know which settings they take and how many tasks they have, and importing them takes seconds. So the
-command itself stays light: it starts `orchestrator.check_sources` and waits for its answer.
+command itself stays light: it starts the program that its caller names and waits for its answer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ class LoadedSources:
     tasks: Tasks = field(default_factory=dict)
 
 
-def check_sources(config: Config, plan: Plan, *, deadline_s: float = DEADLINE_S) -> None:
-    """Add to `plan` what the workers would refuse, warnings and the numbers of tasks."""
-    loaded = load_sources(config, deadline_s=deadline_s)
+def check_sources(config: Config, plan: Plan, program: str, *, deadline_s: float = DEADLINE_S) -> None:
+    """Add to `plan` what the workers would refuse, warnings and the numbers of tasks.
+
+    `program`: the module that loads task sets (orchestrator/check_sources.py).
+    """
+    loaded = load_sources(config, program, deadline_s=deadline_s)
     plan.problems.extend(problem for problem in loaded.problems if problem not in plan.problems)
     plan.notes.extend(loaded.warnings)
     rows = [("", f"{name}: {_counts(tasks)}") for name, tasks in loaded.tasks.items()]
@@ -54,13 +57,13 @@ def held_out_tasks(config: Config, tasks: Tasks) -> dict[str, int]:
     return {name: wanted if count is None else min(wanted, count) for name, count in available.items()}
 
 
-def load_sources(config: Config, *, deadline_s: float = DEADLINE_S) -> LoadedSources:
+def load_sources(config: Config, program: str, *, deadline_s: float = DEADLINE_S) -> LoadedSources:
     """Load the task sets in another process. Loads none for a remote orchestrator."""
     installed = [source for source in config.orchestrator.source if _installed(source.taskset, source.harness)]
     if config.orchestrator.address is not None or not installed:
         return LoadedSources()
     orchestrator = config.orchestrator.model_copy(update={"source": installed})
-    words = [sys.executable, "-m", "orchestrator.check_sources"]
+    words = [sys.executable, "-m", program]
     text = config.model_copy(update={"orchestrator": orchestrator}).model_dump_json()
     if sys.stderr.isatty():
         print("loading the task sets in another process ...", file=sys.stderr)

@@ -44,6 +44,8 @@ from orchestrator.workers.protocol import RolloutFailure
 logger = logging.getLogger(__name__)
 
 _STD_FLOOR = 1e-4
+MIN_GROUP = 2
+"""Finished rollouts that a group needs: an advantage compares two."""
 _HACK = "hacks/rollouts"
 """Metric of a rollout that is 1 where an environment's monitor calls it a hack."""
 
@@ -213,7 +215,7 @@ def score_group(
     """
     scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
     failed = [rollout for rollout, _ in ended if rollout.reward is None]
-    if len(scored) < config.min_group:
+    if len(scored) < MIN_GROUP:
         return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
     advantages_G = group_advantages([rollout.reward for rollout, _ in scored if rollout.reward is not None], scaling)
     rollouts, samples = [], []
@@ -235,7 +237,7 @@ def score_group(
 def worth_hinting(ended: list[CompiledRollout], config: OrchestratorConfig, scaling: AdvantageScaling) -> bool:
     """Whether `score_group` keeps hinted samples of such a group, so that hints may be paid for."""
     rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
-    if len(rewards) < config.min_group:
+    if len(rewards) < MIN_GROUP:
         return False
     always_kept = not config.filter_zero_advantage or (config.hints is not None and config.hints.filtered_groups)
     return always_kept or has_signal(group_advantages(rewards, scaling))

@@ -2,12 +2,11 @@
 
     reward = the environment's reward - penalty * C(x) + sum of weight * scalar
     C(x)   = ((1 + k x)^(1 - q) - 1) / (k (1 - q)),   log(1 + k x) / k at q = 1
-    x      = weighted sum of thinking, tool-call, tool-output and final-message tokens, calls and turns
+    x      = tokens that the policy sampled in the rollout
 
-Published: the formula and the quantities in x. Inferred: how they are counted here. A turn's sampled tokens are
-thinking (its reasoning text, tokenized), else tool-call tokens if it calls a tool or a tool answers it, else
-final-message tokens. Each term is a reward part `behavior/<name>`, already weighted, so that the environment's reward
-can be told apart. Evaluation scores without these terms.
+Published: the formula, with an x that also weighs tool output, calls and turns. Each term is a reward part
+`behavior/<name>`, already weighted, so that the environment's reward can be told apart. Evaluation scores without these
+terms.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -39,10 +36,8 @@ def effort_cost(x: float, *, k: float, q: float) -> float:
 class BehaviorRewards:
     """Adds the configured parts to replies. Thread-safe."""
 
-    def __init__(self, config: BehaviorConfig, count_tokens: Callable[[str], int]) -> None:
-        """`count_tokens(text)`: its length by the policy's tokenizer."""
+    def __init__(self, config: BehaviorConfig) -> None:
         self._config = config
-        self._count_tokens = count_tokens
         self._lock = threading.Lock()
         self._seen: set[str] = set()
         """Scalars that some rollout had."""
@@ -57,38 +52,13 @@ class BehaviorRewards:
         if reply.reward is None:
             return reply
         config, parts = self._config, {}
-        if config.penalty and (config.applies_to == "all" or reply.reward > 0):
-            spent, x = self.effort(reply), 0.0
-            for name, weight in config.effort:
-                x += weight * spent[name]
+        if config.penalty:
+            x = float(sum(turn.num_tokens or 0 for turn in reply.turns if turn.role == "assistant"))
             parts[f"{BEHAVIOR_PART}effort"] = -config.penalty * effort_cost(x, k=config.k, q=config.q)
         for auxiliary in config.auxiliary:
             parts[BEHAVIOR_PART + auxiliary.name] = auxiliary.weight * self._scalar(reply, auxiliary)
         total = reply.reward + sum(parts.values())
         return msgspec.structs.replace(reply, reward=total, parts=reply.parts | parts)
-
-    def effort(self, reply: RolloutReply) -> Counter[str]:
-        """Return what the rollout spent, in tokens and counts, by the names of EffortWeights."""
-        spent: Counter[str] = Counter()
-        answers_at = tool_replies(reply.turns)
-        for index, turn in enumerate(reply.turns):
-            tokens = turn.num_tokens or 0
-            if turn.role == "tool":
-                spent["tool_output_tokens"] += tokens
-            elif turn.role == "assistant":
-                calls = max(len(turn.tool_calls), len(answers_at[index]))
-                thinking_tokens = min(tokens, self._reasoning_tokens(turn.reasoning))
-                spent["turns"] += 1
-                spent["calls"] += calls
-                spent["thinking_tokens"] += thinking_tokens
-                spent["tool_call_tokens" if calls else "final_message_tokens"] += tokens - thinking_tokens
-        return spent
-
-    def _reasoning_tokens(self, text: str | None) -> int:
-        if not text:
-            return 0
-        with self._lock:
-            return self._count_tokens(text)
 
     def _scalar(self, reply: RolloutReply, auxiliary: AuxiliaryConfig) -> float:
         scalars, name = _scalars(reply), auxiliary.scalar
@@ -119,13 +89,3 @@ def _scalars(reply: RolloutReply) -> dict[str, float]:
         "turns": float(len(answers_at)),
         "truncated": float(reply.truncated),
     }
-
-
-def build_behavior(config: BehaviorConfig, chat_folder: Path) -> BehaviorRewards | None:
-    """Return None where nothing is configured. Loads the tokenizer: call it from a thread."""
-    if not config.active:
-        return None
-    from orchestrator.chat_renderer import read_tokenizer
-
-    tokenizer = read_tokenizer(str(chat_folder))
-    return BehaviorRewards(config, lambda text: len(tokenizer.encode(text, add_special_tokens=False)))

@@ -63,7 +63,7 @@ class GroupOutcome(StrEnum):
     FILTERED = "filtered"
     """All rewards equal: no advantage, nothing to learn."""
     FAILED = "failed"
-    """Fewer than min_group rollouts finished."""
+    """Fewer than two rollouts finished."""
     STALE = "stale"
     """All its tokens are older than any future batch trains."""
 

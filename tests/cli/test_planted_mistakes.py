@@ -125,7 +125,7 @@ def test_plugins_are_named(tmp_path):
     words = ["@", A1, "@", str(tmp_path / "run.json"), "--orchestrator.eval.every_steps", "0"]
     config = resolve([*words, "--model.path", str(model), "--run.output_dir", str(tmp_path / "outputs")]).config
     plan = build_plan(config, starter=None)
-    check_sources(config, plan)
+    check_sources(config, plan, "orchestrator.check_sources")
     text = "\n".join(plan.problems)
     assert "LookupError: no word list" in text and "raises_in_load.py:19, in load" in text
     assert "LookupError: no second task" in text and "raises_late.py:19, in load" in text

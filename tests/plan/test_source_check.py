@@ -43,7 +43,7 @@ def test_a_plan_refuses_what_the_workers_would(tmp_path):
     config = config_of("a1.toml", tmp_path, *words)
     plan = build_plan(config, LAPTOP)
     assert "has no chat template" in plan.problems[0] and "set model.chat_template" in plan.problems[0]
-    check_sources(config, plan)
+    check_sources(config, plan, "orchestrator.check_sources")
     assert "source 'toolsmith': taskset.splt: no such setting; did you mean split?" in plan.problems
     assert len(plan.problems) == 2
 
@@ -67,7 +67,7 @@ def test_a_plan_counts_the_held_out_tasks_that_there_are(tmp_path):
     words = ["--orchestrator.eval.tasks", "100000", "--orchestrator.source.0.eval_taskset.split", "train"]
     config = config_of("a1.toml", tmp_path, *words)
     plan = build_plan(config, LAPTOP)
-    check_sources(config, plan)
+    check_sources(config, plan, "orchestrator.check_sources")
     (row,) = [text for label, text in plan.rows if label == "eval"]
     assert row.startswith("toolsmith: 256 tasks (all available; orchestrator.eval.tasks is 100000) x ")
     (note,) = [note for note in plan.notes if "held-out" in note]
@@ -79,7 +79,7 @@ def test_a_check_that_takes_too_long_is_named(tmp_path):
     # The plan says that it has not looked, and for how long it waited.
     config = config_of("a1.toml", tmp_path)
     plan = build_plan(config, LAPTOP)
-    check_sources(config, plan, deadline_s=0.01)
+    check_sources(config, plan, "orchestrator.check_sources", deadline_s=0.01)
     assert plan.problems == [] and "task sets and chat template are not checked" in plan.notes[-1]
 
 

@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from composer_prime.config.trainer import CHUNK_LOGITS
 from composer_prime.errors import ConfigError
-from composer_prime.plan.footprint import CHUNK_LOGITS
 from trainer.head.kernels import GradientInputs, LogitKernels, choose_kernels, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}

@@ -63,6 +63,8 @@ def round_text(last: RoundProgress) -> str:
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
 """Without a step for FIRST_WAIT_S, the plain view shows which role waits for what; then every NEXT_WAIT_S, and at once
 when the subject of a wait changes."""
+_REFRESH_S = 1.0
+"""Interval between updates of the live panel."""
 
 
 class PlainView:
@@ -145,7 +147,7 @@ class LiveView:
         self._drawn = 0.0
 
     def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
-        if time.time() - self._drawn >= self._config.monitor.refresh_s:
+        if time.time() - self._drawn >= _REFRESH_S:
             self._drawn = time.time()
             self._live.update(self._panel(progress, memory_bytes), refresh=True)
 

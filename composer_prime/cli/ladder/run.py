@@ -62,7 +62,7 @@ def _plan_and_run(words: list[str]) -> int:
     else:
         with tell_waits("loading the task sets"):
             base = next(command.config for command in commands if command.arm.name == planned.baseline)
-            loaded = load_sources(base)
+            loaded = load_sources(base, "orchestrator.check_sources")
         problems = loaded.problems
         num_tasks = held_out_tasks(base, loaded.tasks).get(planned.held_out, planned.tasks)
         planned = msgspec.structs.replace(planned, tasks=num_tasks)
