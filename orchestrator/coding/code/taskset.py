@@ -140,7 +140,7 @@ def with_linter(runtime: RuntimeConfig, tools: Sequence[str]) -> RuntimeConfig:
         return runtime
     if importlib.util.find_spec(LINTER) is None:
         raise ConfigError(
-            f"the tool 'diagnostics' needs {LINTER}: `uv pip install pyflakes`, or leave the tool out of taskset.tools"
+            f"the tool 'diagnostics' needs {LINTER}: run `uv sync --extra coding`, or leave it out of taskset.tools"
         )
     return runtime.model_copy(update={"packages": [*runtime.packages, LINTER]})
 

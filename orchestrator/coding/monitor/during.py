@@ -148,7 +148,9 @@ class _Watcher:
             try:
                 cls._shared = cls()
             except (ImportError, OSError) as error:
-                logger.warning("the monitor sees no file events: %s; tool calls are still watched", error)
+                logger.warning(
+                    "the monitor sees no file events: %s; tool calls are still watched (uv sync --extra coding)", error
+                )
         return cls._shared
 
     def add(self, folder: Path, opened: Iterable[str], changed: Iterable[str], events: list[FileEvent]) -> list[int]:

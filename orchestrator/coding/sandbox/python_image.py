@@ -36,6 +36,8 @@ from composer_prime.errors import SandboxError
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
 _UNUSED_S = 30 * 86_400.0
 _LOCK = threading.Lock()
+_EXTRA = ("pytest", "pyflakes")
+"""Packages of the extra `coding`."""
 _LEFT_OUT = (
     "test",
     "tests",
@@ -106,10 +108,12 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError as error:
-            raise SandboxError(
-                f"sandboxes need the package {name!r}, which is not installed: `uv pip install {name}`, or take it out "
-                "of orchestrator.source.runtime.packages"
-            ) from error
+            remedy = (
+                "run `uv sync --extra coding`"
+                if name in _EXTRA
+                else f"`uv pip install {name}`, or take it out of orchestrator.source.runtime.packages"
+            )
+            raise SandboxError(f"sandboxes need the package {name!r}, which is not installed: {remedy}") from error
         found[canonicalize_name(name)] = distribution
         requirements = [Requirement(line) for line in distribution.requires or []]
         waiting += [
