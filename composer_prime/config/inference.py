@@ -100,13 +100,6 @@ class InferenceConfig(BaseConfig):
     """Price of a node's machine in dollars per hour, in addition to run.usd_per_hour; `inference join --price` sets it
     for one node. None: unknown.
     """
-    max_usd_per_million: float | None = Field(default=None, gt=0)
-    """Drain the dearest node whose trained tokens cost more than this per million over worth_window_s, or that has none
-    in that time while others have some, and judge again a window later. The last serving node always stays. None drains
-    no node.
-    """
-    worth_window_s: float = Field(default=600.0, gt=0)
-    """Window of max_usd_per_million; it is extended until it covers 3 trained batches."""
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Maximum difference in nats between the canary's logprobs and the manifest's; None: 0.5 with bfloat16, else 0.05.
     """

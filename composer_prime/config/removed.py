@@ -14,6 +14,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 REMOVED: dict[str, str] = {
+    "inference.max_usd_per_million": "no node is drained for its price: `orchestrator nodes` shows dollars per million "
+    "trained tokens, and `orchestrator drain NODE` sends one away",
+    "inference.worth_window_s": "`orchestrator nodes` shows trained tokens a second over ten minutes",
     "orchestrator.worker_address": "workers run on the orchestrator's machine; a source's sandboxes may be elsewhere "
     "(orchestrator.source.runtime.type: modal, e2b, prime)",
     "orchestrator.min_group": "a group needs two finished rollouts",

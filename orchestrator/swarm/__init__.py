@@ -89,9 +89,7 @@ def build_swarm(
             lost_after_s=inference.lost_after_s,
             on_quarantine=on_quarantine,
         )
-    accounts = NodeAccounts(router, run_dir, worth_window_s=inference.worth_window_s, weights_sent=weights_sent)
+    accounts = NodeAccounts(router, run_dir, weights_sent=weights_sent)
     drain_s = max((source.timeout_s for source in config.orchestrator.source), default=0.0)
-    control = NodeControl(
-        router, accounts, keys, send, drain_s=drain_s, max_usd_per_million=inference.max_usd_per_million
-    )
+    control = NodeControl(router, accounts, keys, send, drain_s=drain_s)
     return Swarm(audits, control)

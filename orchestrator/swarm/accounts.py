@@ -1,4 +1,4 @@
-"""What each node does and costs: the rows of `orchestrator nodes`, its lines on disk, and which nodes are not worth it.
+"""What each node does and costs: the rows of `orchestrator nodes`, and its lines on disk.
 
     gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
     scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
@@ -14,7 +14,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -36,14 +36,10 @@ _LINE_S_A_NODE = 0.1
 _LEDGER_S = 60.0
 _LEDGER_LINES = 50
 """Such lines in one tick at most: the event loop waits for them."""
-_RATE_S = 60.0
-"""Sampled tokens a second are of this long."""
-_LEAST_BATCHES = 3
-"""A node is judged over at least this many batches. A single one has only the groups that ended first."""
+_RATE_S, _TRAINED_RATE_S = 60.0, 600.0
+"""Sampled and trained tokens a second are of this long."""
 _MAX_WHY = 400
 """Characters of a node's own words in the table."""
-_LEAST_PRESENCE = 0.8
-"""Share of the time judged that a node was attached."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,11 +99,11 @@ class NodeAccount:
         before = self.counted.get(name, count)
         return before if count >= before else 0
 
-    def remember(self, now: float, start: float) -> None:
-        """Keep a moment of the history, and drop those before `start` but the last of them."""
+    def remember(self, now: float) -> None:
+        """Keep a moment of the history, and drop those before _TRAINED_RATE_S but the last of them."""
         if not self.history or now - self.history[-1].time >= _SAMPLE_S:
             self.history.append(Moment(time=now, totals=self.totals))
-        while len(self.history) > 1 and self.history[1].time <= start:  # Trained batches add moments, too.
+        while len(self.history) > 1 and self.history[1].time <= now - _TRAINED_RATE_S:
             self.history.popleft()
 
     def at(self, start: float) -> Moment | None:
@@ -123,45 +119,6 @@ class NodeAccount:
         return (getattr(self.totals, counter) - getattr(begun.totals, counter)) / (now - begun.time)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeWork:
-    """What a node did in the time that is judged."""
-
-    node_id: str
-    serves: bool
-    trained_tokens: int
-    usd: float | None
-    """What it cost in that time; None without a price."""
-    judged: bool
-    """Whether it was there for long enough."""
-
-
-def worthless(work: Sequence[NodeWork], max_usd_per_million: float, span_s: float) -> tuple[str, str] | None:
-    """Return the dearest node that is too dear, or has no trained token while others had some, and why.
-
-    Only one: where the trainer is the bottleneck, the others train its share from then on and become cheaper. The only
-    node that serves always stays.
-    """
-    trained = sum(each.trained_tokens for each in work)
-    serving = [each.node_id for each in work if each.serves]
-    found: dict[tuple[float, float], tuple[str, str]] = {}
-    for each in work:
-        if not trained or not each.judged or serving == [each.node_id]:
-            continue
-        minutes, usd = f"in the last {span_s / 60:.1f} min", math.inf
-        if each.trained_tokens:
-            usd = 0.0 if each.usd is None else each.usd / each.trained_tokens * 1e6
-            reason = (
-                f"a million of its trained tokens cost ${usd:,.2f} {minutes}, inference.max_usd_per_million is "
-                f"${max_usd_per_million:,.2f}"
-            )
-        else:
-            reason = f"it had no trained token {minutes}, other nodes had {trained:,}"
-        if usd > max_usd_per_million:
-            found[usd, each.usd or 0.0] = each.node_id, reason
-    return found[max(found)] if found else None
-
-
 class NodeAccounts:
     """The accounts of all nodes of a run, by name. Used on the gateway's event loop."""
 
@@ -170,11 +127,10 @@ class NodeAccounts:
         router: Router,
         run_dir: RunDir | None,
         *,
-        worth_window_s: float,
         weights_sent: Callable[[AttachedNode], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run_dir`: where lines go; None writes none. `worth_window_s`: inference.worth_window_s.
+        """`run_dir`: where lines go; None writes none.
 
         `weights_sent` returns the bytes of weights that the gateway sent a node.
         """
@@ -182,38 +138,28 @@ class NodeAccounts:
         """The last step that was trained; lines carry it."""
         self._router = router
         self._clock = clock
-        self._worth_window_s = worth_window_s
         self._weights_sent = weights_sent
         self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
-        self._batches: deque[float] = deque(maxlen=_LEAST_BATCHES + 1)
-        """When the last steps were taken, monotonic seconds."""
-        self._drained_at = -math.inf
-        """When the last node was found to be not worth it."""
 
     def note_trained(self, step: int, tokens: Mapping[str, int]) -> None:
         """Count the tokens that a step trained of each node's answers."""
-        self.step, now = step, self._clock()
-        self._batches.append(now)
+        self.step = step
         for name, count in tokens.items():
             account = self._accounts.setdefault(name, NodeAccount())
             account.totals = account.totals.plus(None, trained_tokens=count)
-        for account in self._accounts.values():  # Time judged from this batch on has only the tokens of later ones.
-            if account.history and account.seen is not None:
-                account.history.append(Moment(time=now, totals=account.totals))
 
     def tick(self) -> None:
         """Count what happened since the last call, and write what changed."""
         now = self._clock()
         nodes = list(self._router.nodes)
-        start = self._judged_since(now)
         due: list[str] = []
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
             account.add(node, now, self._weights_sent(node))
-            account.remember(now, start)
+            account.remember(now)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
             has_left = was_attached and not node.attached
             if has_left or (now - account.written_at >= _LEDGER_S and len(due) < _LEDGER_LINES):
@@ -288,7 +234,7 @@ class NodeAccounts:
             version=node.version,
             behind=max(0, router.newest_version - node.version),
             tokens_per_s=account.rate("tokens", now, _RATE_S),
-            trained_tokens_per_s=account.rate("trained_tokens", now, self._worth_window_s),
+            trained_tokens_per_s=account.rate("trained_tokens", now, _TRAINED_RATE_S),
             trust=node.expectation,
             usd_per_hour=node.usd_per_hour,
             in_flight=len(node.leases),
@@ -309,48 +255,6 @@ class NodeAccounts:
         """Return `evicted` or `banned` of a node that is refused, else `away`."""
         state, _ = self._router.nodes.refused.get(name, (AWAY, ""))
         return state
-
-    # -- worth -----------------------------------------------------------------------------------------------------
-
-    def _judged_since(self, now: float) -> float:
-        """Return from when on nodes are judged: worth_window_s ago, or since before the last batches."""
-        return min([now - self._worth_window_s, *list(self._batches)[:1]])
-
-    @property
-    def judges(self) -> bool:
-        """Whether enough batches were trained to judge nodes by."""
-        return len(self._batches) > _LEAST_BATCHES
-
-    def not_worth_it(self, max_usd_per_million: float) -> tuple[str, str] | None:
-        """Return a node to drain, too dear or useless, and why.
-
-        Then none until what is judged lies wholly after that: the nodes that stay have other work by then.
-        """
-        now = self._clock()
-        start = self._judged_since(now)
-        if not self.judges or start < self._drained_at:
-            return None
-        serving = {node.node_id for node in self._router.serving()}
-        work = []
-        for node in self._router.nodes.attached():
-            account = self._accounts.get(node.node_id, NodeAccount())
-            begun = account.at(start)
-            earlier = NodeTotals() if begun is None else begun.totals
-            present = account.totals.seconds - earlier.seconds >= _LEAST_PRESENCE * (now - start)
-            totals = account.totals
-            work.append(
-                NodeWork(
-                    node_id=node.node_id,
-                    serves=node.node_id in serving,
-                    trained_tokens=totals.trained_tokens - earlier.trained_tokens,
-                    usd=None if totals.usd is None else totals.usd - (earlier.usd or 0.0),
-                    judged=begun is not None and present and not node.draining,
-                )
-            )
-        found = worthless(work, max_usd_per_million, now - start)
-        if found is not None:
-            self._drained_at = now
-        return found
 
 
 def device_text(device: ComputeDevice | None) -> str:

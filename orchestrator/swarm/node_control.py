@@ -1,7 +1,7 @@
-"""What an operator does to nodes: drain, evict, ban. And the rule that drains nodes which are not worth their price.
+"""What an operator does to nodes: drain, evict, ban.
 
 orchestrator drain|evict|ban NODE --HTTP, keys/operator.token--> control_routes --> NodeControl --> router, node
-gateway's tick --> NodeControl.tick: end drains, drain what is not worth it
+gateway's tick --> NodeControl.tick: end drains
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
         sent away at once: after its inference.drain_timeout_s it streams what it has sampled, and others continue.
@@ -18,7 +18,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -52,9 +52,8 @@ class NodeControl:
         send: Callable[[AttachedNode, ToNode], bool],
         *,
         drain_s: float,
-        max_usd_per_million: float | None,
     ) -> None:
-        """`drain_s`: how long a drained node may answer what it holds. `max_usd_per_million`: as in [inference]."""
+        """`drain_s`: how long a drained node may answer what it holds."""
         self.accounts = accounts
         self._router = router
         self._operator_token = keys.operator_token
@@ -62,8 +61,6 @@ class NodeControl:
         self._path = keys.folder / "banned.json"
         self._send = send
         self._drain_s = drain_s
-        self._max_usd_per_million = max_usd_per_million
-        self._told_unpriced = False
         self._leaving: dict[str, tuple[str, float]] = {}
         """Why nodes are drained, and until when they may answer, monotonic seconds."""
         self._banned = self._read_banned()
@@ -183,7 +180,7 @@ class NodeControl:
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Count, send away drained nodes that have answered, and drain one that is not worth its price."""
+        """Count, and send away drained nodes that have answered."""
         self.accounts.tick()
         now = time.monotonic()
         attached = {node.node_id: node for node in self._router.nodes.attached()}
@@ -195,24 +192,6 @@ class NodeControl:
             node.draining = True  # It may have reconnected.
             if not node.leases or now > until:
                 self._send(node, Drain(reason=f"drained: {reason}"))
-        limit = self._max_usd_per_million
-        if limit is not None:
-            self._tell_unpriced(attached.values())
-            if (node_to_drain := self.accounts.not_worth_it(limit)) is not None:
-                self.drain(*node_to_drain)
-
-    def _tell_unpriced(self, attached: Collection[AttachedNode]) -> None:
-        """Name the nodes without a price, once and when nodes are judged: the limit does not hold for them."""
-        unpriced = [node.node_id for node in attached if node.usd_per_hour is None]
-        if self._told_unpriced or not unpriced or not self.accounts.judges:
-            return
-        self._told_unpriced = True
-        logger.warning(
-            "inference.max_usd_per_million does not hold for %s, whose price is unknown: pass --price to `inference "
-            "join`, or set inference.usd_per_hour for the run's own nodes",
-            _listed(unpriced),
-            extra=event("node"),
-        )
 
     def routes(self, run_id: str) -> list[web.RouteDef]:
         """Return GET /control/nodes (the table) and POST /control/nodes/ACTION?node=NAME, for the operator's token."""

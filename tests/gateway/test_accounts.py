@@ -1,4 +1,4 @@
-"""What nodes did and cost: sums, lines on disk, and which nodes the rule drains."""
+"""What nodes did and cost: sums and lines on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from composer_prime.monitor.nodes import recorded_rows
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice, NodeHello
-from orchestrator.swarm.accounts import NodeAccounts, NodeWork, worthless
+from orchestrator.swarm.accounts import NodeAccounts
 
 
 class Clock:
@@ -28,9 +27,9 @@ class Clock:
         return self.now
 
 
-def accounts_of(fleet: Fleet, clock: Clock, folder: Path | None, window_s: float = 600.0) -> NodeAccounts:
+def accounts_of(fleet: Fleet, clock: Clock, folder: Path | None) -> NodeAccounts:
     run_dir = None if folder is None else RunDir(folder)
-    return NodeAccounts(fleet.router, run_dir, worth_window_s=window_s, clock=clock)
+    return NodeAccounts(fleet.router, run_dir, clock=clock)
 
 
 def pass_time(accounts: NodeAccounts, clock: Clock, seconds: float) -> None:
@@ -80,12 +79,12 @@ def test_dollars_are_of_the_time_attached():
 def test_history_is_bounded():
     async def test(fleet: Fleet) -> None:
         clock = Clock()
-        accounts = accounts_of(fleet, clock, None, window_s=100.0)
+        accounts = accounts_of(fleet, clock, None)
         for step in range(1, 400):
             clock.now += 2
             accounts.tick()
             accounts.note_trained(step, {"a": 1})
-        assert len(accounts._accounts["a"].history) < 2 * 100 / 2
+        assert len(accounts._accounts["a"].history) <= 600 / 5 + 2
 
     with_fleet(test, a={})
 
@@ -170,85 +169,6 @@ def test_pulled_bytes_count_once():
     with_fleet(test, a={})
 
 
-def done(name: str, trained: int, usd: float | None = 1.0, serves: bool = True, judged: bool = True) -> NodeWork:
-    return NodeWork(node_id=name, serves=serves, trained_tokens=trained, usd=usd, judged=judged)
-
-
-# The rule: $1 for 100,000 tokens is $10 a million. Of those that are too dear or trained nothing while others did, the
-# dearest goes. Who was not there long enough, or has no known price, is not called dear. The last that serves stays.
-@pytest.mark.parametrize(
-    ("work", "drained"),
-    [
-        ([done("a", 100_000), done("b", 1_000_000)], "a"),
-        ([done("a", 1_000_000), done("b", 1_000_000)], None),
-        ([done("a", 0), done("b", 1_000_000)], "a"),
-        ([done("a", 0, judged=False), done("b", 1_000_000)], None),
-        ([done("a", 0), done("b", 0)], None),
-        ([done("a", 1, usd=None), done("b", 1_000_000)], None),
-        ([done("a", 0, usd=None), done("b", 1_000_000)], "a"),
-        ([done("a", 20), done("b", 10)], "b"),
-        ([done("a", 10), done("b", 0), done("c", 0, usd=2.0)], "c"),
-        ([done("a", 10), done("b", 1_000_000, serves=False)], None),
-        ([done("a", 10), done("b", 20, serves=False)], "b"),
-        ([], None),
-    ],
-)
-def test_which_node_is_not_worth_it(work, drained):
-    found = worthless(work, 5.0, 600.0)
-    assert (found and found[0]) == drained
-
-
-# The reason names what was measured and the limit.
-def test_the_reason_has_both_values():
-    _, dear = worthless([done("a", 100_000), done("c", 1_000_000)], 5.0, 600.0) or ("", "")
-    assert "$10.00" in dear and "inference.max_usd_per_million is $5.00" in dear
-    assert worthless([done("b", 0), done("c", 1_000_000)], 5.0, 600.0) == (
-        "b",
-        "it had no trained token in the last 10.0 min, other nodes had 1,000,000",
-    )
-
-
-# A single batch proves nothing: only the first groups to end are in it. After three more, a node that was there all the
-# time and trained nothing goes, and one that came lately stays.
-def test_worth_is_judged_over_several_batches():
-    async def test(fleet: Fleet) -> None:
-        clock = Clock()
-        accounts = accounts_of(fleet, clock, None, window_s=60.0)
-        accounts.tick()
-        pass_time(accounts, clock, 120)
-        accounts.note_trained(1, {"a": 1000})
-        assert accounts.not_worth_it(5.0) is None
-        for step in (2, 3, 4):
-            pass_time(accounts, clock, 30)
-            accounts.note_trained(step, {"a": 1000})
-        assert (accounts.not_worth_it(1e9) or [None])[0] == "idle"
-
-    with_fleet(test, a={"usd_per_hour": 1.0}, idle={})
-
-
-# Where the trainer is the bottleneck, seven nodes train what eight did. So of eight that are 10 % too dear one goes,
-# and the others are not judged by the time in which there were eight.
-@pytest.mark.parametrize(("limit", "gone"), [(1 / 1.1, 1), (1 / 1.3, 2)])
-def test_nodes_are_drained_one_by_one(limit, gone):
-    async def test(fleet: Fleet) -> None:
-        clock = Clock()
-        accounts = accounts_of(fleet, clock, None, window_s=60.0)
-        accounts.tick()
-        drained = []
-        for step in range(60):
-            pass_time(accounts, clock, 20)
-            names = [node.node_id for node in fleet.router.serving()]
-            # 8 nodes at $1 an hour, and 8 million tokens an hour in all.
-            accounts.note_trained(step, {name: round(8e6 * 20 / 3600 / len(names)) for name in names})
-            if (found := accounts.not_worth_it(limit)) is not None:
-                fleet.node(found[0]).draining = True
-                drained.append(clock.now)
-        assert len(drained) == gone
-        assert all(later - earlier >= 60 for earlier, later in pairwise(drained))
-
-    with_fleet(test, **{f"n{number}": {"usd_per_hour": 1.0} for number in range(8)})
-
-
 # A node that serves an older version says why it has no newer one; so does one that gets no requests for that.
 def test_the_table_shows_why_a_node_lacks_weights():
     async def test(fleet: Fleet) -> None:
@@ -265,9 +185,7 @@ def test_the_table_shows_why_a_node_lacks_weights():
 def test_the_larger_count_of_pulled_bytes_is_shown():
     async def test(fleet: Fleet) -> None:
         sent = {"a": 0}
-        accounts = NodeAccounts(
-            fleet.router, None, worth_window_s=60.0, clock=Clock(), weights_sent=lambda node: sent[node.node_id]
-        )
+        accounts = NodeAccounts(fleet.router, None, clock=Clock(), weights_sent=lambda node: sent[node.node_id])
 
         def shown(sent_bytes: int, claimed: int) -> int:
             sent["a"] = sent_bytes

@@ -26,14 +26,13 @@ class Controlled:
         self.fleet = Fleet(**{name: {} for name in names})
         self.keys = RunKeys(folder)
         self.told: list[tuple[str, ToNode]] = []
-        self.accounts = NodeAccounts(self.fleet.router, None, worth_window_s=600.0, clock=lambda: self.now)
+        self.accounts = NodeAccounts(self.fleet.router, None, clock=lambda: self.now)
         self.control = NodeControl(
             self.fleet.router,
             self.accounts,
             self.keys,
             self._send,
             drain_s=600.0,
-            max_usd_per_million=5.0,
         )
 
     def _send(self, node: AttachedNode, message: ToNode) -> bool:
@@ -209,26 +208,6 @@ def test_a_drain_outlasts_a_reconnect(tmp_path):
         assert its.fleet.node("a").draining and isinstance(its.told[-1][1], Drain)
 
     with_control(tmp_path, test, "a", "b")
-
-
-# The rule drains a node by itself, and the event says what was measured.
-def test_a_useless_node_is_drained(tmp_path, caplog):
-    async def test(its: Controlled) -> None:
-        for step in range(150):
-            its.now = 5.0 * step
-            its.accounts.tick()
-            if step % 30 == 0:
-                its.accounts.note_trained(step, {"a": 1000})
-            its.control.tick()
-        assert its.fleet.node("idle").draining and not its.fleet.node("a").draining
-        records = [record for record in caplog.records if getattr(record, "event_kind", None) == "node"]
-        # A limit in dollars does nothing for a node without a price. That is told once, when nodes are judged.
-        unpriced, drained = [record.getMessage() for record in records]
-        assert "inference.max_usd_per_million does not hold for a, idle, whose price is unknown: pass" in unpriced
-        assert "node idle is drained: it had no trained token in the last" in drained
-
-    caplog.set_level("WARNING", logger="orchestrator.swarm.node_control")
-    with_control(tmp_path, test, "a", "idle")
 
 
 # A damaged list of banned nodes stops the start: an empty one would admit them all.
