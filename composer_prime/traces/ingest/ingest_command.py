@@ -16,11 +16,17 @@ from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_families import family_named
 from composer_prime.traces.ingest.formats import openhands
-from composer_prime.traces.ingest.ingest import FORMATS
-from composer_prime.traces.ingest.parallel import processes_for, write_states
+from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import FileStart
-from composer_prime.traces.ingest.trace_file import Options, Tally
-from composer_prime.traces.states import StateName, check_own, is_compressed, same_file
+from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
+from composer_prime.traces.states import (
+    StateName,
+    check_own,
+    compressed_lines,
+    is_compressed,
+    same_file,
+    write_state,
+)
 
 NOTHING = 1
 _MIB = 1 << 20
@@ -59,14 +65,11 @@ def ingest_parser() -> argparse.ArgumentParser:
         "--family", type=family_named, help="the model's family (claude, gpt, qwen ...); overrides the traces"
     )
     parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
-    parser.add_argument("--processes", type=int, help="files read at the same time; default: one per core")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     return parser
 
 
 def ingest_files(options: argparse.Namespace) -> int:
-    if options.processes is not None and options.processes < 1:
-        raise ConfigError(f"--processes is {options.processes}: give 1 or more, or leave it out for one a core")
     if options.output.is_dir():
         raise ConfigError(f"{options.output} is a folder: name the states file with -o")
     if options.output.exists() and not options.overwrite:
@@ -123,18 +126,19 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
     console = Console(stderr=True)
     partial = output.with_name(f".{output.name}.partial")
     tallies: list[tuple[str, Tally]] = []
+    fingerprints, trace_ids = Recent(), Recent()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        sizes = [_size(path) for path in files]
-        processes = processes_for(files, sizes, options.processes)
         bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        with bar:
-            advance = _advancing(bar, sum(sizes))
-            bar.update(bar.task_ids[0], description=_shown_name(files[0]))
-            for number, (path, tally) in enumerate(write_states(files, sizes, partial, how, processes, advance), 1):
-                tallies.append((_shown_name(path), tally))
-                bar.update(bar.task_ids[0], description=_shown_name(files[min(number, len(files) - 1)])[:40])
+        with bar, compressed_lines(partial) as sink:
+            advance = _advancing(bar, sum(map(_size, files)))
+            for path in files:
+                name, tally = _shown_name(path), Tally()
+                bar.update(bar.task_ids[0], description=name[:40])
+                for state in ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids, progress=advance):
+                    sink.write(write_state(state))
+                tallies.append((name, tally))
         partial.replace(output)
     except OSError as error:
         raise ConfigError(f"ingestion stopped: {error}") from None
