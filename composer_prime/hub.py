@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ModelNotFoundError
-from composer_prime.plan.machine import free_bytes
+from composer_prime.host import free_bytes
 
 _ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?")
 _SMALL = re.compile(r"(?!pytorch_|tf_|flax_)[\w.-]+\.(json|jinja|txt|model)")

@@ -26,8 +26,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from composer_prime.errors import ComposerError, ConfigError, CorruptWeightsError, DeadlineError, ModelNotFoundError
+from composer_prime.host import install_command
 from composer_prime.hub import HubModel, check_space, outlook
-from composer_prime.plan.machine import install_command
 
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 SMOLLM2_FORMAT = 1

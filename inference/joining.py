@@ -35,7 +35,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError, PullRefusedError
-from composer_prime.plan.machine import cuda_visible_devices, module_file
+from composer_prime.host import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s

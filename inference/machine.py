@@ -16,8 +16,8 @@ import psutil
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import GIB
 from composer_prime.errors import ConfigError
+from composer_prime.host import driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.plan.footprint import node_parts
-from composer_prime.plan.machine import driver_cuda, free_bytes, gpu_name, module_file, this_machine
 from composer_prime.wire.enrollment import Gpu, NodeMachine
 
 logger = logging.getLogger(__name__)

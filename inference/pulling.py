@@ -16,7 +16,7 @@ from pathlib import Path
 
 from composer_prime.console import GIB
 from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError
-from composer_prime.plan.machine import free_bytes
+from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest
 from composer_prime.wire.enrollment import Invite, ModelFile

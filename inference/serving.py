@@ -21,9 +21,9 @@ from composer_prime.address import tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, GIB
 from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
+from composer_prime.host import gpu_name, visible_gpus
 from composer_prime.model_source import resolve_model, text_settings
 from composer_prime.monitor.events import record_events
-from composer_prime.plan.machine import gpu_name, visible_gpus
 from composer_prime.run.keys import ClientKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice

@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
-from composer_prime.model_source import model_ready
-from composer_prime.plan.machine import (
+from composer_prime.host import (
     existing_folder,
     free_bytes,
     install_command,
@@ -25,6 +24,7 @@ from composer_prime.plan.machine import (
     this_machine,
     why_not_writable,
 )
+from composer_prime.model_source import model_ready
 from composer_prime.plan.sandboxes import probe_all
 
 Level = Literal["ok", "note", "bad"]

@@ -203,7 +203,7 @@ def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[st
     """Return the evaluations of `models`, played by this process one after the other with the same workers."""
     from composer_prime.cli.served_model import Environments, serve
     from composer_prime.run.scratch import Scratch
-    from orchestrator.rollouts.held_out import evaluate as play
+    from orchestrator.held_out import evaluate as play
 
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
 

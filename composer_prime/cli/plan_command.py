@@ -8,7 +8,7 @@ import re
 from composer_prime.config.load import resolve
 from composer_prime.console import EXIT_USAGE, GIB, columns
 from composer_prime.errors import ConfigError
-from composer_prime.plan.machine import Machine, this_machine
+from composer_prime.host import Machine, this_machine
 from composer_prime.plan.plan import build_plan
 
 USAGE = """\

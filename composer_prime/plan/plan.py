@@ -15,6 +15,7 @@ from composer_prime.config import Config
 from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
+from composer_prime.host import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.footprint import (
     ModelShape,
     Need,
@@ -24,7 +25,6 @@ from composer_prime.plan.footprint import (
     orchestrator_need,
     rank_need,
 )
-from composer_prime.plan.machine import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, source_runtimes
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent

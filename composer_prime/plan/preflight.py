@@ -17,16 +17,7 @@ from composer_prime.config.orchestrator import TOOL_LOOP, SourceConfig
 from composer_prime.data.conversation_rows import read_rows
 from composer_prime.data.pairs import refusal, resolve_pairs
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
-from composer_prime.model_source import (
-    block_of,
-    count_parts,
-    described_model,
-    model_ready,
-    tensor_shapes,
-    text_settings,
-)
-from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.machine import (
+from composer_prime.host import (
     Placement,
     check_address,
     check_port,
@@ -36,6 +27,15 @@ from composer_prime.plan.machine import (
     uses_cuda,
     why_not_writable,
 )
+from composer_prime.model_source import (
+    block_of,
+    count_parts,
+    described_model,
+    model_ready,
+    tensor_shapes,
+    text_settings,
+)
+from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.sandboxes import probe
 from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir

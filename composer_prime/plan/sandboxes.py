@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from composer_prime.plan.machine import module_file
+from composer_prime.host import module_file
 
 INSTALL = "install it (`apt-get install bubblewrap`, `dnf install bubblewrap`)"
 USER_NAMESPACES = (

@@ -95,7 +95,7 @@ def test_environment_without_a_run(tmp_path):
 # A stop loses nothing: what is on disk with a reward is not played again, failures are.
 def test_played_rollouts_are_known(tmp_path):
     from composer_prime.run.run_dir import RunDir
-    from orchestrator.rollouts.held_out import _played
+    from orchestrator.held_out import _played
 
     (tmp_path / "rollouts").mkdir()
     rows = [("eval0-my-env-3-1", 0.0), ("eval0-my-env-12-0r2", 1.0), ("eval0-my-env-4-0", None)]

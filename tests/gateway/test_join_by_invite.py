@@ -21,7 +21,7 @@ from http_calls import generate_body, post
 from zmq.utils import z85
 
 from composer_prime.errors import ConfigError, DeadlineError, InviteError
-from composer_prime.plan.machine import module_file
+from composer_prime.host import module_file
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
 from composer_prime.wire.node import Rejected

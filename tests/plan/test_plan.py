@@ -16,9 +16,9 @@ from composer_prime.config import Config
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB
+from composer_prime.host import Machine, install_command, module_file, place_processes
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.machine import Machine, install_command, module_file, place_processes
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
 

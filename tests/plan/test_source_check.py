@@ -11,8 +11,8 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.console import GIB
+from composer_prime.host import Machine
 from composer_prime.model_source import resolve_model
-from composer_prime.plan.machine import Machine
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.sandboxes import probe, why_not_started
 from composer_prime.plan.sources import check_sources

@@ -21,12 +21,12 @@ import psutil
 from composer_prime.config import Config
 from composer_prime.console import COMPOSER, printable, tell_waits
 from composer_prime.errors import RoleFailedError
+from composer_prime.host import visible_gpus
 from composer_prime.monitor.events import EventFile, parse_event
 from composer_prime.monitor.metrics_file import MetricsFile, Tail
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.rollouts import read_rollouts, rollout_text
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
-from composer_prime.plan.machine import visible_gpus
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.environment import record_environment
 from composer_prime.run.process import OrphanGuard

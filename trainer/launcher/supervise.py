@@ -32,7 +32,7 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.console import EXIT_USAGE, console_script
 from composer_prime.errors import RoleFailedError
-from composer_prime.plan.machine import cuda_visible_devices, place_processes
+from composer_prime.host import cuda_visible_devices, place_processes
 from composer_prime.run.process import (
     MARK_VARIABLE,
     OrphanGuard,

@@ -14,7 +14,7 @@ from pathlib import Path
 from composer_prime.config.layers import read_table_file
 from composer_prime.console import COMPOSER
 from composer_prime.errors import ConfigError
-from composer_prime.plan.machine import module_file
+from composer_prime.host import module_file
 
 KINDS = {
     "environment": {

@@ -24,7 +24,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from composer_prime.errors import ConfigError
-from composer_prime.plan.machine import install_command
+from composer_prime.host import install_command
 from composer_prime.stats.intervals import Interval
 
 _GRID = 1000
