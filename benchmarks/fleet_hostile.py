@@ -273,7 +273,10 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=64, help="under way at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--verbose", action="store_true", help="print what the gateway logs")
+    parser.add_argument("--quick", action="store_true", help="one short round: whether it runs")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.seconds, options.rollouts = 1, 8.0, 32
     logging.basicConfig(level=logging.INFO if options.verbose else logging.CRITICAL)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     rounds: list[Figures] = []
