@@ -42,7 +42,6 @@ from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.chat_template import chat_folder
-from orchestrator.coding.door import task_makers
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
 from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume
@@ -222,8 +221,6 @@ class Pipeline:
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
-        for maker in task_makers(config.orchestrator.source, sources, self.run_dir.root, whole=shard == WHOLE):
-            self._spawn(maker.run())
         self._loaded.set_result(training)
         if training.evaluator.due(self.batches.trained, self.batches.last_step):
             training.evaluator.request(self.batches.trained, self.batches.versions.newest)
@@ -270,7 +267,6 @@ class Pipeline:
             renderer=model.renderer,
             max_context=model.max_context,
             import_from=self.config.run.import_from,
-            run_dir=self.run_dir.root,
         )
         if make_pool is not None:
             return make_pool(source, spec)

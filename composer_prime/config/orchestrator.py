@@ -111,19 +111,6 @@ class SamplingConfig(BaseConfig):
     """Maximum tokens of one assistant turn."""
 
 
-class MakingConfig(BaseConfig):
-    """Harder tasks, made during the run from candidates that `composer tasks make` did not use."""
-
-    mastered: float = Field(default=0.5, gt=0, le=1)
-    """Share of the source's tasks that must pass nearly always before more are made."""
-    tasks: int = Field(default=32, ge=1)
-    """Tasks to make at a time; those that are too easy are not played."""
-    jobs: int = Field(default=1, ge=1)
-    """Concurrent sandboxes, at the lowest priority."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """Time limit for making tasks; tasks finished by then are used."""
-
-
 class SourceConfig(BaseConfig):
     """One source of tasks: a verifiers task set and the harness that plays it."""
 
@@ -139,8 +126,6 @@ class SourceConfig(BaseConfig):
     """verifiers harness: `id` is an importable module, the other keys are its settings."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Where the source's code runs, and its limits."""
-    making: MakingConfig | None = None
-    """Make harder coding tasks as the policy learns (needs the curriculum Frontier); None makes none."""
     workers: int = Field(default=1, ge=1)
     """Worker processes for this source."""
     timeout_s: float = Field(default=300.0, gt=0)

@@ -32,6 +32,7 @@ REMOVED: dict[str, str] = {
     "teachers.kill.mean_usd_per_trace": "teachers.budget.usd_per_trace is the limit of a trace",
     "teachers.kill.p95_s_per_step": "teachers.timeout_s is the limit of an answer",
     "teachers.teacher.requests_per_minute": "teachers.teacher.max_concurrent limits the calls",
+    "orchestrator.source.making": "make more tasks with `composer tasks make`, and start a run on them",
     "orchestrator.source.runtime.warm": "each sandbox is opened when it is needed: leave the setting out",
 }
 """By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all

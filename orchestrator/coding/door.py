@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composer_prime.config.orchestrator import SourceConfig
     from composer_prime.config.sandbox import RuntimeConfig
-    from orchestrator.coding.factory.making import TaskMaker
-    from orchestrator.tasks.sources import Sources
 
 
 def runtime_settings(table: RuntimeConfig) -> Any:
@@ -25,12 +21,3 @@ async def make_images(settings: Iterable[Any]) -> None:
     from orchestrator.coding.sandbox import runtime
 
     await runtime.make_images(settings)
-
-
-def task_makers(configs: Sequence[SourceConfig], sources: Sources, run_dir: Path, *, whole: bool) -> list[TaskMaker]:
-    """Return what makes harder tasks during a run, one for each source with a table `making`."""
-    if not any(config.making for config in configs):
-        return []
-    from orchestrator.coding.factory import making
-
-    return making.task_makers(configs, sources, run_dir, whole=whole)

@@ -21,10 +21,6 @@ from composer_prime.errors import ConfigError
 from orchestrator.rollouts.groups import FinishedGroup, derive_seed
 from orchestrator.tasks.difficulty import DifficultyModel
 
-_MASTERED = 0.9
-"""Pass rate from which on a task teaches next to nothing."""
-_DIFFICULTY_STEPS = 20
-
 
 class Curriculum(Protocol):
     """Called from the event loop: each call must be quick."""
@@ -131,22 +127,6 @@ class Frontier:
             self._rates.setdefault(task, deque(maxlen=self.window)).append(rate)
             if (difficulty := self._difficulty_of(task)) is not None:
                 self._expected.observe(difficulty, rate)
-
-    def mastered(self) -> float:
-        """Return the share of the tasks that pass nearly always, as far as it is known or expected."""
-        count = self._count
-        return sum(self._rate(task) >= _MASTERED for task in range(count)) / count
-
-    def wanted_difficulty(self) -> float:
-        """Return the least difficulty of which half of the rollouts or fewer are expected to pass; 1 for none."""
-        steps = (step / _DIFFICULTY_STEPS for step in range(_DIFFICULTY_STEPS))
-        return next((difficulty for difficulty in steps if self._expected.pass_rate(difficulty) <= 0.5), 1.0)
-
-    def grow(self, difficulty: Sequence[float | None]) -> None:
-        """Take in further tasks, at the end of the set, by their estimates."""
-        estimates = [*self.difficulty, *[None] * (self._count - len(self.difficulty))]
-        self.difficulty = [*estimates, *difficulty]
-        self.num_tasks = self._count + len(difficulty)
 
     @property
     def _count(self) -> int:

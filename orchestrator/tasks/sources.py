@@ -110,11 +110,6 @@ class Sources:
                 curriculum.load_state(state[name])
 
 
-def grown_tasks(run_dir: Path, source: str) -> Path:
-    """Return the folder of the tasks that a run makes for a source."""
-    return run_dir / "tasks" / source
-
-
 class TaskShard:
     """A curriculum over one part of the tasks, or over all of them with WHOLE. Has the methods of Curriculum."""
 
@@ -156,15 +151,9 @@ def source_spec(
     renderer: str | None,
     max_context: int,
     import_from: Sequence[Path] = (),
-    run_dir: Path | None = None,
 ) -> SourceSpec:
-    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one.
-
-    `run_dir`: of a run, which may make further tasks.
-    """
+    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one."""
     tasksets = {TRAIN: source.taskset}
-    if source.making is not None and run_dir is not None:
-        tasksets[TRAIN] = {**source.taskset, "grown": str(grown_tasks(run_dir, source.name).absolute())}
     if source.eval_taskset:
         tasksets[EVAL] = {**source.taskset, **source.eval_taskset}
     return SourceSpec(

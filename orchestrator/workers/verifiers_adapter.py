@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import itertools
 import logging
 import math
 import os
@@ -236,9 +235,6 @@ class _Tasks:
             raise IndexError(index)
         if self.count is None and self._broken is None:
             self._make(index + 1)
-        elif self.count is not None and index >= self.count:  # The set may have grown at its end.
-            self._made += itertools.islice(self._taskset, self.count, None)
-            self.count = len(self._made)
         if self._broken is not None and index >= len(self._made):
             raise RolloutError(self._broken)
         return self._made[index]

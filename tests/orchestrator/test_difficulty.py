@@ -52,20 +52,6 @@ def test_the_model_never_expects_nonsense(groups):
     assert model.pass_rate(0.525) >= min(before, 0.9)
 
 
-def test_what_is_mastered_asks_for_harder_tasks():
-    # Estimates say what is mastered before it is played. New tasks come at the end, are drawn, and survive a resume.
-    easy = [index / 100 for index in range(20)]
-    curriculum = frontier(num_tasks=20, difficulty=easy)
-    assert curriculum.mastered() == 0.0 and 0.4 <= curriculum.wanted_difficulty() <= 0.6
-    play(curriculum, skill=0.8, groups=60)
-    assert curriculum.mastered() >= 0.5 and curriculum.wanted_difficulty() > 0.6
-    curriculum.grow([0.8, 0.9])
-    again = frontier(num_tasks=22, difficulty=[*easy, 0.8, 0.9])
-    again.load_state(json.loads(json.dumps(curriculum.state())))
-    drawn = [curriculum.next_task() for _ in range(20)]
-    assert {20, 21} & set(drawn) and drawn == [again.next_task() for _ in range(20)]
-
-
 def test_one_difficulty_played_says_something_about_the_others():
     # Sure of what is easy, it expects less of what is harder; failing at it, it expects next to nothing of that.
     able, unable = DifficultyModel(), DifficultyModel()

@@ -43,7 +43,6 @@ from orchestrator.coding.monitor.judge import second_opinion
 from orchestrator.coding.sandbox.box import WORK
 from orchestrator.coding.sandbox.runtime import box_of
 from orchestrator.coding.task import (
-    TASKS_FILE,
     CodeTask,
     index_tasks,
     read_task,
@@ -88,8 +87,6 @@ class CodeTasksetConfig(vf.TasksetConfig):
     """Further tasks, the first ones of the set: this many get a copy of one expected test that asserts the opposite.
     Nobody can solve them, so a pass is a cheat. For eval_taskset: `eval/<source>/cheats` is the share of passes, and
     their reward is 0 and counts nowhere."""
-    grown: Path | None = None
-    """Folder of tasks that come at the end of the set. A run with orchestrator.source.making fills it."""
     partial_credit: bool = False
     """Reward the share of repaired tests, as long as no other test breaks. Otherwise only a full solution earns."""
     instruction: str = INSTRUCTION
@@ -319,10 +316,6 @@ class CodeTaskset(vf.Taskset[CodeEpisode, CodeTasksetConfig]):  # pyright: ignor
             yield CodeEpisode(data, config.task)
         for data in self._combinations(in_tree):
             yield CodeEpisode(data, config.task)
-        if config.grown is not None and (config.grown / TASKS_FILE).is_file():
-            settings = settings.model_copy(update={"folder": config.grown.resolve()})
-            for place, task in index_tasks(config.grown):
-                yield CodeEpisode(self._data(task, place, settings), config.task)
 
     def _data(self, task: CodeTask, place: int, settings: CodeSettings) -> CodeData:
         return CodeData(
