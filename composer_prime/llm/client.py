@@ -50,10 +50,8 @@ _FAILURES_BEFORE_REST = 5
 class NoAnswerError(EndpointError):
     """Calls were made, and none of them gave an answer."""
 
-    def __init__(self, message: str, *, seconds: float, http_status: int | None = None, body: str = "") -> None:
+    def __init__(self, message: str, *, http_status: int | None = None, body: str = "") -> None:
         super().__init__(message)
-        self.seconds = seconds
-        """As ChatAnswer.seconds."""
         self.http_status = http_status
         """Of the last reply; None where none came, or one that held no answer."""
         self.body = body
@@ -118,8 +116,6 @@ class ChatAnswer:
     cached: bool
     cost_usd: float
     """Paid now; 0 from the cache."""
-    seconds: float
-    """Of all attempts, without what was waited before and between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +142,6 @@ class _FailedAttempt(Exception):
     """The endpoint's Retry-After."""
     http_status: int | None = None
     body: str = ""
-    seconds: float = 0.0
-    """How long the endpoint was waited for."""
 
 
 class ChatClient:
@@ -192,7 +186,7 @@ class ChatClient:
         stored = self._cache.get(key)
         if stored is not None:
             self.cached += 1
-            return ChatAnswer(answer=stored, key=key, cached=True, cost_usd=0.0, seconds=0.0)
+            return ChatAnswer(answer=stored, key=key, cached=True, cost_usd=0.0)
         call = self._under_way.get(key)
         joined = call is not None
         if call is None or call.task is None:
@@ -218,7 +212,7 @@ class ChatClient:
 
     async def _attempts(self, call: _Call, request: ChatRequest) -> ChatAnswer:
         """Try until one attempt answers."""
-        endpoint, seconds, attempt = self._endpoint, 0.0, 0
+        endpoint, attempt = self._endpoint, 0
         async with self._places:
             while True:
                 self._refuse_while_resting()
@@ -234,27 +228,22 @@ class ChatClient:
                     answer = await self._attempt(request, reservation, attempt)
                 except _FailedAttempt as failed:
                     call.sent = False
-                    seconds += failed.seconds
                     if self._budget.closed is not None and failed.again:
                         raise CapError(self._budget.closed, scope="run") from None
                     if not (failed.again and attempt < endpoint.max_retries and call.waiting > 0):
                         raise NoAnswerError(
                             f"{endpoint.name} ({endpoint.model} at {endpoint.base_url}) gave no answer: {failed}",
-                            seconds=seconds,
                             http_status=failed.http_status,
                             body=failed.body,
                         ) from None
                     await self._budget.pause(self._pause_s(attempt, failed.after_s))
                     attempt += 1
                     continue
-                seconds += answer.seconds
-                return ChatAnswer(
-                    answer=answer, key=request.key, cached=False, cost_usd=answer.cost_usd, seconds=seconds
-                )
+                return ChatAnswer(answer=answer, key=request.key, cached=False, cost_usd=answer.cost_usd)
 
     async def _attempt(self, request: ChatRequest, reservation: Reservation, attempt: int) -> CachedAnswer:
         """Make one call. However it ends it is settled, after its answer was kept. Raises _FailedAttempt."""
-        start, answered, seconds = time.monotonic(), False, None
+        start, answered = time.monotonic(), False
         usd, tokens, status = reservation.usd, (0, 0), "cancelled"
         self.calls += 1
         try:
@@ -272,7 +261,6 @@ class ChatClient:
         except _FailedAttempt as failed:
             status = failed.status or failed.reason
             usd = reservation.usd if failed.charged else 0.0
-            seconds = failed.seconds = time.monotonic() - start
             raise
         finally:
             self._note_outcome(answered)
@@ -281,7 +269,7 @@ class ChatClient:
                 usd,
                 status=status,
                 attempt=attempt,
-                seconds=round(time.monotonic() - start if seconds is None else seconds, 4),
+                seconds=round(time.monotonic() - start, 4),
                 input_tokens=tokens[0],
                 output_tokens=tokens[1],
             )

@@ -27,34 +27,8 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that at least `share` of `values` do not exceed (nearest rank); 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
-
-
 _BOUNDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
 """Quantiles of an interval of level 95 %."""
-
-
-def bootstrap_interval(values: Sequence[float], *, clusters: Sequence[str] | None = None) -> tuple[float, float] | None:
-    """Return the 95 % percentile bootstrap interval of the mean of unbounded `values`, such as costs or seconds.
-
-    `clusters` ([values]) names the cluster of each value. Values of one cluster are alike, as the steps of a trace are,
-    so whole clusters are drawn (Davison and Hinkley 1997, 3.8). None for fewer than two values or clusters. The same
-    values give the same interval.
-    """
-    sums = np.asarray(values, dtype=np.float64)
-    counts = np.ones(len(sums))
-    if clusters is not None:
-        _, places = np.unique(np.asarray(clusters), return_inverse=True)
-        sums, counts = np.bincount(places, weights=sums), np.bincount(places).astype(np.float64)
-    if len(sums) < 2:
-        return None
-    drawn = np.random.default_rng(0).integers(0, len(sums), size=(2000, len(sums)))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.quantile(means, _BOUNDS)
-    return float(low), float(high)
 
 
 def bounded_interval(values: Sequence[float], *, least: float, most: float) -> tuple[float, float] | None:

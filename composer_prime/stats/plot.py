@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -53,16 +53,6 @@ def check_suffix(path: Path) -> None:
     """Raise ConfigError for a chart that `save` would refuse, before there is a figure."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"{path} is neither .svg nor .png: name a chart with one of these suffixes")
-
-
-def chart_check(path: Path) -> Callable[[bytes], bool]:
-    """Return a check for `check_own`: whether the file at `path` is a chart that was drawn here."""
-
-    def is_own(line: bytes) -> bool:
-        with path.open("rb") as file:
-            return _MARK.encode() in file.read(256)
-
-    return is_own
 
 
 def line_chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:

@@ -120,7 +120,7 @@ class Teacher:
                     f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
                     "state: replay with cache_only = false once"
                 )
-            answer = ChatAnswer(answer=stored, key=question.key, cached=True, cost_usd=0.0, seconds=0.0)
+            answer = ChatAnswer(answer=stored, key=question.key, cached=True, cost_usd=0.0)
         else:
             request = ChatRequest(
                 question=question,
@@ -136,7 +136,6 @@ class Teacher:
             except NoAnswerError as error:  # which all that wait for this answer share
                 raise NoAnswerError(
                     f"{error}{self._remedy(error)}",
-                    seconds=error.seconds,
                     http_status=error.http_status,
                     body=error.body,
                 ) from None
@@ -147,7 +146,7 @@ class Teacher:
     def _check_model(self, answer: CachedAnswer) -> None:
         foreign = self._foreign(answer)
         if foreign is not None:
-            raise NoAnswerError(foreign, seconds=answer.seconds)
+            raise NoAnswerError(foreign)
 
     def _foreign(self, answer: CachedAnswer) -> str | None:
         """Return what is wrong with an answer of another family, which may be the one that wrote the trace."""
