@@ -46,7 +46,8 @@ from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
-from inference.engines.base import Engine, build_engine
+from inference.engines.base import Engine
+from inference.engines.choice import build_engine
 from inference.engines.local.engine import LocalEngine
 from orchestrator.swarm.trust import NodeTrust, is_clean
 

@@ -17,9 +17,10 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.model_source import resolve_model
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.enrollment import INVITE_VARIABLE, Invite, NodeMachine
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats
+from inference.engines.base import EngineStats
 from inference.engines.local.engine import LocalEngine
 from inference.enrolling import NodeState, enroll
 from inference.link import GatewayLink
@@ -40,9 +41,7 @@ class PacedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.shared, name)
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
-    ) -> EngineCompletion:
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         start = time.monotonic()
         self.running += 1
         try:

@@ -184,7 +184,7 @@ async def _run_node(
     """Load the engine and serve `gateway` until cancelled."""
     import torch
 
-    from inference.engines.base import build_engine
+    from inference.engines.choice import build_engine
     from inference.engines.local.engine import LocalEngine
     from inference.link import GatewayLink
     from inference.node import InferenceNode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -60,8 +60,11 @@ class VllmEngineConfig(BaseConfig):
 
 
 class InferenceConfig(BaseConfig):
-    engine: Literal["local", "vllm"] = "local"
-    """`local` needs only transformers; `vllm` is for production."""
+    engine: str = "local"
+    """`local` needs only transformers; `vllm` is for production. Or `module:Class` of your own, which implements
+    inference.engines.base.Engine."""
+    engine_settings: dict[str, Any] = {}
+    """Keyword arguments of an engine of your own."""
     nodes: int = Field(default=1, ge=0)
     """Nodes to start on this machine; 0 waits for nodes that join with `inference join`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -88,10 +91,6 @@ class InferenceConfig(BaseConfig):
     """How long a node waits for one piece of a weight chunk (a few MB) before it retries."""
     weights_from: list[str] = []
     """For a joining node: additional copies of the run's weight store to download from."""
-    relay: str | None = None
-    """For a joining node: HOST:PORT where it serves its weight chunks to other nodes; None serves none. Anyone who can
-    reach this port can read them.
-    """
     drain_timeout_s: float = Field(default=5.0, ge=0)
     """How long a stopping node waits for its running requests."""
     max_restarts: int = Field(default=5, ge=0)
@@ -103,6 +102,13 @@ class InferenceConfig(BaseConfig):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Maximum difference in nats between the canary's logprobs and the manifest's; None: 0.5 with bfloat16, else 0.05.
     """
+
+    @field_validator("engine")
+    @classmethod
+    def _names_an_engine(cls, name: str) -> str:
+        if name not in ("local", "vllm") and ":" not in name:
+            raise ValueError(f"inference.engine is {name!r}; expected 'local', 'vllm' or `module:Class` of your own")
+        return name
 
     @model_validator(mode="after")
     def _loss_after_heartbeats(self) -> InferenceConfig:
@@ -116,7 +122,7 @@ class InferenceConfig(BaseConfig):
     @property
     def keeps_conversations(self) -> bool:
         """Whether a conversation's KV cache outlives a swap."""
-        return (self.local if self.engine == "local" else self.vllm).kv_at_swap == "keep_conversations"
+        return (self.vllm if self.engine == "vllm" else self.local).kv_at_swap == "keep_conversations"
 
     def canary_limit(self, *, on_cuda: bool) -> float:
         """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""

@@ -1,37 +1,19 @@
-"""The interface between a node and its engine, `local` or `vllm`. Both pass the suite tests/engines/contract.py."""
+"""The interface between a node and its engine. `local` and `vllm` pass the suite tests/engines/contract.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ContextOverflowError, MisfitError
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.turns import context_overflow
-from composer_prime.wire.types import VersionSpan
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCompletion:
-    """The result of a request."""
-
-    token_ids: list[int]
-    """[T_new], including the stop token that ended the turn."""
-    logprobs: list[float]
-    """[T_new], under the sampling distribution (after temperature, top-k, top-p)."""
-    version_spans: list[VersionSpan]
-    """In order, covering [0, T_new) without gap or overlap."""
-    finish_reason: str
-    """stop | length | cancelled; `running` in a part of an answer."""
-    prompt_cached: int = 0
-    """Prompt tokens whose keys and values were cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +51,7 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
-    ) -> EngineCompletion:
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """Sample one continuation. Cancelling the awaiting task, or calling `cancel`, frees the request's place.
 
         Requests of one `session` share a conversation, whose cache the engine may keep. Raises ContextOverflowError
@@ -79,7 +59,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
+    async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """Return what the running requests `sent` have sampled beyond their first `sent[id]` tokens, if anything."""
         ...
 
@@ -87,11 +67,11 @@ class Engine(Protocol):
         """End a request early; its `generate` returns what it has with finish_reason `cancelled`."""
 
     async def load_weights(
-        self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+        self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
         """Swap weights between two tokens. Running requests continue, and their spans show where the version changes.
 
-        `base`: the tensors in use. With them an engine may change only what differs; without them it loads all.
+        `begin` is called before the first weight changes: what can be prepared is by then.
         Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. MisfitError means that
         nothing has changed. After any other error the weights may be a mixture: the caller loads others.
         """
@@ -114,19 +94,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything, also child processes. An engine that hangs is left behind after some seconds."""
-
-
-def build_engine(inference: InferenceConfig, model_folder: Path, max_context: int) -> Engine:
-    """Return the engine that `inference.engine` names, not started.
-
-    `max_context` bounds prompt and completion together, in tokens. Each engine is imported only when it is used: the
-    libraries of the other may be missing.
-    """
-    if inference.engine == "vllm":
-        from inference.engines.vllm.engine import VllmEngine as Chosen
-    else:
-        from inference.engines.local.engine import LocalEngine as Chosen
-    return Chosen(model_folder, inference, max_context)
 
 
 def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.types import VersionSpan
-from inference.engines.base import EngineCompletion
 from inference.engines.local.engine import LocalEngine
 from inference.engines.sampling import SamplingRows, draw_misses
 from inference.snapshot import word_sum
@@ -436,7 +436,7 @@ async def close_fails_what_waits(subject: Subject) -> None:
     await asyncio.sleep(0.02)
     await asyncio.wait_for(subject.engine.close(), DEADLINE_S)
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(end, EngineError | EngineCompletion) for end in ends)
+    assert all(isinstance(end, EngineError | Answer) for end in ends)
     assert any(isinstance(end, EngineError) for end in ends)
     with pytest.raises(EngineError):
         await subject.generate([5], sampling(1))

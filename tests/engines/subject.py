@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.base import Engine, EngineCompletion
+from inference.engines.base import Engine
 from tests.engines.reference import Reference
 
 TOLERANCE = 1e-4
@@ -32,7 +33,7 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(3, self.reference.vocab, (length,), generator=generator).tolist()
 
-    async def generate(self, prompt: list[int], sampling: Sampling, session: str | None = None) -> EngineCompletion:
+    async def generate(self, prompt: list[int], sampling: Sampling, session: str | None = None) -> Answer:
         self._requests += 1
         name = f"request-{self._requests}"
         return await asyncio.wait_for(
@@ -48,7 +49,7 @@ class Subject:
         await self.load(version)
         return version
 
-    def verify(self, prompt: list[int], sampling: Sampling, done: EngineCompletion) -> None:
+    def verify(self, prompt: list[int], sampling: Sampling, done: Answer) -> None:
         """Lengths agree, spans cover the completion, and every logprob is the reference's within TOLERANCE."""
         count = len(done.token_ids)
         assert count == len(done.logprobs) and 1 <= count <= sampling.max_tokens

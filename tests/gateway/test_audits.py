@@ -14,10 +14,10 @@ from http_calls import generate_body, post
 from node_peer import PeerNode
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.audit import ToAuditor
 from composer_prime.wire.node import Sampling, ToNode
 from inference.audit import Auditor
-from inference.engines.base import EngineCompletion
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.link import GatewayLink
@@ -37,7 +37,7 @@ class GreedyEngine(LocalEngine):
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str, **rest: Any):
         greedy = msgspec.structs.replace(sampling, temperature=0.0)
-        done: EngineCompletion = await super().generate(request_id, prompt_ids, greedy, session, **rest)
+        done: Answer = await super().generate(request_id, prompt_ids, greedy, session, **rest)
         return done
 
 

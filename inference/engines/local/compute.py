@@ -32,9 +32,10 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.base import EngineCompletion, ReadBack
+from inference.engines.base import ReadBack
 from inference.engines.local.attention import Segment, StepPlan
 from inference.engines.local.given import DrawCheck, GivenTokens, in_int8
 from inference.engines.local.kv_cache import KvCache
@@ -70,7 +71,7 @@ class EngineRequest:
     seed: int
     """64 bits."""
     future: asyncio.Future = field(init=False)
-    """Resolved on the event loop with an EngineCompletion or an error."""
+    """Resolved on the event loop with an Answer or an error."""
     stop: StopRule = field(init=False)
     cached: int = 0
     """Prompt tokens whose keys and values were cached."""
@@ -79,14 +80,14 @@ class EngineRequest:
     versions: list[int] = field(default_factory=list)
     """[T_new so far]: of the weights that each token was sampled with."""
 
-    def completion(self, token_ids: list[int], reason: str, first: int = 0) -> EngineCompletion:
+    def completion(self, token_ids: list[int], reason: str, first: int = 0) -> Answer:
         """Return the answer from its token number `first` on: `token_ids`."""
         spans, start = [], 0
         for version, tokens in groupby(self.versions[first:]):
             end = start + len(list(tokens))
             spans.append(VersionSpan(start, end, version))
             start = end
-        return EngineCompletion(
+        return Answer(
             token_ids=token_ids,
             logprobs=self.logprobs[first:],
             version_spans=spans,

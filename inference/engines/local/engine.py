@@ -17,8 +17,9 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats, ReadBack, check_prompt, check_sampling
+from inference.engines.base import EngineStats, ReadBack, check_prompt, check_sampling
 from inference.engines.local.compute import Computer, EngineRequest
 from inference.engines.local.given import DrawCheck
 
@@ -59,9 +60,7 @@ class LocalEngine:
         await self._computer.ready
         self._counted = (time.monotonic(), 0)
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
-    ) -> EngineCompletion:
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """Raises BadRequestError, ContextOverflowError, or EngineError (draining, closed, failed)."""
         computer = self._serving()
         if self._draining:
@@ -91,7 +90,7 @@ class LocalEngine:
             seed=seed,
         )
 
-    async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
+    async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """See Engine."""
         computer = self._serving()
         return await computer.submit(computer.progress, dict(sent))
@@ -102,10 +101,11 @@ class LocalEngine:
             computer.submit(computer.cancel, request_id)
 
     async def load_weights(
-        self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+        self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
         """Raises MisfitError when `tensors` do not fit the model; then nothing has changed."""
         computer = self._serving()
+        begin()
         await computer.submit(computer.swap, version, tensors)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
@@ -16,15 +17,15 @@ from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.model_source import tensor_shapes
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.vllm.messages import EngineProgress, Scored, Setup, VllmGenerate, VllmGenerated, VllmScore
+from inference.engines.vllm.messages import EngineProgress, Generate, Score, Setup
 from inference.engines.vllm.rank_sums import fold
 from inference.engines.vllm.worker_extension import rule_arguments
 
@@ -40,7 +41,7 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 class _Running:
     """A call in progress."""
 
-    message: VllmGenerate | VllmScore
+    question: Generate | Score
     internal_id: str
     """vLLM's own id of the request."""
 
@@ -61,7 +62,6 @@ class Core:
                 f"inference.vllm.extra_args has the speculative config {args.speculative_config}: its tokens are not "
                 "drawn by the rule that an auditor checks; remove it"
             )
-        self._workers = args.tensor_parallel_size * args.pipeline_parallel_size
         self._llm = LLMEngine.from_engine_args(args)
         if on_cpu and self._llm.model_config.is_moe:
             raise EngineError(
@@ -72,7 +72,6 @@ class Core:
         self._llm.collective_rpc("draw_by_rule")
         self._shapes = tensor_shapes(Path(setup.model))
         """Of the published tensors: no version has others."""
-        self.takes_patches = self._takes_patches()
         self._version = 0
         self._loads = 0
         """Swaps so far. Unlike a version, no two stretches of weights share the number."""
@@ -82,7 +81,7 @@ class Core:
         """Load under which each conversation began that had a turn since the last swap."""
         self._began_before: dict[str, int] = {}
         """The same of those that had one between the last two swaps."""
-        self._calls: dict[str, _Running] = {}
+        self._calls: dict[int, _Running] = {}
         self._finished_tokens = 0
         self._warm_up()
 
@@ -90,55 +89,53 @@ class Core:
     def busy(self) -> bool:
         return self._llm.has_unfinished_requests()
 
-    def add(self, message: VllmGenerate | VllmScore) -> None:
+    def add(self, call: int, question: Generate | Score) -> None:
         """Start a request. Raises BadRequestError when vLLM refuses it."""
-        prompt = message.prompt_ids if isinstance(message, VllmGenerate) else message.token_ids
-        salted = tokens_input(prompt, cache_salt=str(self._first_load(message)))
+        is_generate = isinstance(question, Generate)
+        prompt = question.prompt_ids if is_generate else question.token_ids
+        salted = tokens_input(prompt, cache_salt=str(self._first_load(question)))
         try:
-            params = _params(message.sampling) if isinstance(message, VllmGenerate) else _SCORE
-            internal_id = self._llm.add_request(str(message.call), salted, params)
+            internal_id = self._llm.add_request(
+                str(call), salted, _params(question.sampling) if is_generate else _SCORE
+            )
         except VLLMClientError as error:
             raise BadRequestError(str(error)) from error
-        self._calls[str(message.call)] = running = _Running(message, internal_id)
-        if isinstance(message, VllmGenerate) and message.sampling.stop and message.sampling.resumed:
-            self._resume_text(running, message)
+        self._calls[call] = _Running(question, internal_id)
+        if is_generate and question.sampling.stop and question.sampling.resumed:
+            self._resume_text(internal_id, question)
 
-    def _first_load(self, message: VllmGenerate | VllmScore) -> int:
+    def _first_load(self, question: Generate | Score) -> int:
         """Return the first load whose cache blocks a call may reuse. As a salt it keeps older ones out."""
-        if isinstance(message, VllmScore) or not self._keeps_conversations:
+        if isinstance(question, Score) or not self._keeps_conversations:
             return self._loads
-        known = self._began_before.get(message.session, self._loads)
-        return self._began.setdefault(message.session, known)
+        known = self._began_before.get(question.session, self._loads)
+        return self._began.setdefault(question.session, known)
 
-    def step(self) -> list[VllmGenerated | Scored]:
-        """Do one forward pass. Returns the answers of the calls that it finished."""
+    def step(self) -> list[tuple[int, Answer | list[float]]]:
+        """Do one forward pass. Return the calls that it finished, with their answers or scores."""
         if not self.busy:
             return []
-        return [self._answer(output) for output in self._llm.step() if output.finished]
+        return [self._finished(output) for output in self._llm.step() if output.finished]
 
-    def abort(self, call: int) -> VllmGenerated | Scored | None:
-        """End a call. Returns its partial answer, None when it has ended already."""
-        running = self._calls.get(str(call))
+    def abort(self, call: int) -> Answer | None:
+        """End a call. Return its partial answer; None when it has ended already."""
+        running = self._calls.pop(call, None)
         if running is None:
             return None
-        output = self._partial(running)
+        state = self._state(running)
+        answer = _part(state, 0, "cancelled") if state and isinstance(running.question, Generate) else None
+        self._finished_tokens += len(answer.token_ids) if answer else 0
         self._llm.abort_request([running.internal_id], internal=True)
-        if isinstance(running.message, VllmScore) or output is None:
-            del self._calls[str(call)]
-            return None
-        return self._answer(output)
+        return answer
 
-    def load(self, version: int, path: str, patched: dict[str, list[int]] | None = None) -> None:
-        """Put the weights of `version` in place; `patched` as in LoadWeights.
+    def load(self, version: int, path: str) -> None:
+        """Put the weights of `version` in place.
 
         Requests that have sampled tokens continue with their KV cache. The others start over, so that no prompt's cache
         mixes two versions. With inference.vllm.kv_at_swap = keep_conversations all continue, unless the version number
         falls: then the previous weights were refused.
         """
-        if patched is None:
-            self._llm.collective_rpc("load_from_file", args=(path,))
-        else:
-            self._llm.collective_rpc("patch_from_file", args=(path, patched))
+        self._llm.collective_rpc("load_from_file", args=(path,))
         is_newer = version > self._version
         self._version = version
         self._loads += 1
@@ -146,41 +143,28 @@ class Core:
         self._began_before, self._began = self._began if is_newer else {}, {}
         if self._keeps_conversations and is_newer:
             return
-        for running in list(self._calls.values()):
+        for call, running in list(self._calls.items()):
             if self._sampled(running) == 0:
                 self._llm.abort_request([running.internal_id], internal=True)
-                self.add(running.message)
+                self.add(call, running.question)
         self._llm.reset_prefix_cache()
 
     def read_back(self, names: list[str]) -> list[tuple[list[str], str, str]]:
         """Return names, type and checksum of each parameter that can be read, whole in all workers together."""
         return fold(self._llm.collective_rpc("read_parameters", args=(names,)), self._shapes)
 
-    def _takes_patches(self) -> bool:
-        # Patches were not tested with several workers.
-        return self._workers == 1 and self._llm.collective_rpc("takes_patches", args=(list(self._shapes),))[0]
-
     def close(self) -> None:
         """End vLLM's worker processes, which exist with tensor parallelism only."""
         self._llm.engine_core.shutdown()
 
-    def parts(self, sent: dict[int, int]) -> list[VllmGenerated]:
-        """Return what each generate call has sampled beyond its first `sent[call]` tokens, if anything."""
-        parts = []
-        for call, first in sent.items():
-            running = self._calls.get(str(call))
-            state = running and self._llm.output_processor.request_states.get(running.internal_id)
-            if state and state.detokenizer.num_output_tokens() > first:
-                part = VllmGenerated(
-                    call=call,
-                    token_ids=state.detokenizer.output_token_ids[first:],
-                    logprobs=state.logprobs_processor.logprobs.logprobs[first:],
-                    version_spans=_spans(state._weight_version_spans(), first),
-                    finish_reason="running",
-                    prompt_cached=state.num_cached_tokens or 0,
-                )
-                parts.append(part)
-        return parts
+    def parts(self, sent: dict[int, int]) -> dict[int, Answer]:
+        """Return by call what each Generate has sampled beyond its first `sent[call]` tokens, if anything."""
+        states = {call: self._state(self._calls[call]) for call in sent if call in self._calls}
+        return {
+            call: _part(state, sent[call], "running")
+            for call, state in states.items()
+            if state and state.detokenizer.num_output_tokens() > sent[call]
+        }
 
     def progress(self) -> EngineProgress:
         scheduler = self._llm.engine_core.engine_core.scheduler
@@ -195,21 +179,19 @@ class Core:
     def _warm_up(self) -> None:
         # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
-        self.add(VllmGenerate(call=0, session="", prompt_ids=[0, 1, 2], sampling=sampling))
-        self.add(VllmScore(call=1, token_ids=[0, 1, 2]))
+        self.add(0, Generate(session="", prompt_ids=[0, 1, 2], sampling=sampling))
+        self.add(1, Score(token_ids=[0, 1, 2]))
         while self.busy:
             self.step()
         self._finished_tokens = 0
 
-    def _answer(self, output: RequestOutput) -> VllmGenerated | Scored:
-        running = self._calls.pop(output.request_id)
-        completion = output.outputs[0]
-        if isinstance(running.message, VllmScore):
-            return Scored(call=running.message.call, logprobs=list(output.prompt_logprobs.logprobs))
+    def _finished(self, output: RequestOutput) -> tuple[int, Answer | list[float]]:
+        call, completion = int(output.request_id), output.outputs[0]
+        if isinstance(self._calls.pop(call).question, Score):
+            return call, list(output.prompt_logprobs.logprobs)
         token_ids = list(completion.token_ids)
         self._finished_tokens += len(token_ids)
-        return VllmGenerated(
-            call=running.message.call,
+        return call, Answer(
             token_ids=token_ids,
             logprobs=list(completion.logprobs.logprobs) if token_ids else [],
             version_spans=_spans(completion.weight_versions),
@@ -217,22 +199,31 @@ class Core:
             prompt_cached=output.num_cached_tokens or 0,
         )
 
-    def _partial(self, running: _Running) -> RequestOutput | None:
-        state = self._llm.output_processor.request_states.get(running.internal_id)
-        return state and state.make_request_output(
-            new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
-        )
-
-    def _resume_text(self, running: _Running, message: VllmGenerate) -> None:
+    def _resume_text(self, internal_id: str, question: Generate) -> None:
         """Put the text that another node sampled before the request's own: a stop string may begin there."""
-        window = max(len(stop.encode()) for stop in message.sampling.stop) + _SLACK_TOKENS
-        tail = message.prompt_ids[-min(window, message.sampling.resumed) :]
-        detokenizer = self._llm.output_processor.request_states[running.internal_id].detokenizer
+        window = max(len(stop.encode()) for stop in question.sampling.stop) + _SLACK_TOKENS
+        tail = question.prompt_ids[-min(window, question.sampling.resumed) :]
+        detokenizer = self._llm.output_processor.request_states[internal_id].detokenizer
         detokenizer.output_text = self._llm.get_tokenizer().decode(tail)
 
+    def _state(self, running: _Running) -> Any:
+        """Return vLLM's RequestState; None when the request has ended."""
+        return self._llm.output_processor.request_states.get(running.internal_id)
+
     def _sampled(self, running: _Running) -> int:
-        state = self._llm.output_processor.request_states.get(running.internal_id)
+        state = self._state(running)
         return state.detokenizer.num_output_tokens() if state else 0
+
+
+def _part(state: Any, first: int, reason: str) -> Answer:
+    """Return what the request of a RequestState has from token number `first` on."""
+    return Answer(
+        token_ids=list(state.detokenizer.output_token_ids[first:]),
+        logprobs=list(state.logprobs_processor.logprobs.logprobs[first:]) if state.logprobs_processor.logprobs else [],
+        version_spans=_spans(state._weight_version_spans(), first),
+        finish_reason=reason,
+        prompt_cached=state.num_cached_tokens or 0,
+    )
 
 
 def _engine_arguments(setup: Setup, config: InferenceConfig, *, on_cpu: bool) -> list[str]:

@@ -12,7 +12,7 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,9 @@ from composer_prime.errors import BadRequestError, DeadlineError, EngineError, W
 from composer_prime.model_source import check_model_folder, tensor_shapes, text_settings, vocabulary_size
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
 from inference.engines.base import (
-    EngineCompletion,
     EngineStats,
     ReadBack,
     check_prompt,
@@ -36,13 +36,13 @@ from inference.engines.base import (
     refuse_misfits,
 )
 from inference.engines.vllm import messages
-from inference.engines.vllm.patch_file import save_patch
 from inference.snapshot import save_snapshot
 
 if TYPE_CHECKING:
     import torch
 
 _EXIT_GRACE_S = 5.0
+_SWAP_LIMIT = "inference.vllm.swap_timeout_s"
 
 
 class VllmEngine:
@@ -62,9 +62,9 @@ class VllmEngine:
         self._listener: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._failure: EngineError | None = EngineError("the vLLM engine has not been started: call start() first")
-        self._draining = self._takes_patches = False
+        self._draining = False
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._generating: dict[str, int] = {}
         self._progress = messages.EngineProgress(running=0, kv_used=0.0, kv_tokens=0, sampled=0)
         self._rate_from = (time.monotonic(), 0)
@@ -100,9 +100,7 @@ class VllmEngine:
             await self.close()
             raise
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
-    ) -> EngineCompletion:
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Answer:
         """See Engine. Also raises BadRequestError when vLLM refuses, EngineError when it is gone or draining."""
         if self._failure is not None:
             raise self._failure
@@ -114,29 +112,25 @@ class VllmEngine:
             raise BadRequestError(f"request id {request_id!r} is in use: give each request its own")
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        number = next(self._numbers)
-        self._generating[request_id] = number
-        message = messages.VllmGenerate(call=number, session=session, prompt_ids=prompt_ids, sampling=clipped)
+        self._generating[request_id] = number = next(self._numbers)
+        question = messages.Generate(session=session, prompt_ids=prompt_ids, sampling=clipped)
         try:
-            done = await self._call(message)
+            return await self._ask(question, Answer, number=number)
         except asyncio.CancelledError:
             self._send(messages.Abort(call=number))
             raise
         finally:
             del self._generating[request_id]
-        return _completion(done)
 
-    async def progress(self, sent: Mapping[str, int]) -> dict[str, EngineCompletion]:
+    async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
         """See Engine. Raises EngineError when vLLM is gone, or silent for inference.vllm.swap_timeout_s."""
         names = {number: name for name, number in self._generating.items() if name in sent}
-        numbers = {number: sent[name] for number, name in names.items()}
-        message = messages.ReadAnswers(call=next(self._numbers), sent=numbers)
-        limit, what = self._inference.vllm.swap_timeout_s, "what vLLM has sampled (inference.vllm.swap_timeout_s)"
+        question = messages.ReadAnswers(sent={number: sent[name] for number, name in names.items()})
         try:
-            done = await self._within(self._call(message), limit, what)
+            parts = await self._ask(question, dict[int, Answer], "tell what it has sampled")
         except DeadlineError as error:
             raise EngineError(str(error)) from None
-        return {names[part.call]: _completion(part) for part in done.parts}
+        return {names[number]: part for number, part in parts.items()}
 
     async def cancel(self, request_id: str) -> None:
         """See Engine. An unknown id is ignored: the request may have ended just now."""
@@ -144,11 +138,9 @@ class VllmEngine:
             self._send(messages.Abort(call=number))
 
     async def load_weights(
-        self, version: int, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+        self, version: int, tensors: Mapping[str, torch.Tensor], begin: Callable[[], None] = lambda: None
     ) -> None:
         """See Engine. The tensors pass through a private safetensors file, written while sampling continues.
-
-        It holds what changed since `base`, where that is less and vLLM takes it.
 
         Raises MisfitError, before anything changes, when names or shapes differ from the model folder's, and
         DeadlineError after inference.vllm.swap_timeout_s.
@@ -167,39 +159,24 @@ class VllmEngine:
         )
         path = self._private.path / f"v{version}.safetensors"
         try:
-            patched = await asyncio.to_thread(self._save, tensors, base, path)
-            message = messages.LoadWeights(call=next(self._numbers), version=version, path=str(path), patched=patched)
-            limit = self._inference.vllm.swap_timeout_s
-            await self._within(self._call(message), limit, f"vLLM to load v{version} (inference.vllm.swap_timeout_s)")
+            await asyncio.to_thread(save_snapshot, tensors, path)
+            begin()
+            await self._ask(messages.Load(version=version, path=str(path)), None, f"load v{version}")
             self.version = version
         finally:
             path.unlink(missing_ok=True)
 
-    def _save(
-        self, tensors: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None, path: Path
-    ) -> dict[str, list[int]] | None:
-        """Return LoadWeights.patched of the file that is written."""
-        if self._takes_patches and base is not None and save_patch(base, tensors, path):
-            return {name: list(shape) for name, shape in published_shapes(tensors).items()}
-        save_snapshot(tensors, path)
-        return None
-
     async def read_back(self, names: list[str]) -> list[ReadBack]:
         """See Engine. Raises DeadlineError after vllm.swap_timeout_s."""
-        message = messages.ReadParameters(call=next(self._numbers), names=names)
-        limit = self._inference.vllm.swap_timeout_s
-        done = await self._within(self._call(message), limit, "vLLM to read weights (inference.vllm.swap_timeout_s)")
-        return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in done.parts]
+        parts = await self._ask(messages.ReadBack(names=names), list[tuple[list[str], str, str]], "read its parameters")
+        return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in parts]
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """See Engine. Raises DeadlineError after inference.vllm.swap_timeout_s."""
         if self._failure is not None:
             raise self._failure
         check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
-        message = messages.VllmScore(call=next(self._numbers), token_ids=token_ids)
-        limit = self._inference.vllm.swap_timeout_s
-        done = await self._within(self._call(message), limit, "vLLM to score (inference.vllm.swap_timeout_s)")
-        return done.logprobs
+        return await self._ask(messages.Score(token_ids=token_ids), list[float], "score")
 
     async def drain(self) -> None:
         self._draining = True
@@ -236,23 +213,24 @@ class VllmEngine:
             if self._private is not None:
                 self._private.close()
 
-    async def _call(
-        self,
-        message: messages.VllmGenerate
-        | messages.VllmScore
-        | messages.LoadWeights
-        | messages.ReadParameters
-        | messages.ReadAnswers,
+    async def _ask(
+        self, question: messages.Question, answer: Any, what: str | None = None, number: int | None = None
     ) -> Any:
+        """Return the child's reply, decoded as `answer`. With `what` it has to come within swap_timeout_s."""
         if self._failure is not None:
             raise self._failure
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[message.call] = future
+        number = next(self._numbers) if number is None else number
+        self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
-            self._send(message)
-            return await future
+            self._send(messages.Ask(call=number, question=question))
+            if what is None:
+                value = await future
+            else:
+                limit_s = self._inference.vllm.swap_timeout_s
+                value = await self._within(future, limit_s, f"vLLM to {what} ({_SWAP_LIMIT})")
+            return msgspec.msgpack.decode(value, type=answer)
         finally:
-            self._waiting.pop(message.call, None)
+            self._waiting.pop(number, None)
 
     def _send(self, message: messages.ToChild) -> None:
         if self._child is not None and self._failure is None:
@@ -285,24 +263,14 @@ class VllmEngine:
             case messages.EngineProgress():
                 self._progress = message
             case messages.EngineReady():
-                self._takes_patches = message.takes_patches
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
-            case messages.Failed():
-                self._settle(message.call, BadRequestError(f"vLLM refuses the request: {message.error}"))
-            case messages.Broken():
-                pass  # `_listen` has noted it.
-            case _:
-                self._settle(message.call, message)
-
-    def _settle(self, call: int, answer: Any) -> None:
-        future = self._waiting.get(call)
-        if future is None or future.done():
-            return
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+            case messages.Reply(call=call, value=value):
+                if (future := self._waiting.get(call)) is not None and not future.done():
+                    future.set_result(value)
+            case messages.Failed(call=call, error=text):
+                if (future := self._waiting.get(call)) is not None and not future.done():
+                    future.set_exception(BadRequestError(f"vLLM refuses the request: {text}"))
 
     def _fail(self, error: EngineError) -> None:
         """Fail what waits, and every later call, with `error`."""
@@ -312,16 +280,6 @@ class VllmEngine:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
-
-
-def _completion(done: messages.VllmGenerated) -> EngineCompletion:
-    return EngineCompletion(
-        token_ids=done.token_ids,
-        logprobs=done.logprobs,
-        version_spans=done.version_spans,
-        finish_reason=done.finish_reason,
-        prompt_cached=done.prompt_cached,
-    )
 
 
 @dataclass(frozen=True, slots=True)

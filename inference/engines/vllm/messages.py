@@ -1,10 +1,11 @@
 """Messages between a node and its vLLM child: msgpack with a length in front, over a socket pair.
 
-    node --Setup--> child --Ready--> node
-    node --Generate|Abort|Score|Load|Read--> child --Generated|Scored|Loaded|Parameters|Failed|Progress|Broken--> node
-    node --ReadAnswers--> child --Answers--> node        what running requests have so far
+    node --Setup--> child --EngineReady--> node
+    node --Ask--> child --Reply|Failed--> node        one reply to each, by its number
+    node --Abort--> child                             the Ask that it names is answered with what there is
+    child --EngineProgress|Broken--> node
 
-`call` numbers a request within the connection. An answer to an unknown call is dropped.
+An answer to an unknown call is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable
 import msgspec
 
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.types import VersionSpan
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 256 << 20
@@ -30,8 +30,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     """The [inference] section as JSON."""
 
 
-class VllmGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    call: int
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """Reply: an Answer."""
+
     session: str
     """Names the conversation."""
     prompt_ids: list[int]
@@ -39,44 +40,50 @@ class VllmGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     sampling: Sampling
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    """End a generate call early. It answers with the tokens it has."""
+class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+    """Reply: logprobs [T - 1]."""
 
-    call: int
-
-
-class VllmScore(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
-    call: int
     token_ids: list[int]
     """[T]."""
 
 
-class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    call: int
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Reply: None once the version is in use."""
+
     version: int
     path: str
-    """A safetensors file of whole tensors, or one of patch_file.py."""
-    patched: dict[str, list[int]] | None = None
-    """The shapes of the tensors that it patches; None: it has them whole."""
+    """A safetensors file of whole tensors."""
 
 
-class ReadParameters(msgspec.Struct, frozen=True, kw_only=True, tag="read_parameters"):
-    call: int
+class ReadBack(msgspec.Struct, frozen=True, kw_only=True, tag="read_back"):
+    """Reply: names, type and checksum of each parameter. The checksum is hexadecimal: it has 64 bits without a sign."""
+
     names: list[str]
     """Of published tensors."""
 
 
 class ReadAnswers(msgspec.Struct, frozen=True, kw_only=True, tag="read_answers"):
-    call: int
+    """Reply: by call, an Answer with what it has beyond the tokens that the node has. Of calls without more, none."""
+
     sent: dict[int, int]
-    """How many tokens of each generate call the node has."""
+    """How many tokens of each Generate the node has."""
+
+
+Question = Generate | Score | Load | ReadBack | ReadAnswers
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    call: int
+    """Numbers it within the connection."""
+    question: Question
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    call: int
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """vLLM serves."""
-
-    takes_patches: bool = False
-    """Whether versions may be loaded as patches of the one in use."""
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
@@ -85,38 +92,9 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
     error: str
 
 
-class VllmGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     call: int
-    token_ids: list[int]
-    """[T_new]."""
-    logprobs: list[float]
-    """[T_new]."""
-    version_spans: list[VersionSpan]
-    finish_reason: str
-    """`running` in a part of an answer."""
-    prompt_cached: int
-
-
-class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
-    call: int
-    logprobs: list[float]
-    """[T - 1]."""
-
-
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    call: int
-
-
-class Parameters(msgspec.Struct, frozen=True, kw_only=True, tag="parameters"):
-    call: int
-    parts: list[tuple[list[str], str, str]]
-    """Names, type and checksum (hexadecimal: it has 64 bits without a sign) of each."""
-
-
-class Answers(msgspec.Struct, frozen=True, kw_only=True, tag="answers"):
-    call: int
-    parts: list[VllmGenerated]
-    """Beyond the tokens that the node has; of calls that have no more, none."""
+    value: msgspec.Raw
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -133,14 +111,14 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Tokens sampled since the start."""
 
 
-ToChild = Setup | VllmGenerate | Abort | VllmScore | LoadWeights | ReadParameters | ReadAnswers
-FromChild = EngineReady | Broken | VllmGenerated | Scored | Loaded | Parameters | Answers | Failed | EngineProgress
+ToChild = Setup | Ask | Abort
+FromChild = EngineReady | Broken | Reply | Failed | EngineProgress
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode
 from_child: Callable[[bytes], FromChild] = msgspec.msgpack.Decoder(FromChild).decode
 
 
 def frame(message: ToChild | FromChild) -> bytes:
-    body = _encoder.encode(message)
+    body = encode(message)
     return LENGTH.pack(len(body)) + body

@@ -21,18 +21,12 @@ import threading
 import time
 from contextlib import closing
 
+import msgspec
+
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
-from inference.engines.vllm.messages import (
-    Abort,
-    LoadWeights,
-    ReadAnswers,
-    ReadParameters,
-    Setup,
-    VllmGenerate,
-    VllmScore,
-)
+from inference.engines.vllm.messages import Abort, Ask, Generate, Load, ReadAnswers, ReadBack, Score, Setup
 
 PROGRESS_S = 0.1
 EXIT_GRACE_S = 5.0
@@ -99,7 +93,7 @@ class Server:
         self._link = link
         self.core = Core(setup, config, on_cpu=on_cpu)
         self._reported = 0.0
-        link.send(messages.EngineReady(takes_patches=self.core.takes_patches))
+        link.send(messages.EngineReady())
 
     def run(self) -> None:
         """Work until the node closes the connection. An error of the engine ends the process."""
@@ -108,49 +102,34 @@ class Server:
             while (message := self._link.receive(wait=wait)) is not None:
                 self._handle(message)
                 wait = False
-            for answer in self.core.step():
-                self._link.send(answer)
+            for call, value in self.core.step():
+                self._reply(call, value)
             self._report()
 
     def _handle(self, message: messages.ToChild) -> None:
         match message:
-            case VllmGenerate() | VllmScore():
+            case Ask(call=call, question=Generate() | Score() as question):
                 try:
-                    self.core.add(message)
+                    self.core.add(call, question)
                 except BadRequestError as error:
-                    self._link.send(messages.Failed(call=message.call, error=str(error)))
-            case Abort():
-                if (answer := self.core.abort(message.call)) is not None:
-                    self._link.send(answer)
-            case LoadWeights():
-                self._load(message)
-            case ReadParameters():
-                self._read_back(message)
-            case ReadAnswers():
-                self._link.send(messages.Answers(call=message.call, parts=self.core.parts(message.sent)))
+                    self._link.send(messages.Failed(call=call, error=str(error)))
+            case Ask(call=call, question=Load(version=version, path=path)):
+                self.core.load(version, path)
+                self._reply(call, None)
+            case Ask(call=call, question=ReadAnswers(sent=sent)):
+                self._reply(call, self.core.parts(sent))
+            case Ask(call=call, question=ReadBack(names=names)):
+                try:
+                    self._reply(call, self.core.read_back(names))
+                except Exception as error:  # Sampling continues.
+                    log.exception("the parameters cannot be read back")
+                    self._link.send(messages.Failed(call=call, error=f"reading its parameters: {error!r}"))
+            case Abort(call=call):
+                if (answer := self.core.abort(call)) is not None:
+                    self._reply(call, answer)
 
-    def _load(self, message: LoadWeights) -> None:
-        """Load a version. A failed patch leaves mixed weights: the reply reports it, and the node loads whole ones."""
-        if message.patched is None:
-            self.core.load(message.version, message.path)
-            self._link.send(messages.Loaded(call=message.call))
-            return
-        try:
-            self.core.load(message.version, message.path, message.patched)
-            answer = messages.Loaded(call=message.call)
-        except Exception as error:
-            log.exception("the patch to v%d broke off", message.version)
-            answer = messages.Failed(call=message.call, error=f"patching its weights: {error!r}")
-        self._link.send(answer)
-
-    def _read_back(self, message: ReadParameters) -> None:
-        """Reply with the parameters, or with the error that kept them from being read. Sampling continues."""
-        try:
-            answer = messages.Parameters(call=message.call, parts=self.core.read_back(message.names))
-        except Exception as error:
-            log.exception("the parameters cannot be read back")
-            answer = messages.Failed(call=message.call, error=f"reading its parameters: {error!r}")
-        self._link.send(answer)
+    def _reply(self, call: int, value: object) -> None:
+        self._link.send(messages.Reply(call=call, value=msgspec.Raw(messages.encode(value))))
 
     def _report(self) -> None:
         now = time.monotonic()

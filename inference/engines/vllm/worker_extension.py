@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from composer_prime.wire.node import Sampling
 from inference.engines.sampling import SamplingRows, sample
-from inference.engines.vllm.patch_file import INDICES, VALUES
 from inference.engines.vllm.rank_sums import Held
 from inference.snapshot import word_sum
 
-_PATCH_LOADER = "vllm.model_executor.model_loader.checkpoint_weight_patch"
-"""Releases differ in it: without it all versions are loaded whole."""
 _RULE = "draw"
 """Key of a request's extra arguments that holds what `rule_arguments` returns."""
 _ANY_DRAW = (1.0, 0, 1.0, 0)
@@ -94,8 +89,6 @@ class NodeWorker:
     """Methods that every worker offers to the engine's collective_rpc."""
 
     model_runner: Any
-    model_config: Any
-    device: torch.device
 
     def draw_by_rule(self) -> None:
         """Replace vLLM's sampler. Requests carry `rule_arguments`."""
@@ -104,28 +97,6 @@ class NodeWorker:
     def load_from_file(self, path: str) -> None:
         """Replace the weights with those of the safetensors file at `path`, named as in the Hugging Face model."""
         self.model_runner.reload_weights(weights_iterator=_tensors(path))
-        self._repack_tied_heads()
-
-    def takes_patches(self, names: list[str]) -> bool:
-        """Whether this release has a patch loader, and the published tensors `names` lie in memory as published.
-
-        MLA models take none: vLLM derives more tensors from their weights, which a patch would not update.
-        """
-        held = {source for sources, _ in self._readable(names) for source in sources}
-        return find_spec(_PATCH_LOADER) is not None and not self.model_config.use_mla and held.issuperset(names)
-
-    def patch_from_file(self, path: str, shapes: dict[str, list[int]]) -> None:
-        """Put the values of a file of patch_file.py in place, a tensor at a time: the loader fills it with NaN first.
-
-        After an error the weights are a mixture.
-        """
-        loader, model = import_module(_PATCH_LOADER), self.model_runner.get_model()
-        with safe_open(path, framework="pt", device=str(self.device)) as file:
-            for name, shape in shapes.items():
-                indices, values = file.get_tensor(name + INDICES), file.get_tensor(name + VALUES)
-                if len(indices):
-                    patch = loader.CheckpointWeightPatch(name, tuple(shape), values.dtype, values, indices)
-                    loader.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
         self._repack_tied_heads()
 
     def read_parameters(self, names: list[str]) -> list[Held]:
