@@ -55,7 +55,7 @@ def prepare(root: Path) -> None:
     for version in (1, 2):
         tensors = {name: tensor * 1.001 for name, tensor in tensors.items()}
         manifest = Manifest(
-            run_id="bench", version=version, parent=None, kind="anchor", dtype="float32",
+            run_id="bench", version=version, kind="anchor", dtype="float32",
             chunks=store.put_chunks(save(tensors)), tensors=dict.fromkeys(tensors, ""),
             canary=Canary(token_ids=CANARY_IDS, logprobs=[-10.0] * (len(CANARY_IDS) - 1)),
         )  # fmt: skip

@@ -15,24 +15,20 @@ rate, of the last step:
     full        the file in bfloat16
     zstd        the file, level 3
     xor + zstd  file XOR file of the version before, level 3
-    delta       what a node pulls that has the version before
-    overlay     what a node pulls that has the anchor (the first version) but none between; beside it `full` for one
-                that has nothing
+    patch       what a node pulls that has the anchor (the first version); beside it `full` for one that has nothing
 
-`node memory` is the peak of a process that applies the last delta and reads all tensors, over that before, in sizes of
-the snapshot. `pause` is what sampling waits for: reading all tensors through the overlay into those in use, against a
+`node memory` is the peak of a process that takes the last version and reads all tensors, over that before, in sizes of
+the snapshot. `pause` is what sampling waits for: reading all tensors through the patch into those in use, against a
 copy in memory. What the training step waits for is in benchmarks/publication_stall.py. With --cut every so many reads
 of the node break off and are taken up again; --steps 200 --cut 7 is the long test of bits. Every version is compared
 bit for bit, and one that differs ends the benchmark with an error.
 
-The exit status is 1 when the delta is more than 1/100 of the whole at a learning rate of 1e-6 or 1/30 at 1e-5, or when
-the node's process grows by more than 1.3 snapshots (but not with the tiny model, whose snapshot is smaller than what a
-process takes anyway).
+The exit status is 1 when the patch of one step is more than 1/100 of the whole at a learning rate of 1e-6 or 1/30 at
+1e-5, or when the node's process grows by more than 1.3 snapshots (but not with the tiny model, whose snapshot is
+smaller than what a process takes anyway).
 
-With `--engine vllm` it measures what vLLM does instead: each version is put into one engine twice, as a patch of the
-version before and whole, and its parameters must have the published sums each time. `file` is what passes from the node
-to vLLM, `pause` the time in which vLLM samples nothing. Its linear layers compute with plain weights, as on a GPU
-(tests/engines/plain_worker.py). Then whole versions once more with packed ones, which is how vLLM serves on a CPU.
+With `--engine vllm` it measures swaps in vLLM, whose parameters must have the published sums each time. `file` is what
+passes from the node to vLLM, `pause` the time in which vLLM samples nothing.
 """
 
 from __future__ import annotations
@@ -55,19 +51,18 @@ import msgspec
 import torch
 import zstandard
 
-from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.weights import Canary, Manifest, WeightStore
 from inference.engines.vllm.engine import VllmEngine
-from inference.engines.vllm.messages import LoadWeights
 from inference.snapshot import Snapshot
 from inference.versions import ChunkSource, FolderSource, VersionFolder
 from trainer.weights.version_file import VersionWriter
 
 Tensors = dict[str, torch.Tensor]
 LEAST_RATIOS = {1e-6: 100.0, 1e-5: 30.0}
-"""The whole over the delta, by learning rate."""
+"""The whole over the patch of one step, by learning rate."""
 MEMORY_TARGET = 1.3
 _BLOCK = 1 << 24
 """Elements that are made or compared at a time."""
@@ -157,7 +152,7 @@ class Breaking(ChunkSource):
 
 def described(version: int) -> Manifest:
     return Manifest(
-        run_id="sync", version=version, parent=None, kind="anchor", dtype="bfloat16", chunks=[], tensors={},
+        run_id="sync", version=version, kind="anchor", dtype="bfloat16", chunks=[], tensors={},
         canary=Canary(token_ids=[0, 1], logprobs=[0.0]),
     )  # fmt: skip
 
@@ -188,6 +183,8 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
         start, pulled = time.perf_counter(), node.bytes_pulled
         snapshot = brought(node, manifest)
         apply_s = time.perf_counter() - start
+        if step == 1:
+            figures["first"] = sum(ref.size for ref in manifest.patch)
         if step == steps and last is not None:
             figures |= _sizes(last, tensors)
         node.settle(manifest)
@@ -199,8 +196,7 @@ def measure(versions: Iterator[Tensors], steps: int, folder: Path, cut: int) -> 
     figures |= {"pause": _copy_s(snapshot, shapes), "copy": _copy_s(tensors, shapes), "broken": source.broken}
     node.close()
     return figures | {
-        "delta": node.bytes_pulled - pulled,
-        "overlay": sum(ref.size for ref in manifest.overlay),
+        "patch": node.bytes_pulled - pulled,
         "encode": encode_s,
         "apply": apply_s,
         "memory": _node_memory(folder, steps),
@@ -211,61 +207,37 @@ def verdicts(model: str, lr: float, of: dict[str, float]) -> list[tuple[str, boo
     """Return each aim beside what was measured, in words, and whether it is met."""
     answers, name = [], f"{model}, lr {lr:g}"
     if least := LEAST_RATIOS.get(lr):
-        ratio = of["full"] / of["delta"]
-        answers.append((f"{name}: delta 1 : {ratio:.0f}, at least 1 : {least:.0f}", ratio >= least))
+        ratio = of["full"] / of["first"] if of["first"] else 1.0
+        answers.append((f"{name}: patch of a step 1 : {ratio:.0f}, at least 1 : {least:.0f}", ratio >= least))
     if model != "tiny":
         grown = of["memory"] / of["full"]
         answers.append((f"{name}: node memory {grown:.2f} snapshots, at most {MEMORY_TARGET}", grown <= MEMORY_TARGET))
     return answers
 
 
-class TimedEngine(VllmEngine):
-    """vLLM that notes each swap: bytes of the file, seconds until it is in use."""
-
-    swaps: list[tuple[int, float]]
-
-    async def _call(self, message: object) -> object:
-        start = time.perf_counter()
-        answer = await super()._call(message)
-        if isinstance(message, LoadWeights):
-            self.swaps.append((Path(message.path).stat().st_size, time.perf_counter() - start))
-        return answer
-
-
-async def swap(model: Path, versions: Iterator[Tensors], steps: int, folder: Path, *, plain: bool) -> list[str]:
-    """Return a line for each way of a swap: medians over the steps."""
-    words = ["--worker-extension-cls", "tests.engines.plain_worker.PlainWorker"] if plain else []
-    config = InferenceConfig(engine="vllm", dtype="bfloat16", threads=1, vllm=VllmEngineConfig(extra_args=words))
-    engine = TimedEngine(model, config, 512)
-    node, writer = (
-        VersionFolder(FolderSource(store := WeightStore(folder / "weights")), folder),
-        VersionWriter(store, 99),
-    )
+async def swap(model: Path, versions: Iterator[Tensors], steps: int, folder: Path) -> str:
+    """Return the medians over the steps, in words."""
+    engine = VllmEngine(model, InferenceConfig(engine="vllm", dtype="bfloat16", threads=1), 512)
+    store = WeightStore(folder / "weights")
+    node, writer = VersionFolder(FolderSource(store), folder), VersionWriter(store, 99)
     await engine.start()
-    base, rows = None, dict[str, list[tuple[float, ...]]]()
+    rows = []
     for step in range(steps + 1):
-        manifest = writer.write(
-            described(step), {name: each.to(torch.bfloat16) for name, each in next(versions).items()}
+        tensors = {name: each.to(torch.bfloat16) for name, each in next(versions).items()}
+        manifest = writer.write(described(step), tensors)
+        start, began = time.perf_counter(), [0.0]
+        await engine.load_weights(
+            step, await node.fetch(manifest), lambda began=began: began.append(time.perf_counter())
         )
-        tensors = await node.fetch(manifest)
-        for way in ("patch", "whole") if plain and base is not None else ("whole",):
-            engine.swaps, start = [], time.perf_counter()
-            await engine.load_weights(step, tensors, base if way == "patch" else None)
-            ((size, pause_s),) = engine.swaps
-            rows.setdefault(way, []).append((size, time.perf_counter() - start - pause_s, pause_s))
-            for part in await engine.read_back(list(tensors)):
-                if part.checksum != sum(int(manifest.tensors[name], 16) for name in part.names) % (1 << 64):
-                    raise SystemExit(f"version {step}, {way}: the engine holds other values in {part.names}")
+        rows.append((began[-1] - start, time.perf_counter() - began[-1]))
+        for part in await engine.read_back(list(tensors)):
+            if part.checksum != sum(int(manifest.tensors[name], 16) for name in part.names) % (1 << 64):
+                raise SystemExit(f"version {step}: the engine holds other values in {part.names}")
         node.settle(manifest)
-        base = tensors
     await engine.close()
     node.close()
-    medians = {way: [statistics.median(column) for column in zip(*of, strict=True)] for way, of in rows.items()}
-    return [
-        f"  {way} into {'plain' if plain else 'packed'} weights: file {size / 1e6:.2f} MB, written in {write_s:.2f} s, "
-        f"pause {pause_s:.2f} s"
-        for way, (size, write_s, pause_s) in medians.items()
-    ]
+    before_s, pause_s = [statistics.median(column) for column in zip(*rows, strict=True)]
+    return f"  pulled and written in {before_s:.2f} s, pause {pause_s:.2f} s"
 
 
 def _sizes(old: Snapshot, new: Tensors) -> dict[str, float]:
@@ -326,19 +298,15 @@ def take_last_version(folder: Path, last: int) -> None:
     node.close()
 
 
-def swap_both_ways(model: str, lr: float, steps: int) -> None:
+def measure_swaps(model: str, lr: float, steps: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    for plain in (True, False):
-        with tempfile.TemporaryDirectory() as name:
-            os.environ["TEST_WORKER"] = name
-            folder = resolve_model(model)
-            lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            ids = torch.randint(0, lm.config.vocab_size, (1024,))
-            lines = asyncio.run(swap(folder, trained(lm, ids, lr), steps, Path(name), plain=plain))
-        if plain:
-            print(f"{model} in vLLM, lr {lr:g}, medians of {steps} steps, load {os.getloadavg()[0]:.0f}")
-        print("\n".join(lines), flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = resolve_model(model)
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.randint(0, lm.config.vocab_size, (1024,))
+        line = asyncio.run(swap(folder, trained(lm, ids, lr), steps, Path(name)))
+    print(f"{model} in vLLM, lr {lr:g}, medians of {steps} steps, load {os.getloadavg()[0]:.0f}\n{line}", flush=True)
 
 
 def main() -> int:
@@ -365,7 +333,7 @@ def main() -> int:
         if options.model == "qwen3-8b":
             parser.error("--model qwen3-8b has shapes only: give tiny or smollm2 to --engine")
         for lr in options.lr:
-            swap_both_ways(options.model, lr, options.steps)
+            measure_swaps(options.model, lr, options.steps)
         return 0
     answers = []
     for lr in options.lr:
@@ -377,7 +345,7 @@ def main() -> int:
             of = measure(versions, options.steps, Path(name), options.cut)
         print(f"{options.model}, lr {lr:g}, step {options.steps}: {of['changed']:.2f} % of the values changed, "
               f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
-        for way in ("full", "zstd", "xor + zstd", "delta", "overlay"):
+        for way in ("full", "zstd", "xor + zstd", "patch"):
             ratio = of["full"] / of[way] if of[way] else 0
             print(
                 f"  {way:11} {of[way] / 1e6:9.3f} MB" + (f"   1 : {ratio:.0f}" if ratio else "   none: written whole")

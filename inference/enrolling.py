@@ -32,14 +32,12 @@ from composer_prime.address import tcp_address
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, InviteError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair, write_secret
 from composer_prime.run.node_registry import utc_text
-from composer_prime.run.weights import Manifest, open_signed
+from composer_prime.run.weights import Manifest, ModelFile, open_model_files, open_signed
 from composer_prime.wire.enrollment import (
     PROTOCOL,
     Enroll,
     Enrolled,
     Invite,
-    ModelFile,
-    ModelFiles,
     NodeMachine,
     release,
 )
@@ -258,7 +256,8 @@ def model_files(invite: Invite, answer: Enrolled, manifest: Manifest) -> list[Mo
 
     Raises WireError, SignatureError.
     """
-    files = ModelFiles.open_signed(answer.model, invite.verify_key, run_id=invite.run_id).files
+    key = Ed25519PublicKey.from_public_bytes(invite.verify_key)
+    files = open_model_files(answer.model, key, run_id=invite.run_id).files
     if manifest.kind != "adapters":
         return [file for file in files if not file.name.endswith((".safetensors", ".safetensors.index.json"))]
     if files and not any(file.name.endswith(".safetensors") for file in files):
@@ -271,8 +270,9 @@ def model_files(invite: Invite, answer: Enrolled, manifest: Manifest) -> list[Mo
 
 def check_room(state: NodeState, manifest: Manifest, files: Sequence[ModelFile]) -> None:
     """Raise ConfigError when what has to be pulled and made does not fit on the disk."""
-    chunks = {ref.sha256: ref.size for ref in [*manifest.chunks, *manifest.overlay]}
+    chunks = {ref.sha256: ref.size for ref in manifest.files}
     needed = sum(chunks.values()) * (1 if manifest.kind == "adapters" else 2) + sum(file.size for file in files)
+    needed += max((file.size for file in files), default=0)  # its chunks, beside the file that they become
     check_disk(shutil.disk_usage(state.path).free, needed - state.held_bytes(), state.path)
 
 

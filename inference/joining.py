@@ -30,7 +30,6 @@ import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from composer_prime.address import Address, is_loopback, tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, console_script, duration_s, pluralize
@@ -39,8 +38,8 @@ from composer_prime.host import cuda_visible_devices, module_file
 from composer_prime.run.keys import TOKEN_VARIABLE
 from composer_prime.run.process import child_options, end_with_parent, exit_text, signal_session, stop
 from composer_prime.run.retry import Restarts, backoff_s
-from composer_prime.run.weights import Manifest
-from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, ModelFile, NodeMachine
+from composer_prime.run.weights import Manifest, ModelFile
+from composer_prime.wire.enrollment import INVITE_PREFIX, INVITE_VARIABLE, Invite, NodeMachine
 from inference.enrolling import (
     EnrolledNode,
     NodeState,
@@ -143,11 +142,6 @@ def join_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights-from", action="append", metavar="URL", help="download weights from here: http(s)://, s3://, ..."
     )
-    parser.add_argument(
-        "--relay",
-        metavar="HOST:PORT",
-        help="serve this node's weights to others over HTTP; further nodes of the machine use the next ports",
-    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings and stop")
     parser.add_argument("--slot", type=int, help=argparse.SUPPRESS)  # Which node of the machine this process is.
     parser.add_argument("--tensor-parallel", type=int, help=argparse.SUPPRESS)
@@ -155,11 +149,17 @@ def join_parser() -> argparse.ArgumentParser:
 
 
 def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
-    """Return `values`, the run's own settings, with those of the options on top. Raises ConfigError."""
+    """Return `values`, the run's own settings, with those of the options on top. Raises ConfigError.
+
+    The run chooses no code of this machine: an engine by its import path comes from the operator alone.
+    """
+    values = {key: value for key, value in values.items() if key != "engine_settings"}
+    if ":" in str(values.get("engine")):
+        del values["engine"]
     if options.settings is not None:
         run = Layer(origin="the run", values={"inference": values})
         values = merge_layers([run, *read_with_bases(str(options.settings))])["inference"]
-    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from", "relay"):
+    for key in ("engine", "device", "dtype", "threads", "max_concurrent", "usd_per_hour", "weights_from"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)
     if options.tensor_parallel is not None:
@@ -192,11 +192,6 @@ async def _prepare(options: argparse.Namespace, invite: Invite, state: NodeState
     enrollment = await first_version(invite, state, slot, machine, patience_s, enrollment)
     answer, address = enrollment.answer, enrollment.address
     inference = join_config(options, json.loads(answer.inference))
-    if inference.relay is not None and is_loopback(address.rpartition(":")[0]):
-        logger.warning("this node serves no weights at %s: others cannot reach it", inference.relay)
-        inference = inference.model_copy(update={"relay": None})
-    if inference.relay is not None:
-        inference = inference.model_copy(update={"relay": relay_address(inference.relay, slot)})
     logger.info("node %s of run %s, enrolled at %s", answer.node_id, invite.run_id, address)
     refused, first_refused = 0, 0.0
     while True:
@@ -231,23 +226,17 @@ async def _pull(
 ) -> None:
     """Pull what the run named when node `slot` enrolled. Raises what `pull_model` and a source raise."""
     from inference.pulling import connected, pull_model
-    from inference.sources import RankedSources
+    from inference.sources import Sources
 
     # One at a time on this machine: what the first has pulled the others take.
     with state.locked("pull"):
         async with connected(enrollment, inference.chunk_timeout_s) as link:
-            sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from)
-            sources.learn(enrollment.answer.sources, [], enrollment.address.rpartition(":")[0])
+            sources = Sources(link, inference.chunk_timeout_s, inference.weights_from)
+            sources.learn(enrollment.answer.sources, enrollment.address.rpartition(":")[0])
             try:
                 await pull_model(sources, invite, enrollment, state, slot, link)
             finally:
                 await sources.close()
-
-
-def relay_address(relay: str, slot: int) -> str:
-    """Return where node `slot` relays: the nodes of a machine take one port after the other. Raises ConfigError."""
-    first = tcp_address(relay, "inference.relay", bind=True, scheme="")
-    return str(Address(first.host, first.port + slot)) if first.port else relay
 
 
 # ---- the parent: all nodes of the machine ----------------------------------------------------------------------------
@@ -397,8 +386,6 @@ def _plan(
     options: argparse.Namespace, machine: NodeMachine, inference: InferenceConfig, parameters: int = 0
 ) -> list[NodeShare]:
     """Return the nodes of this machine; `parameters` is 0 while unknown. Raises ConfigError."""
-    if inference.relay is not None:
-        relay_address(inference.relay, 0)
     return plan_nodes(
         machine,
         parameters,

@@ -59,7 +59,7 @@ from inference.engines.base import Engine
 from inference.link import GatewayLink
 from inference.progress import ProgressStreams
 from inference.receiver import Receiver
-from inference.sources import RankedSources
+from inference.sources import Sources
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,11 @@ class InferenceNode:
         *,
         max_context: int | None = None,
         device: ComputeDevice | None = None,
-        sources: RankedSources | None = None,
-        relay_port: int = 0,
+        sources: Sources | None = None,
     ) -> None:
         """`max_context`: the most tokens of prompt and answer that `engine` can hold; None to report no limit.
 
         `sources`: the receiver's sources, to which this node adds those that the gateway names; None to add none.
-        `relay_port`: the port at which this node serves chunks to other nodes; 0 for none.
         """
         self._max_context = max_context
         self._device = device
@@ -99,7 +97,6 @@ class InferenceNode:
         self._link = link
         self._receiver = receiver
         self._sources = sources
-        self._relay_port = relay_port
         self._config = config
         self._instance = secrets.token_hex(8)
         self._heartbeat_s = config.heartbeat_s
@@ -213,13 +210,12 @@ class InferenceNode:
         self._link.send(
             NodeHello(
                 node_id=self._id,
-                engine=self._config.engine,
+                engine=self._config.engine.replace(":", ".")[-40:],
                 run_id=self._welcome.run_id if self._welcome else None,
                 version=self._receiver.version,
                 max_concurrent=self._config.max_concurrent,
                 instance=self._instance,
                 max_context=self._max_context,
-                relay_port=self._relay_port,
                 device=self._device,
                 usd_per_hour=self._config.usd_per_hour,
                 keeps_conversations=self._config.keeps_conversations,
@@ -354,7 +350,7 @@ class InferenceNode:
         """End the node when its engine cannot score two tokens, so that the launcher may start it again."""
         try:
             await self._engine.score([0, 0])
-        except EngineError as dead:
+        except ComposerError as dead:  # Also no answer in time.
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(EngineError(f"the {self._config.engine} engine died: {dead}"))
         else:
@@ -366,7 +362,7 @@ class InferenceNode:
         """Note where weights are available, and trigger the installation of the newest manifest."""
         if self._sources is not None:
             host = urlsplit(self._link.endpoint or "").netloc.rpartition(":")[0]
-            self._sources.learn(message.sources, message.relays, host)
+            self._sources.learn(message.sources, host)
         if message.manifest:
             self._manifest = message.manifest
             self._new_manifest.set()

@@ -1,6 +1,6 @@
 """The model files and the newest version of a run, pulled into a folder that an engine can start from.
 
-What is there already stays: whole files, chunks, and the beginning of a chunk.
+Both come through a VersionFolder. What is there already stays: whole files, chunks, and the beginning of a chunk.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import asyncio
 import hashlib
 import logging
 import os
+import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from composer_prime.console import GIB
 from composer_prime.errors import ComposerError, CorruptWeightsError, DeadlineError
 from composer_prime.host import free_bytes
 from composer_prime.run.run_dir import write_atomic
-from composer_prime.run.weights import ChunkRef, Manifest
-from composer_prime.wire.enrollment import Invite, ModelFile
+from composer_prime.run.weights import ChunkRef, Manifest, ModelFile
+from composer_prime.wire.enrollment import Invite
 from inference.enrolling import EnrolledNode, NodeState, check_room, model_files, newest
 from inference.link import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
@@ -27,6 +30,7 @@ from inference.versions import ChunkSource, VersionFolder
 
 logger = logging.getLogger(__name__)
 
+Pulled = TypeVar("Pulled")
 _WEIGHTS = "model.safetensors"
 _TRIES = 10
 """Pulls in a row that brought nothing."""
@@ -73,16 +77,11 @@ async def pull_model(
     wanted = model_files(invite, enrollment.answer, manifest)
     await asyncio.to_thread(state.model.mkdir, parents=True, exist_ok=True)
     check_room(state, manifest, wanted)
-    for file in wanted:
-        part = state.model / f"{file.name}.part"
-        await _persistently(
-            lambda file=file: pull_file(link or source, file, state.model),
-            lambda part=part: part.stat().st_size if part.exists() else 0,
-        )
+    await pull_files(link or source, wanted, state)
     _link_chunks(state, slot, manifest)
     versions = await asyncio.to_thread(VersionFolder, source, state.model, kept=state.chunks(slot))
     async with _kept_by_run(manifest, link):
-        snapshot = await _persistently(lambda: versions.fetch(manifest), lambda: versions.bytes_pulled)
+        snapshot = await _persistently(versions, manifest.files, partial(versions.fetch, manifest))
     logger.info(
         "weights v%d are here: %.3f MB pulled and verified in %.2f s, %.1f GiB free on that disk",
         manifest.version, versions.bytes_pulled / 1e6, time.monotonic() - start, free_bytes(state.path) / GIB,
@@ -92,42 +91,35 @@ async def pull_model(
     return manifest
 
 
-async def pull_file(source: ChunkSource, file: ModelFile, folder: Path) -> None:
-    """Pull one model file unless it is there. Chunks that arrived whole before a failure stay.
+async def pull_files(source: ChunkSource, files: list[ModelFile], state: NodeState) -> None:
+    """Pull the model files that are not whole in the folder `state.model`, one after the other.
 
-    Raises CorruptWeightsError, or what the source raises.
+    Raises CorruptWeightsError, OSError, or what the source raises. What arrived before stays.
     """
-    target, part = folder / file.name, folder / f"{file.name}.part"
-    is_sized = target.exists() and target.stat().st_size == file.size
-    if is_sized and await asyncio.to_thread(_whole_chunks, target, file.chunks) == len(file.chunks):
-        return
-    done = await asyncio.to_thread(_whole_chunks, part, file.chunks)
-    with part.open("r+b" if part.exists() else "wb") as output:
-        output.truncate(sum(ref.size for ref in file.chunks[:done]))
-        output.seek(0, os.SEEK_END)
-        for ref in file.chunks[done:]:
-            data = bytearray()
-            while len(data) < ref.size:
-                piece = await source.read(ref.sha256, len(data))
-                if not piece:
-                    raise CorruptWeightsError(f"model file {file.name}: the source has no whole chunk {ref.sha256}")
-                data += piece
-            if hashlib.sha256(data).hexdigest() != ref.sha256:
-                raise CorruptWeightsError(f"model file {file.name}: chunk {ref.sha256} differs from its hash")
-            output.write(data)
-            output.flush()
+    held = state.path / "model-files"
+    pulled = await asyncio.to_thread(VersionFolder, source, state.model, kept=held)
+    for file in files:
+        target = state.model / file.name
+        if not await asyncio.to_thread(_is_whole, target, file):
+            what = f"model file {file.name}"
+            await _persistently(pulled, file.chunks, partial(pulled.pull, what, file.chunks))
+            await asyncio.to_thread(_join_chunks, target, (pulled.chunks.read(ref, what) for ref in file.chunks))
+            pulled.chunks.keep_only([])
+    await asyncio.to_thread(shutil.rmtree, held)
+
+
+def _is_whole(path: Path, file: ModelFile) -> bool:
+    if not path.exists() or path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as opened:
+        return all(hashlib.sha256(opened.read(ref.size)).hexdigest() == ref.sha256 for ref in file.chunks)
+
+
+def _join_chunks(target: Path, chunks: Iterable[bytes]) -> None:
+    part = target.with_name(f"{target.name}.part")
+    with part.open("wb") as output:
+        output.writelines(chunks)
     part.replace(target)
-
-
-def _whole_chunks(path: Path, refs: list[ChunkRef]) -> int:
-    """Return how many chunks of a file are there from its start; 0 for a longer file."""
-    if not path.exists() or path.stat().st_size > sum(ref.size for ref in refs):
-        return 0
-    with path.open("rb") as file:
-        for count, ref in enumerate(refs):
-            if hashlib.sha256(file.read(ref.size)).hexdigest() != ref.sha256:
-                return count
-    return len(refs)
 
 
 @asynccontextmanager
@@ -139,7 +131,7 @@ async def _kept_by_run(manifest: Manifest, link: ChunkSource | None) -> AsyncIte
 
     async def touch() -> None:
         while link is not None:
-            for ref in [*manifest.overlay[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
+            for ref in [*manifest.patch[:1], *manifest.chunks[:1], *manifest.chunks[-1:]]:
                 with suppress(ComposerError, OSError):
                     await link.read(ref.sha256, ref.size - 1)
             await asyncio.sleep(_TOUCH_S)
@@ -152,15 +144,17 @@ async def _kept_by_run(manifest: Manifest, link: ChunkSource | None) -> AsyncIte
         await asyncio.gather(touching, return_exceptions=True)
 
 
-async def _persistently(pull, progress):
-    """Return `await pull()`. What fails is tried again, until nothing more came for several times."""
-    failures, before = 0, progress()
+async def _persistently(
+    versions: VersionFolder, refs: Sequence[ChunkRef], pull: Callable[[], Awaitable[Pulled]]
+) -> Pulled:
+    """Return `await pull()`. What fails is tried again, until nothing more of `refs` came for several times."""
+    failures, before = 0, versions.chunks.missing_bytes(refs)
     while True:
         try:
             return await pull()
         except (DeadlineError, CorruptWeightsError) as error:
-            failures = 1 if progress() > before else failures + 1
-            before = progress()
+            missing = versions.chunks.missing_bytes(refs)
+            failures, before = 1 if missing < before else failures + 1, missing
             if failures >= _TRIES:
                 raise
             logger.warning("pulling again (%d of %d without progress): %s", failures, _TRIES, error)

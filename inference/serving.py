@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer_prime.address import tcp_address
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.console import EXIT_USAGE, GIB
 from composer_prime.errors import ComposerError, ConfigError, LostRunError, RunMismatchError
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from inference.engines.base import Engine
     from inference.link import GatewayLink
     from inference.receiver import Receiver
-    from inference.sources import RankedSources
+    from inference.sources import Sources
 
 FAILED, LOST = 1, 3
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from composer_prime.wire.audit import ToAuditor
     from composer_prime.wire.node import ToNode
     from inference.audit import Auditor
-    from inference.engines.base import build_engine
+    from inference.engines.choice import build_engine
     from inference.link import GatewayLink
     from inference.node import InferenceNode
 
@@ -119,10 +118,13 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
         await engine.start()
         on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
         tolerance = inference.canary_limit(on_cuda=on_cuda)
-        receiver, sources, relay_port = await _build_receiver(assignment, engine, link, folder, tolerance, weights)
+        # What is kept is hashed: minutes for a large model.
+        receiver, sources = await asyncio.to_thread(
+            _build_receiver, assignment, engine, link, folder, tolerance, weights
+        )
         if assignment.first is not None:
             await receiver.install(*assignment.first)
-        make = Auditor if assignment.audits else partial(InferenceNode, sources=sources, relay_port=relay_port)
+        make = Auditor if assignment.audits else partial(InferenceNode, sources=sources)
         device = _device(inference, on_cuda=on_cuda)
         return make(assignment.node_name, engine, link, receiver, inference, max_context=max_context, device=device)
 
@@ -143,40 +145,29 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
         await weights.aclose()
 
 
-async def _build_receiver(
+def _build_receiver(
     assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
-) -> tuple[Receiver, RankedSources | None, int]:
-    """Return the receiver of `engine`'s weights, its remote sources, and the port of the relay (0 for none).
+) -> tuple[Receiver, Sources | None]:
+    """Return the receiver of `engine`'s weights, and its remote sources.
 
     If the run's directory is on this machine, the receiver reads its store. Otherwise the gateway's link is the last of
     several sources. `stack` closes all. Raises ConfigError.
     """
     from composer_prime.run.weights import WeightStore
-    from composer_prime.wire.weight_server import WeightServer
     from inference.receiver import Receiver
-    from inference.sources import RankedSources
+    from inference.sources import Sources
     from inference.versions import FolderSource
 
-    inference, run_dir = assignment.inference, assignment.run_dir
-    if run_dir is not None:
-        receiver = Receiver(engine, FolderSource(WeightStore(run_dir.weights)), folder, tolerance)
-        stack.callback(receiver.close)
-        return receiver, None, 0
-    relays = inference.relay is not None
-    sources = RankedSources(link, inference.chunk_timeout_s, inference.weights_from, relays)
-    stack.push_async_callback(sources.close)
-    # What is kept is hashed: minutes for a large model.
-    receiver = await asyncio.to_thread(
-        Receiver, engine, sources, folder, tolerance, relays=relays, kept=assignment.kept
-    )
+    inference, run_dir, sources = assignment.inference, assignment.run_dir, None
+    if run_dir is None:
+        sources = Sources(link, inference.chunk_timeout_s, inference.weights_from)
+        stack.push_async_callback(sources.close)
+        source = sources
+    else:
+        source = FolderSource(WeightStore(run_dir.weights))
+    receiver = Receiver(engine, source, folder, tolerance, kept=assignment.kept)
     stack.callback(receiver.close)
-    if inference.relay is None:
-        return receiver, sources, 0
-    server = WeightServer(receiver.chunks)
-    stack.push_async_callback(server.close)
-    await server.start(tcp_address(inference.relay, "inference.relay", bind=True, scheme=""))
-    logger.info("serving this node's weight chunks to others at %s", server.url)
-    return receiver, sources, server.port
+    return receiver, sources
 
 
 def _device(inference: InferenceConfig, *, on_cuda: bool) -> ComputeDevice:

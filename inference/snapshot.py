@@ -1,19 +1,16 @@
-"""A version's weights on the node's disk: chunks as they arrive, then tensors that are read in blocks.
+"""A version's tensors, read from chunks on the node's disk in blocks.
 
-    pull --pieces--> ChunkFolder: one file a chunk, hashed as it grows --> Snapshot --block by block--> engine
+    Versions (versions.py): one file a chunk --> Snapshot --block by block--> engine
 
-So a node holds the engine's own weights and some megabytes more, whatever the model's size. The versions in use and
-under way are on the disk, in the folder for temporary files (TMPDIR), in chunks that they may share. What differs from
-an anchor is applied to each block as it is read.
+So a node holds the engine's own weights and some megabytes more, whatever the model's size. What differs from an anchor
+is applied to each block as it is read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,6 @@ import torch
 from composer_prime.errors import CorruptWeightsError, MisfitError, WeightError
 from composer_prime.model_source import weight_files
 from composer_prime.run.patches import WORDS, Patch, patch_starts, patches
-from composer_prime.run.scratch import Scratch
 from composer_prime.run.weights import ChunkRef, Manifest
 
 _DTYPES = {
@@ -34,193 +30,25 @@ _SUM_ELEMENTS = 1 << 18
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ChunkFolder:
-    """The chunks that this node has pulled, whole or in part, in a private folder.
+def open_snapshot(manifest: Manifest, path_of: Callable[[ChunkRef], Path], base: Path) -> Snapshot:
+    """Return the tensors of a version whose files are all on the disk; `base` is the model folder.
 
-    A part is in NAME.part until it is whole, so that what a killed process left is known for what it is.
+    Raises CorruptWeightsError, MisfitError (adapters of another model), WeightError (no base).
     """
-
-    def __init__(self, kept: Path | None = None) -> None:
-        """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
-        self._scratch = Scratch("weights") if kept is None else None
-        self._pulled: dict[str, tuple[int, hashlib._Hash]] = {}
-        """Bytes on the disk, and their hash so far."""
-        self._lock = threading.Lock()
-        if self._scratch is not None:
-            self.path = self._scratch.path
-        else:
-            assert kept is not None
-            self.path = kept
-            self._take_over()
-
-    def _take_over(self) -> None:
-        """Learn what an earlier process pulled here. Files that are not what their name says are removed."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self.path.iterdir()):  # NAME before NAME.part
-            if path.stem in self._pulled:
-                path.unlink()
-                continue
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, hashlib.sha256)
-            size, is_whole = path.stat().st_size, digest.hexdigest() == path.stem
-            if is_whole:
-                path.replace(self.path / path.stem)  # Its process was killed just before that.
-            if is_whole or path.suffix == ".part":
-                self._pulled[path.stem] = size, digest
-            else:
-                path.unlink()
-
-    def close(self) -> None:
-        if self._scratch is not None:
-            self._scratch.close()
-
-    def size(self, sha256: str) -> int:
-        """Return how many bytes of a chunk are here."""
-        return self._pulled[sha256][0] if sha256 in self._pulled else 0
-
-    def append(self, manifest: Manifest, ref: ChunkRef, offset: int, piece: bytes) -> None:
-        """Add the bytes of a chunk from `offset`; does nothing when they are here, as after a cancelled pull.
-
-        Raises CorruptWeightsError, and drops the chunk, when they cannot be its; OSError when the disk is full.
-        """
-        with self._lock:
-            if self.size(ref.sha256) == offset:
-                self._append(manifest, ref, piece)
-
-    def _append(self, manifest: Manifest, ref: ChunkRef, piece: bytes) -> None:
-        size, digest = self._pulled.get(ref.sha256) or (0, hashlib.sha256())
-        received = size + len(piece)
-        if not piece or received > ref.size:
-            self._drop([ref.sha256])
-            raise CorruptWeightsError(
-                f"weights v{manifest.version}: chunk {ref.sha256} has {received} bytes{' or more' if piece else ''}, "
-                f"the manifest says {ref.size}"
-            )
-        digest.update(piece)
-        if received == ref.size and digest.hexdigest() != ref.sha256:
-            self._drop([ref.sha256])
-            raise CorruptWeightsError(f"weights v{manifest.version}: chunk {ref.sha256} differs from its hash")
-        try:
-            part = self.path / f"{ref.sha256}.part"
-            with part.open("ab" if size else "wb") as file:
-                file.write(piece)
-            if received == ref.size:
-                part.replace(self.path / ref.sha256)
-        except OSError as error:
-            self._drop([ref.sha256])
-            raise self._no_room(manifest, error) from error
-        self._pulled[ref.sha256] = received, digest
-
-    def _no_room(self, manifest: Manifest, error: OSError) -> OSError:
-        needed = sum(each.size for each in [*manifest.chunks, *manifest.overlay])
-        return OSError(
-            error.errno,
-            f"weights v{manifest.version} ({needed} bytes) cannot be kept in {self.path}: "
-            f"{error.strerror}; give this node room for two versions, or set TMPDIR to a larger disk",
+    name = f"weights v{manifest.version}"
+    parts, patch = ([(path_of(ref), ref.size) for ref in refs] for refs in (manifest.chunks, manifest.patch))
+    if manifest.kind == "adapters":
+        return AdaptedSnapshot(folder_snapshot(base), Snapshot(name, [parts]), manifest)
+    if manifest.kind == "delta":
+        snapshot = PatchedSnapshot(name, parts, patch, WORDS[manifest.dtype])
+    else:
+        snapshot = Snapshot(name, [parts])
+    if snapshot.keys() != manifest.tensors.keys():
+        differing = sorted(snapshot.keys() ^ manifest.tensors.keys())
+        raise CorruptWeightsError(
+            f"{name}: file and manifest name different tensors: {differing[:5]} ({len(differing)} in all)"
         )
-
-    def put(self, manifest: Manifest, parts: Iterable[bytes | bytearray]) -> ChunkRef:
-        """Keep a file that was made here, of any size. Raises OSError when the disk is full."""
-        partial, size, digest = self.path / f".{threading.get_ident()}.partial", 0, hashlib.sha256()
-        try:
-            with partial.open("wb") as file:
-                for part in parts:
-                    digest.update(part)
-                    size += file.write(part)
-            with self._lock:
-                partial.replace(self.path / digest.hexdigest())
-                self._pulled[digest.hexdigest()] = size, digest
-        except OSError as error:
-            raise self._no_room(manifest, error) from error
-        finally:
-            partial.unlink(missing_ok=True)
-        return ChunkRef(digest.hexdigest(), size)
-
-    def has(self, ref: ChunkRef) -> bool:
-        return self.size(ref.sha256) == ref.size
-
-    def chunk_size(self, sha256: str) -> int | None:
-        """Return the bytes of a chunk that is here whole and has its hash; None for any other."""
-        with self._lock:
-            size, digest = self._pulled.get(sha256, (0, None))
-            return size if digest is not None and digest.hexdigest() == sha256 else None
-
-    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a whole chunk from `offset`, for other nodes; None when it is not here."""
-        if self.chunk_size(sha256) is None:
-            return None
-        try:
-            with (self.path / sha256).open("rb") as file:
-                file.seek(offset)
-                return file.read(size)
-        except OSError:  # Dropped meanwhile.
-            return None
-
-    def missing_bytes(self, refs: Iterable[ChunkRef]) -> int:
-        """Return how many bytes are still to pull."""
-        return sum(size - self.size(sha256) for sha256, size in {ref.sha256: ref.size for ref in refs}.items())
-
-    def pieces(self, ref: ChunkRef, what: str) -> Iterator[bytes]:
-        """Yield a file in pieces of 4 MiB. Raises CorruptWeightsError, with `what` it is of, when it is not here."""
-        try:
-            with (self.path / ref.sha256).open("rb") as file:
-                while piece := file.read(_BLOCK_BYTES):
-                    yield piece
-        except OSError as error:
-            raise CorruptWeightsError(f"{what} cannot be read from {self.path}: {error}") from None
-
-    def keep_only(self, sha256s: Iterable[str]) -> None:
-        with self._lock:
-            self._drop(self._pulled.keys() - set(sha256s))
-
-    def drop_damaged(self, manifest: Manifest) -> None:
-        """Drop the chunks of a manifest whose files are no longer what was pulled."""
-        damaged = []
-        for ref in {ref.sha256: ref for ref in manifest.refs}.values():
-            if self.has(ref):
-                try:
-                    with (self.path / ref.sha256).open("rb") as file:
-                        intact = hashlib.file_digest(file, "sha256").hexdigest() == ref.sha256
-                except OSError:
-                    intact = False
-                damaged += [] if intact else [ref.sha256]
-        with self._lock:
-            self._drop(damaged)
-
-    def _drop(self, sha256s: Iterable[str]) -> None:
-        """Forget chunks and remove their files. The caller holds the lock: a pull may still append in a thread."""
-        for sha256 in sha256s:
-            self._pulled.pop(sha256, None)
-            for name in (sha256, f"{sha256}.part"):
-                (self.path / name).unlink(missing_ok=True)
-
-    def snapshot(self, manifest: Manifest, base: Path) -> Snapshot:
-        """Return the tensors of a manifest whose chunks are all here; `base` is the model folder.
-
-        A delta's overlay must be one file. Raises CorruptWeightsError, MisfitError (adapters of another model),
-        WeightError (no base).
-        """
-        name = f"weights v{manifest.version}"
-        if manifest.kind not in ("anchor", "delta", "adapters"):
-            raise CorruptWeightsError(
-                f"{name} are of kind {manifest.kind!r}, this release knows anchor, delta and adapters; use one release "
-                "everywhere"
-            )
-        parts = [(self.path / ref.sha256, ref.size) for ref in manifest.chunks]
-        if manifest.kind == "adapters":
-            return AdaptedSnapshot(folder_snapshot(base), Snapshot(name, [parts]), manifest)
-        if manifest.kind == "delta":
-            (file,) = manifest.overlay
-            snapshot = PatchedSnapshot(name, parts, self.path / file.sha256, WORDS[manifest.dtype])
-        else:
-            snapshot = Snapshot(name, [parts])
-        if snapshot.keys() != manifest.tensors.keys():
-            differing = sorted(snapshot.keys() ^ manifest.tensors.keys())
-            raise CorruptWeightsError(
-                f"weights v{manifest.version}: file and manifest name different tensors: {differing[:5]} "
-                f"({len(differing)} in all)"
-            )
-        return snapshot
+    return snapshot
 
 
 def folder_snapshot(folder: Path) -> Snapshot:
@@ -297,53 +125,49 @@ class Snapshot(Mapping[str, torch.Tensor]):
                         _fill(file, target[done : done + want])
                 except (OSError, EOFError) as error:
                     raise CorruptWeightsError(f"{self._name} cannot be read from {path}: {error}") from None
-                self._amend(index, offset, target[done : done + want])
+                self._amend(parts, index, offset, target[done : done + want])
                 done, offset = done + want, 0
             else:
                 offset = max(0, offset - size)
         if done < len(target):
             raise ValueError(f"it ends {len(target) - done} bytes early")
 
-    def _amend(self, part: int, offset: int, data: memoryview) -> None:
+    def _amend(self, parts: list[tuple[Path, int]], index: int, offset: int, data: memoryview) -> None:
         """Change what was read from byte `offset` of a part; here nothing."""
 
 
 class PatchedSnapshot(Snapshot):
-    """The tensors of an anchor, with an overlay applied to every block that is read."""
+    """The tensors of an anchor, with a patch applied to every block that is read."""
 
-    def __init__(self, name: str, parts: list[tuple[Path, int]], overlay: Path, word: np.dtype) -> None:
-        """`overlay` holds a stream of patches that was checked when it was written here."""
-        self._overlay = overlay
+    def __init__(self, name: str, parts: list[tuple[Path, int]], patch: list[tuple[Path, int]], word: np.dtype) -> None:
+        """`patch` is a stream of patches, one for each of `parts`."""
+        self._name = name
+        self._patch = patch
         self._word = word
-        self._sizes = [size for _, size in parts]
         self._read_last: tuple[int, Patch] | None = None
         """The patch read last and its part: blocks of one part follow each other."""
         try:
-            with overlay.open("rb") as file:
-                self._starts = patch_starts(file, len(parts))
-        except (OSError, EOFError) as error:
-            raise CorruptWeightsError(f"{name}: the overlay cannot be read from {overlay}: {error}") from None
+            self._starts = patch_starts(self._patch_bytes, len(parts))
+        except ValueError as error:
+            raise CorruptWeightsError(f"{name}: the stream of patches cannot be read: {error}") from None
         super().__init__(name, [parts])
 
-    def _amend(self, part: int, offset: int, data: memoryview) -> None:
+    def _patch_bytes(self, offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        self._read(self._patch, offset, memoryview(data))
+        return bytes(data)
+
+    def _amend(self, parts: list[tuple[Path, int]], index: int, offset: int, data: memoryview) -> None:
+        if parts is self._patch:
+            return
         width = self._word.itemsize
         if offset % width or len(data) % width:
             raise CorruptWeightsError(f"{self._name}: a tensor begins or ends inside a word of {width} bytes")
         last, patch = self._read_last or (-1, None)
-        if patch is None or last != part:
-            start, end = self._starts[part : part + 2]
-            try:
-                with self._overlay.open("rb") as file:
-                    file.seek(start)
-                    entry = file.read(end - start)
-                if len(entry) < end - start:
-                    raise EOFError(f"the file ends {end - start - len(entry)} bytes early")
-            except (OSError, EOFError) as error:
-                raise CorruptWeightsError(
-                    f"{self._name}: the overlay cannot be read from {self._overlay}: {error}"
-                ) from None
-            (patch,) = patches([entry], [self._sizes[part]], self._word)
-            self._read_last = part, patch
+        if patch is None or last != index:
+            start, end = self._starts[index : index + 2]
+            (patch,) = patches([self._patch_bytes(start, end - start)], [parts[index][1]], self._word)
+            self._read_last = index, patch
         patch.apply(data, offset // width)
 
 

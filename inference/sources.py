@@ -1,7 +1,7 @@
-"""Where weight chunks come from: HTTP hosts, buckets, other nodes, and last the gateway's own link.
+"""Where weight chunks come from: copies of the store over HTTP or in buckets, and last the gateway's own link.
 
-    RankedSources.read --fastest per open read--> HttpSource | BucketSource
-         none of them has the chunk, after a short wait, or all are far slower --> GatewayLink
+    Sources.read --fastest per open read--> HttpSource | BucketSource
+         none of them gives the chunk, after a short wait --> GatewayLink
 
 No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
 fails is put aside for a while; one whose chunk was wrong for ten minutes. Manifests never come from here: the gateway
@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import aiohttp
 from yarl import URL
@@ -34,22 +35,13 @@ _LEAST_BYTES = 64 << 10
 """A read that ends early counts as progress from this many bytes on."""
 _MAX_REDIRECTS = 3
 _MAX_HUNG_READS = 8
-_FIRST_ASIDE_S, _LONGEST_ASIDE_S = 5.0, 300.0
-_WRONG_ASIDE_S, _MIXED_ASIDE_S = 600.0, 60.0
+_FIRST_ASIDE_S, _LONGEST_ASIDE_S, _WRONG_ASIDE_S = 5.0, 300.0, 600.0
 _POLL_S = 0.5
-_COPY_PATIENCE_S, _RELAY_PATIENCE_S = 10.0, 3.0
-"""How long a version may take to reach a copy of the store, or another node, before the gateway is asked for it."""
+_PATIENCE_S = 10.0
+"""How long a version may take to reach a copy of the store before the gateway is asked for it."""
 _MAX_SOURCES = 64
 _MAX_GIVERS = 4096
 """The most chunks whose sources are remembered."""
-_NEWEST_SHARE = 0.5
-"""Of the last whole piece in a source's measured speed; a smaller piece counts less."""
-_LONG_S = 2.0
-"""A read that took this long is the measured speed, however small its piece."""
-_SLOW_S = 5.0
-"""After this time at less than a whole piece in the time of a read, sources that were not tried are."""
-_FAR_FASTER = 4.0
-"""Times as fast: then another source is asked in the middle of a chunk, and the gateway beside the sources."""
 
 
 class _BusyError(OSError):
@@ -61,7 +53,7 @@ class _BusyError(OSError):
 
 
 class HttpSource(ChunkSource):
-    """A host that serves the weight store's folder: `orchestrator weights`, a relay, nginx, a public bucket.
+    """A host that serves the weight store's folder: `orchestrator weights`, nginx, a public bucket.
 
     Without Range support a read transfers the whole chunk.
     """
@@ -198,237 +190,151 @@ def open_source(url: str, timeout_s: float) -> Opened:
 
 
 @dataclass(slots=True, eq=False)
-class _Rated:
-    source: ChunkSource
-    name: str
-    is_relay: bool
-    bytes_per_s: float | None = None
-    """None before the first read that gave something."""
+class _Copy:
+    """A copy of the store, and what is known of it."""
+
+    source: Opened
+    bytes_per_s: float = math.inf
+    """Of the newest reads; a copy that gave nothing yet is tried first."""
     reading: int = 0
     failures: int = 0
     """In a row."""
     aside_until: float = 0.0
     num_bytes: int = 0
-    read_s: float = 0.0
-    """Time of all reads that gave something."""
-    slow_s: float = 0.0
-    """Time of the newest reads, as far back as each was too slow for a whole piece."""
-
-    @property
-    def expected_bytes_per_s(self) -> float:
-        """Return what one more read would get; one that was never asked is tried with one read."""
-        if self.bytes_per_s is None:
-            return 0.0 if self.reading else float("inf")
-        return self.bytes_per_s / (1 + self.reading)
-
-    async def close(self) -> None:
-        if isinstance(self.source, Opened):
-            await self.source.close()
 
 
-@dataclass(slots=True)
-class RankedSources(ChunkSource):
-    """Reads from the fastest of several sources, and from `last` what none of them has."""
+class Sources(ChunkSource):
+    """Reads from the fastest of several copies of the store, and from `last` what none of them gives."""
 
-    last: ChunkSource
-    """The gateway's link."""
-    timeout_s: float
-    """Of one read."""
-    own: list[str] = field(default_factory=list)
-    """URLs given on this machine: kept whatever the gateway names."""
-    relays_itself: bool = False
-    """Then it waits for no other relay."""
-    clock: Callable[[], float] = time.monotonic
-    _rated: dict[str, _Rated] = field(default_factory=dict)
-    _rated_last: _Rated = field(init=False)
-    _refused_urls: set[str] = field(default_factory=set)
-    _givers: dict[str, list[_Rated]] = field(default_factory=dict)
-    """Who gave the bytes of a chunk so far."""
-    _patient_until: float | None = None
-    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(
+        self, last: ChunkSource, timeout_s: float, own: Iterable[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`last`: the gateway's link. `timeout_s`: of one read. `own`: URLs that are kept whatever the gateway names.
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a URL of `own` that cannot be used."""
-        self._rated_last = _Rated(self.last, "the gateway", is_relay=False)
-        for url in self.own:
-            self._rate(url, is_relay=False)
+        Raises ConfigError for a URL of `own` that cannot be used.
+        """
+        self._last = last
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._own = {url: _Copy(open_source(url, timeout_s)) for url in own}
+        self._copies = dict(self._own)
+        self._refused_urls: set[str] = set()
+        self._givers: dict[str, list[_Copy | None]] = {}
+        """Who gave the bytes of a chunk so far; None is `last`."""
+        self._patient_until: float | None = None
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def learn(self, sources: Iterable[str], relays: Iterable[str], gateway_host: str) -> None:
-        """Take what the gateway names at a new version: copies of the store, and nodes that relay."""
-        named = {url.replace("://*", f"://{gateway_host}", 1): False for url in sources} | dict.fromkeys(relays, True)
-        for url in [url for url in self._rated if url not in named and url not in self.own]:
-            if not self._rated[url].reading:
-                closing = asyncio.ensure_future(self._rated.pop(url).close())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-        for url, is_relay in list(named.items())[:_MAX_SOURCES]:
-            if url in self._rated or url in self._refused_urls:
-                continue
-            try:
-                if is_relay and not url.startswith("http"):
-                    raise ConfigError(f"{url!r} is not a relay; expected http://HOST:PORT")
-                self._rate(url, is_relay)
-            except ConfigError as error:
-                self._refused_urls.add(url)
-                logger.warning("weights are not pulled from there: %s", error)
+    def learn(self, urls: Iterable[str], gateway_host: str) -> None:
+        """Take the copies that the gateway names at a new version, and let slow ones be measured again."""
+        named = [url.replace("://*", f"://{gateway_host}", 1) for url in urls][:_MAX_SOURCES]
+        for url in self._copies.keys() - set(named) - self._own.keys():
+            closing = asyncio.ensure_future(self._copies.pop(url).source.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for url in named:
+            if url not in self._copies and url not in self._refused_urls:
+                try:
+                    self._copies[url] = _Copy(open_source(url, self._timeout_s))
+                except ConfigError as error:
+                    self._refused_urls.add(url)
+                    logger.warning("weights are not pulled from there: %s", error)
         self._patient_until = None
-        self._doubt_speeds()
-
-    def _doubt_speeds(self) -> None:
-        """Let slow sources come nearer to the fastest, so that each is measured again some versions later."""
-        measured = [each for each in [*self._rated.values(), self._rated_last] if each.bytes_per_s is not None]
-        best = max((each.bytes_per_s or 0.0 for each in measured), default=0.0)
-        for each in measured:
-            each.bytes_per_s = min(2 * max(each.bytes_per_s or 0.0, 1.0), best)
-
-    def _rate(self, url: str, is_relay: bool) -> None:
-        source = open_source(url, self.timeout_s)
-        self._rated[url] = _Rated(source, source.name, is_relay)
+        for copy in self._copies.values():
+            copy.bytes_per_s *= 2
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises what `last` raises."""
-        lacking: list[_Rated] = []
+        lacking: list[_Copy] = []
         while True:
-            rated = self._choose(sha256, offset, lacking)
-            if rated is not None:
-                piece = await self._ask(rated, sha256, offset)
+            copy = self._choose(sha256, offset, lacking)
+            if copy is not None:
+                piece = await self._ask(copy, sha256, offset)
                 if piece is not None:
+                    self._note_giver(sha256, offset, copy)
                     return piece
-                lacking.append(rated)
+                lacking.append(copy)
             elif self._waits(lacking):
                 await asyncio.sleep(_POLL_S)
                 lacking = []
             else:
                 break
-        return await self._timed(self._rated_last, sha256, offset)
+        piece = await self._last.read(sha256, offset)
+        self._note_giver(sha256, offset, None)
+        return piece
 
     def refuse(self, sha256: str) -> bool:
-        """Put the sources of a wrong chunk aside: its relays, or without relays all sources but the last one.
-
-        With several sources it is unknown which part was wrong, so the time is shorter. A relay's wrong part does not
-        put a copy of the store aside.
-        """
-        givers = self._givers.pop(sha256, [])
-        suspects = [giver for giver in givers if giver.is_relay]
-        suspects = suspects or [giver for giver in givers if giver is not self._rated_last]
-        for giver in suspects:
-            aside_s = _WRONG_ASIDE_S if len(givers) == 1 else _MIXED_ASIDE_S
-            giver.aside_until = self.clock() + aside_s
-            logger.warning(
-                "%s gave %s weight chunk %s: it is not asked for %g s", giver.name,
-                "a wrong" if len(givers) == 1 else "a part of a wrong", sha256, aside_s,
-            )  # fmt: skip
-        return bool(suspects)
+        """Put the copies aside that gave a wrong chunk, or a part of it."""
+        givers = [giver for giver in self._givers.pop(sha256, []) if giver is not None]
+        for giver in givers:
+            giver.aside_until = self._clock() + _WRONG_ASIDE_S
+            logger.warning("%s gave a wrong weight chunk, or a part of it: %s; it is not asked for %g s",
+                           giver.source.name, sha256, _WRONG_ASIDE_S)  # fmt: skip
+        return bool(givers)
 
     def bytes_by_source(self) -> dict[str, int]:
-        """Return the bytes that each source gave, by its address; those of `last` are not counted."""
-        return {rated.name: rated.num_bytes for rated in self._rated.values() if rated.num_bytes}
+        """Return the bytes that each copy gave, by its address; those of `last` are not counted."""
+        return {copy.source.name: copy.num_bytes for copy in self._copies.values() if copy.num_bytes}
 
     async def close(self) -> None:
         if given := self.bytes_by_source():
             amounts = ", ".join(f"{name} ({size / 1e6:.3f} MB)" for name, size in given.items())
             logger.info("weights came from %s", amounts)
-        for rated in self._rated.values():
-            await rated.close()
+        for copy in self._copies.values():
+            await copy.source.close()
 
-    def _choose(self, sha256: str, offset: int, lacking: list[_Rated]) -> _Rated | None:
-        """Return the source to ask next; None when no source is left.
+    def _choose(self, sha256: str, offset: int, lacking: list[_Copy]) -> _Copy | None:
+        """Return the copy to ask next. Prefer that of the chunk's beginning: then a wrong chunk has a single source."""
+        now = self._clock()
+        ready = [copy for copy in self._copies.values() if copy.aside_until <= now and copy not in lacking]
+        begun = [copy for copy in ready if offset and copy in self._givers.get(sha256, [])]
+        return max(begun or ready, key=lambda copy: copy.bytes_per_s / (1 + copy.reading) ** 2, default=None)
 
-        Prefer the source of the chunk's beginning unless it is slow: then a wrong chunk has a single source.
-        """
-        now = self.clock()
-        ready = [each for each in self._rated.values() if each.aside_until <= now and each not in lacking]
-        if not ready:
-            return None
-        givers = self._givers.get(sha256, []) if offset else []
-        last = [each for each in [self._rated_last] if each.aside_until <= now and each not in lacking]
-        begun = [each for each in [*ready, *last] if each in givers and not self._is_outdone(each, ready)]
-        chosen = max(begun or ready, key=lambda each: each.expected_bytes_per_s)
-        return self._rated_last if self._is_outdone(chosen, last) else chosen
-
-    def _is_outdone(self, rated: _Rated, others: list[_Rated]) -> bool:
-        """Whether one of `others` is far faster, or was not tried yet while `rated` has been slow for long."""
-        speed = rated.bytes_per_s
-        if speed is None or rated.read_s < _LONG_S:  # A few small pieces say little of speeds.
-            return False
-        return any(
-            rated.slow_s >= _SLOW_S if other.bytes_per_s is None else other.bytes_per_s > _FAR_FASTER * speed
-            for other in others
-            if other is not rated
-        )
-
-    async def _ask(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
-        """Return a piece; None when the source fails or lacks the chunk, b"" when the chunk ends too early there."""
+    async def _ask(self, copy: _Copy, sha256: str, offset: int) -> bytes | None:
+        """Return a piece; None when the copy fails or lacks the chunk, b"" when the chunk ends too early there."""
+        start, piece = self._clock(), None
+        copy.reading += 1
         try:
-            return await self._timed(rated, sha256, offset)
+            piece = await copy.source.read(sha256, offset)
         except (ComposerError, OSError) as error:
-            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(rated, error), error)
-            return None
-
-    async def _timed(self, rated: _Rated, sha256: str, offset: int) -> bytes | None:
-        """Return what `rated` gives, and note how fast and for which chunk. Raises what it raises."""
-        start, piece = self.clock(), None
-        rated.reading += 1
-        try:
-            piece = await rated.source.read(sha256, offset)
-        except DeadlineError:
-            if rated is self._rated_last:
-                rated.bytes_per_s = 0.0  # So that slow sources are not given up for it.
-            raise
+            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(copy, error), error)
         finally:
-            rated.reading -= 1
+            copy.reading -= 1
         if piece:
-            self._note_speed(rated, len(piece), max(self.clock() - start, 1e-6))
-        if piece is not None:
-            self._note_giver(sha256, offset, rated)
+            seconds = max(self._clock() - start, 1e-6)
+            copy.bytes_per_s, copy.num_bytes = len(piece) / seconds, copy.num_bytes + len(piece)
+            # A host without Range support sends many pieces in one read, and may take as many times the time.
+            if seconds < 0.99 * self._timeout_s or len(piece) >= PIECE_BYTES:
+                copy.failures = 0
+            else:
+                logger.warning("weights come from elsewhere for %g s: %s gave %d bytes in %.1f s",
+                               self._put_aside(copy), copy.source.name, len(piece), seconds)  # fmt: skip
         return piece
 
-    def _note_speed(self, rated: _Rated, num_bytes: int, seconds: float) -> None:
-        """Record a piece. Put its source aside if it took the whole time limit and another one may be faster."""
-        speed = num_bytes / seconds
-        before = speed if rated.bytes_per_s is None else rated.bytes_per_s
-        share = min(max(_NEWEST_SHARE * num_bytes / PIECE_BYTES, seconds / _LONG_S), 1.0)
-        rated.bytes_per_s = before + share * (speed - before)
-        rated.num_bytes += num_bytes
-        rated.read_s += seconds
-        is_slow = speed < PIECE_BYTES / self.timeout_s
-        rated.slow_s = rated.slow_s + seconds if is_slow else 0.0
-        now = self.clock()
-        others = [each for each in [*self._rated.values(), self._rated_last] if each.aside_until <= now]
-        # A host without Range support sends many pieces in one read, and may take as many times the time.
-        is_timed_out = is_slow and seconds >= 0.99 * self.timeout_s
-        if rated is self._rated_last or not is_timed_out or not self._is_outdone(rated, others):
-            rated.failures = 0
-            return
-        logger.warning("weights come from elsewhere for %g s: %s gave %d bytes in %.1f s",
-                       self._put_aside(rated), rated.name, num_bytes, seconds)  # fmt: skip
-
-    def _put_aside(self, rated: _Rated, error: Exception | None = None) -> float:
+    def _put_aside(self, copy: _Copy, error: Exception | None = None) -> float:
         """Return for how many seconds: longer after each failure in a row. Reads at a time may fail for one cause."""
-        now, aside_s = self.clock(), 0.0
+        now, aside_s = self._clock(), 0.0
         if isinstance(error, _BusyError):
             aside_s = error.retry_s
-        elif rated.aside_until <= now:
-            aside_s = backoff_s(rated.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
-            rated.failures += 1
-        rated.aside_until = max(rated.aside_until, now + aside_s)
-        return rated.aside_until - now
+        elif copy.aside_until <= now:
+            aside_s = backoff_s(copy.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
+            copy.failures += 1
+        copy.aside_until = max(copy.aside_until, now + aside_s)
+        return copy.aside_until - now
 
-    def _note_giver(self, sha256: str, offset: int, giver: _Rated) -> None:
-        givers = self._givers.setdefault(sha256, []) if offset else []
+    def _note_giver(self, sha256: str, offset: int, giver: _Copy | None) -> None:
+        givers = self._givers.setdefault(sha256, [])
+        if not offset:
+            givers.clear()
         if giver not in givers:
             givers.append(giver)
-        self._givers[sha256] = givers
         if len(self._givers) > _MAX_GIVERS:
             del self._givers[next(iter(self._givers))]
 
-    def _waits(self, lacking: list[_Rated]) -> bool:
-        """Whether to give the sources without the chunk some more time: a new version may be on its way to them."""
-        now = self.clock()
-        alive = [rated for rated in lacking if rated.aside_until <= now and rated is not self._rated_last]
-        if not alive or (self.relays_itself and all(rated.is_relay for rated in alive)):
+    def _waits(self, lacking: list[_Copy]) -> bool:
+        """Whether to give the copies without the chunk some more time: a new version may be on its way to them."""
+        now = self._clock()
+        if not any(copy.aside_until <= now for copy in lacking):
             return False
         if self._patient_until is None:
-            relays_only = all(rated.is_relay for rated in alive)
-            self._patient_until = now + (_RELAY_PATIENCE_S if relays_only else _COPY_PATIENCE_S)
+            self._patient_until = now + _PATIENCE_S
         return now < self._patient_until

@@ -234,8 +234,6 @@ class WeightServiceConfig(BaseConfig):
     """
     sources: list[str] = []
     """Additional copies of the weight store for nodes: http://, https:// or bucket URLs."""
-    relays: bool = True
-    """Announce nodes that serve weights (inference.relay) to the others; false: nodes never use one another."""
 
     @field_validator("address")
     @classmethod

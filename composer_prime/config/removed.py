@@ -34,6 +34,9 @@ REMOVED: dict[str, str] = {
     "teachers.teacher.requests_per_minute": "teachers.teacher.max_concurrent limits the calls",
     "orchestrator.source.making": "make more tasks with `composer tasks make`, and start a run on them",
     "orchestrator.source.runtime.warm": "each sandbox is opened when it is needed: leave the setting out",
+    "inference.relay": "nodes do not serve weights to others: have `orchestrator weights` serve them over HTTP or push "
+    "them to a bucket",
+    "orchestrator.weights.relays": "nodes do not serve weights to others",
 }
 """By dotted key, without positions in lists (`orchestrator.source.weight`): what holds now. A section stands for all
 its keys."""

@@ -307,15 +307,11 @@ def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
 def _of_joining_nodes(config: Config) -> Iterator[str]:
     """Refuse what only a node that joins reads: nodes of the launcher read the run's weight store."""
     inference = config.inference
-    for name, option, value in (
-        ("weights_from", "--weights-from", inference.weights_from),
-        ("relay", "--relay", inference.relay),
-    ):
-        if value:
-            yield (
-                f"inference.{name} is {value!r}, but only nodes that join use it: pass {option} to "
-                f"`inference join`, or set it in the file of its --settings"
-            )
+    if inference.weights_from:
+        yield (
+            f"inference.weights_from is {inference.weights_from!r}, but only nodes that join use it: pass "
+            "--weights-from to `inference join`, or set it in the file of its --settings"
+        )
 
 
 def _auditable_caches(config: Config) -> Iterator[str]:

@@ -201,14 +201,13 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
 def node_disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
     """Return what a node keeps in its folder for temporary files at its peak.
 
-    It is the version in use and the next one, with what each differs by from its anchor, and what is pulled to make the
-    next one, also after a delta that did not fit: at most a third of a version each. With vLLM also the file that the
-    engine reads.
+    It is the version in use and the next one, with what each differs by from its anchor: at most a third of a version.
+    With vLLM also the file that the engine reads.
     """
     if config.run.max_steps == 0:
         return 0
     whole = shape.parameters * (2 if cuda else 4)
-    deltas = 4 * whole // 3 if config.trainer.lora is None and config.trainer.weights.anchor_every > 1 else 0
+    deltas = 2 * whole // 3 if config.trainer.lora is None and config.trainer.weights.anchor_every > 1 else 0
     return (3 if config.inference.engine == "vllm" else 2) * whole + deltas
 
 

@@ -3,8 +3,7 @@
 A file of one element type is a row of words: 2 bytes for bfloat16 and float16, 4 for float32. A patch belongs to one
 chunk of the file. It holds `new word - old word` (modulo 2^16 or 2^32) wherever that is not zero.
 
-So patches add up: anchor to version 6, plus version 6 to 7, is anchor to version 7, word for word. And they are small:
-an optimizer step changes few 16-bit values, and most of those by one unit in the last place.
+A patch is small: an optimizer step changes few 16-bit values, and most of those by one unit in the last place.
 
     stream of patches    one a chunk of the anchor: length of the frame (4 bytes), zstd frame
     in a frame           number of changes, bytes of gaps (4 bytes each)
@@ -19,9 +18,8 @@ stands for: changes of +1 and -1 take 2.1 bits as half bytes, 2.7 as bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import numpy as np
 import zstandard
@@ -44,22 +42,6 @@ class Patch:
     """[n] uint32, ascending: which words of the chunk change."""
     changes: np.ndarray
     """[n] words: new - old, never zero."""
-
-    def __add__(self, other: Patch) -> Patch:
-        small, large = sorted((self, other), key=lambda patch: len(patch.positions))
-        if not len(small.positions):
-            return large
-        at = np.searchsorted(large.positions, small.positions)
-        is_new = np.take(large.positions, at, mode="clip") != small.positions
-        positions = np.insert(large.positions, at[is_new], small.positions[is_new])
-        changes = large.changes.copy()
-        changes[at[~is_new]] += small.changes[~is_new]
-        changes = np.insert(changes, at[is_new], small.changes[is_new])
-        left = changes != 0
-        return Patch(positions[left], changes[left])
-
-    def __neg__(self) -> Patch:
-        return Patch(self.positions, np.negative(self.changes))
 
     def apply(self, target: memoryview | bytearray, first: int = 0) -> None:
         """Change the words in `target`, which are those of the chunk from word `first` on."""
@@ -108,43 +90,39 @@ def stream_entry(encoded: bytes) -> bytes:
 def patches(stream: Iterable[bytes], sizes: Iterable[int], word: np.dtype) -> Iterator[Patch]:
     """Yield the patches of a stream that comes in pieces, one for each of an anchor's chunks of `sizes` bytes.
 
-    An empty stream changes nothing. Raises CorruptWeightsError; no frame takes more memory than its chunk can need.
+    Raises CorruptWeightsError; no frame takes more memory than its chunk can need.
     """
-    pieces, pending, empty = iter(stream), bytearray(), True
+    pieces, pending = iter(stream), bytearray()
+
+    def take(count: int, index: int) -> bytes:
+        while len(pending) < count and (piece := next(pieces, None)) is not None:
+            pending.extend(piece)
+        taken = bytes(pending[:count])
+        del pending[:count]
+        if len(taken) < count:
+            raise CorruptWeightsError(f"patch {index}: the stream ends {count - len(taken)} bytes early")
+        return taken
+
     for index, size in enumerate(sizes):
-        frame = b""
         words = size // word.itemsize
         limit = _HEAD.size + words + words // 255 + 1 + words // 2 + 1 + size
-        for part in ("length", "frame"):
-            wanted = _LENGTH.size if part == "length" else _LENGTH.unpack(frame)[0]
-            if part == "frame" and wanted > limit + limit // 128 + 64:
-                raise CorruptWeightsError(f"patch {index}: {wanted} bytes for a chunk of {size}, at most {limit} fit")
-            while len(pending) < wanted and (piece := next(pieces, None)) is not None:
-                pending += piece
-                empty = False
-            frame = bytes(pending[:wanted])
-            del pending[:wanted]
-            if empty:
-                break
-            if len(frame) < wanted:
-                raise CorruptWeightsError(f"patch {index}: the stream ends {wanted - len(frame)} bytes early")
-        if empty:
-            yield Patch(np.empty(0, np.uint32), np.empty(0, word))
-        else:
-            yield _decode(_decompress(frame, limit, index), words, word, index)
+        (length,) = _LENGTH.unpack(take(_LENGTH.size, index))
+        if length > limit + limit // 128 + 64:
+            raise CorruptWeightsError(f"patch {index}: {length} bytes for a chunk of {size}, at most {limit} fit")
+        yield _decode(_decompress(take(length, index), limit, index), words, word, index)
     if pending or next(pieces, None):
         raise CorruptWeightsError("the stream of patches continues after the last chunk")
 
 
-def patch_starts(file: BinaryIO, count: int) -> list[int]:
-    """Return where each of `count` patches of a stream starts, and where the last one ends. Raises EOFError."""
+def patch_starts(read: Callable[[int, int], bytes], count: int) -> list[int]:
+    """Return where each of `count` patches of a stream starts, and where the last one ends.
+
+    `read` returns so many bytes from an offset on.
+    """
     starts = [0]
     for _ in range(count):
-        length = file.read(_LENGTH.size)
-        if len(length) < _LENGTH.size:
-            raise EOFError(f"the stream ends after {len(starts) - 1} patches of {count}")
-        starts.append(starts[-1] + _LENGTH.size + _LENGTH.unpack(length)[0])
-        file.seek(starts[-1])
+        (length,) = _LENGTH.unpack(read(starts[-1], _LENGTH.size))
+        starts.append(starts[-1] + _LENGTH.size + length)
     return starts
 
 

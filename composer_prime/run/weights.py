@@ -6,9 +6,9 @@
 The trainer writes; the orchestrator reads and passes on. Torch-free: tensors come and go as named raw bytes.
 
 A manifest lists chunks; joined in order they are one safetensors file. A version is stored whole (an anchor), or as
-what differs from an anchor (`overlay`). Either may also list what differs from the versions before (`deltas`), for
-nodes that have one of them. The manifest's ed25519 signature and the hashes make an untrusted store or relay safe: an
-altered byte is detected before a tensor is loaded.
+what differs from an anchor. An anchor may also say what differs from the anchor before, for nodes that have that one.
+The ed25519 signature covers what a message is, and its hashes cover every byte. So no source of chunks needs trust: an
+altered byte is found before a tensor is loaded.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
+from composer_prime.errors import ComposerError, CorruptWeightsError, SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-Body = TypeVar("Body", bound=msgspec.Struct)
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _PULL_S = 60.0
 """A version counts as being pulled for this long after one of its chunks was read."""
 
@@ -58,26 +58,11 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """[T - 1]: log p(token t+1 | tokens <= t), temperature 1, computed from the published weights in float32."""
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """The way from one version's file to that of the next one."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
+    """One policy version."""
 
-    version: int
-    """The version that it leads to."""
-    base: str
-    """`Manifest.state` of the version that it starts from."""
-    chunks: list[ChunkRef]
-    """A stream of patches (composer_prime/run/patches.py)."""
-
-    @property
-    def size(self) -> int:
-        return sum(ref.size for ref in self.chunks)
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     version: int
-    parent: int | None
-    """The anchor that a delta applies to; None for other kinds."""
     kind: str
     """anchor (a whole snapshot), delta (what differs from an anchor), or adapters (low-rank factors to add to the model
     folder)."""
@@ -91,23 +76,49 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     canary: Canary
     adapter_scale: float = 1.0
     """With adapters: tensor NAME is that of the model folder + adapter_scale * B A, computed in float64."""
-    overlay: list[ChunkRef] = []
-    """With a delta: a stream of patches from the anchor to this version."""
-    overlay_sha256: str = ""
-    """Of these patches, uncompressed and in order: what deltas add up to must have it too."""
-    deltas: list[Delta] = []
-    """The ways from versions before, ascending; the last one leads to this version."""
+    patch: list[ChunkRef] = []
+    """A stream of patches (composer_prime/run/patches.py). With a delta: from `chunks` to this version. With an anchor,
+    where there is one: from `base` to `chunks`."""
+    base: list[ChunkRef] = []
+    """The file of the anchor before."""
 
     @property
     def refs(self) -> list[ChunkRef]:
         """All chunks that a node may need for this version."""
-        return [*self.chunks, *self.overlay, *(ref for delta in self.deltas for ref in delta.chunks)]
+        return [*self.chunks, *self.patch]
+
+    @property
+    def files(self) -> list[ChunkRef]:
+        """The chunks that hold this version's tensors."""
+        return self.refs if self.kind == "delta" else self.chunks
 
     @property
     def state(self) -> str:
-        """A hash of the version's file, the same for equal chunks and patches."""
-        names = [ref.sha256 for ref in self.chunks] + [self.overlay_sha256]
-        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+        """A hash of the version's files, the same for equal chunks."""
+        return hashlib.sha256("\n".join(ref.sha256 for ref in self.files).encode()).hexdigest()
+
+
+class ModelFile(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    chunks: list[ChunkRef]
+
+    @property
+    def size(self) -> int:
+        return sum(ref.size for ref in self.chunks)
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True, tag="model_files"):
+    """The files of the model folder: configuration and tokenizer, and the weights where versions are adapters."""
+
+    run_id: str
+    files: list[ModelFile]
+
+    @property
+    def refs(self) -> list[ChunkRef]:
+        return [ref for file in self.files for ref in file.chunks]
+
+
+Body = TypeVar("Body", Manifest, ModelFiles)
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -115,48 +126,56 @@ class Envelope(msgspec.Struct, frozen=True):
     signature: bytes
 
 
-def sign(signed: msgspec.Struct, key: Ed25519PrivateKey) -> bytes:
-    """Return the wire form of a manifest or another message: msgpack of (its bytes, ed25519 signature over them)."""
+def sign(signed: Manifest | ModelFiles, key: Ed25519PrivateKey) -> bytes:
+    """Return the wire form: msgpack of (its bytes, ed25519 signature over them)."""
     body = msgspec.msgpack.encode(signed)
     return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
 
 
-def opened(raw: bytes, key: Ed25519PublicKey, body: type[Body]) -> Body:
-    """Return what `sign` made `raw` of.
-
-    Raises msgspec.DecodeError if it is not a signed `body`, InvalidSignature if another key signed it.
-    """
-    envelope = msgspec.msgpack.decode(raw, type=Envelope)
-    key.verify(envelope.signature, envelope.manifest)
-    return msgspec.msgpack.decode(envelope.manifest, type=body)
-
-
 def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
-    """Return the manifest inside `raw`.
+    """Return the version that `raw` describes.
 
-    Raises WireError when it is not a manifest or a chunk in it cannot be one, SignatureError when another key signed
+    Raises WireError when it is no such message or names what cannot be a chunk, SignatureError when another key signed
     it or it is of another run.
     """
+    return _opened(raw, key, run_id, Manifest)
+
+
+def open_model_files(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> ModelFiles:
+    """Return the model files that `raw` lists. Raises as `open_signed` does, and WireError for a name with a path."""
+    opened = _opened(raw, key, run_id, ModelFiles)
+    for file in opened.files:
+        if not _FILE_NAME.fullmatch(file.name):
+            raise WireError(f"model file {file.name[:80]!r} has no plain name: its run is not to be trusted")
+    return opened
+
+
+def _opened(raw: bytes, key: Ed25519PublicKey, run_id: str, body: type[Body]) -> Body:
+    kind = body.__struct_config__.tag
     try:
-        manifest = opened(raw, key, Manifest)
+        envelope = msgspec.msgpack.decode(raw, type=Envelope)
+        key.verify(envelope.signature, envelope.manifest)
+        opened = msgspec.msgpack.decode(envelope.manifest, type=Manifest | ModelFiles)  # By the tag in it.
     except InvalidSignature:
         raise SignatureError(
-            "the weight manifest's signature does not match the run's key: its weights are refused; "
-            "check that the node joined the right run"
+            f"the signature of this {kind} message does not match the key of run {run_id!r}: it is refused; check that "
+            "the node joined the right run, and join it with a fresh invite"
         ) from None
     except msgspec.DecodeError as error:
         raise WireError(
-            f"{len(raw)} bytes are not a signed weight manifest: {error}; use one release everywhere"
+            f"{len(raw)} bytes are not a signed {kind} message: {error}; use one release everywhere"
         ) from None
-    if manifest.run_id != run_id:
-        raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
-    for ref in manifest.refs:  # The hash becomes a file name: "../" would lead out of the folder.
+    if not isinstance(opened, body):
+        raise WireError(f"a signed message of another kind came in place of a {kind} message: its source is wrong")
+    if opened.run_id != run_id:
+        raise SignatureError(f"the {kind} message belongs to run {opened.run_id!r}, this is run {run_id!r}")
+    for ref in opened.refs:  # The hash becomes a file name: "../" would lead out of the folder.
         if not is_chunk_name(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
             raise WireError(
-                f"weights v{manifest.version}: chunk {ref.sha256[:80]!r} of {ref.size} bytes is invalid: expected "
-                f"a sha256 in hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
+                f"the {kind} message names chunk {ref.sha256[:80]!r} of {ref.size} bytes: expected a sha256 in "
+                f"hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
             )
-    return manifest
+    return opened
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
@@ -173,28 +192,6 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Iterable[int], int]]) -
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-class ChunkWriter:
-    """Stores a stream that comes part by part, with one chunk in memory."""
-
-    def __init__(self, store: WeightStore) -> None:
-        self.size = 0
-        """Bytes so far."""
-        self._store = store
-        self._refs: list[ChunkRef] = []
-        self._pending = bytearray()
-
-    def write(self, part: bytes) -> None:
-        self.size += len(part)
-        self._pending += part
-        while len(self._pending) >= self._store.chunk_bytes:
-            self._refs += self._store.put_chunks(self._pending[: self._store.chunk_bytes])
-            del self._pending[: self._store.chunk_bytes]
-
-    def close(self) -> list[ChunkRef]:
-        """Store the rest, and return all chunks."""
-        return self._refs + self._store.put_chunks(self._pending)
 
 
 class WeightStore:
@@ -253,10 +250,13 @@ class WeightStore:
         return data
 
     def put_manifest(self, version: int, signed: bytes) -> None:
-        write_atomic(self._manifests / f"v{version:06d}.manifest", signed)
+        write_atomic(self._manifest_path(version), signed)
 
     def manifest(self, version: int) -> bytes:
-        return (self._manifests / f"v{version:06d}.manifest").read_bytes()
+        return self._manifest_path(version).read_bytes()
+
+    def _manifest_path(self, version: int) -> Path:
+        return self._manifests / f"v{version:06d}.manifest"
 
     def versions(self) -> list[int]:
         """Return the published versions, ascending."""
@@ -266,7 +266,7 @@ class WeightStore:
         """Drop versions after `version`; the next `prune` drops their chunks."""
         for later in self.versions():
             if later > version:
-                (self._manifests / f"v{later:06d}.manifest").unlink(missing_ok=True)
+                self._manifest_path(later).unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
         """Return up to `size` bytes of a chunk from `offset`; None when the store has no such chunk.
@@ -304,15 +304,20 @@ class WeightStore:
         A slow node pulls a version for longer than it is among the newest. So up to `keep` older versions stay while
         their chunks are read.
         """
-        versions = self.versions()
-        chunks = {version: {ref.sha256 for ref in decode(self.manifest(version)).refs} for version in versions}
+        chunks: dict[int, set[str]] = {}
+        for version in self.versions():
+            try:
+                chunks[version] = {ref.sha256 for ref in decode(self.manifest(version)).refs}
+            except ComposerError:  # An earlier release wrote it, or it is damaged: no node can use it.
+                self._manifest_path(version).unlink(missing_ok=True)
+        versions = list(chunks)
         held = {sha256 for version in versions[-keep:] for sha256 in chunks[version]}
         pulled_at = {version: self._pulled_at(chunks[version] - held) for version in versions[:-keep]}
         recent = [version for version, read_s in pulled_at.items() if time.time() - read_s < _PULL_S]
         spared = sorted(recent, key=lambda version: pulled_at[version])[-keep:]
         for version in versions[:-keep]:
             if version not in spared:
-                (self._manifests / f"v{version:06d}.manifest").unlink(missing_ok=True)
+                self._manifest_path(version).unlink(missing_ok=True)
         held |= {sha256 for version in spared for sha256 in chunks[version]}
         for path in self._chunks.iterdir():
             if path.name not in held and not path.name.startswith("."):

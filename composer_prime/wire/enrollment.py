@@ -15,29 +15,25 @@ import binascii
 import hashlib
 import importlib.metadata
 import json
-import re
 import shlex
 from typing import Annotated, Self
 
 import msgspec
 import zmq
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta
 from zmq.utils import z85
 
 from composer_prime.address import tcp_address
 from composer_prime.console import GIB
-from composer_prime.errors import ConfigError, InviteError, SignatureError, WireError
+from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import ClientKeys, CurvePair
-from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, is_chunk_name, opened, sign
 
 PROTOCOL = 4
-"""Raised with every change of messages that an older release would misread. 4: an invite has no relays."""
+"""Raised with every change of messages that an older release would misread. 4: no relays, and a version of the weights
+is an anchor or one patch of it."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi2."
 _CHECK_BYTES = 4
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Word = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[ -~]*$")]
@@ -105,7 +101,7 @@ class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     node_id: str
     """The node's name from now on."""
     model: bytes
-    """The signed ModelFiles."""
+    """The signed ModelFiles (composer_prime/run/weights.py)."""
     manifest: bytes
     """The newest signed weight manifest, empty while none is published."""
     max_context: int
@@ -113,46 +109,6 @@ class Enrolled(msgspec.Struct, frozen=True, kw_only=True, tag="enrolled"):
     """The run's [inference] table as JSON, without what concerns the host of the run only."""
     sources: list[str] = []
     """As in NodeWelcome: copies of the weight store besides this link."""
-
-
-class ModelFile(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    chunks: list[ChunkRef]
-
-    @property
-    def size(self) -> int:
-        return sum(ref.size for ref in self.chunks)
-
-
-class ModelFiles(msgspec.Struct, frozen=True, kw_only=True, tag="model_files"):
-    """The files of the model folder: configuration and tokenizer, and the weights where versions are adapters."""
-
-    run_id: str
-    files: list[ModelFile]
-
-    def sign(self, key: Ed25519PrivateKey) -> bytes:
-        return sign(self, key)
-
-    @classmethod
-    def open_signed(cls, raw: bytes, verify_key: bytes, *, run_id: str) -> Self:
-        """Raises WireError (no such list, or a name that leaves the folder), SignatureError (not this run's)."""
-        try:
-            files = opened(raw, Ed25519PublicKey.from_public_bytes(verify_key), cls)
-        except InvalidSignature:
-            raise SignatureError(
-                f"the list of model files is not signed by run {run_id!r}: join the right run with a fresh invite"
-            ) from None
-        except msgspec.DecodeError as error:
-            raise WireError(f"{len(raw)} bytes are not a signed list of model files: {error}") from None
-        if files.run_id != run_id:
-            raise SignatureError(f"the list of model files belongs to run {files.run_id!r}, this is run {run_id!r}")
-        for file in files.files:
-            if not _FILE_NAME.fullmatch(file.name):
-                raise WireError(f"model file {file.name[:80]!r} has no plain name: its run is not to be trusted")
-            for ref in file.chunks:
-                if not is_chunk_name(ref.sha256) or not 0 < ref.size <= CHUNK_BYTES:
-                    raise WireError(f"model file {file.name} has a chunk of {ref.size} bytes, {ref.sha256[:80]!r}")
-        return files
 
 
 class Invite(msgspec.Struct, frozen=True, array_like=True):

@@ -77,8 +77,6 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     device: ComputeDevice | None = None
     usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     """What its machine costs, as its operator says (`--price`); None when unknown."""
-    relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Where it serves weight chunks to other nodes, at the address that its connection comes from; 0 for nowhere."""
     keeps_conversations: bool = False
     """Whether a conversation's cache outlives a swap (kv_at_swap = keep_conversations)."""
 
@@ -93,8 +91,6 @@ class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     sources: list[str] = []
     """Copies of the weight store besides this link: http://, https:// or bucket URLs. The host `*` stands for the one
     that the node reaches the gateway at."""
-    relays: list[str] = []
-    """Other nodes that serve the chunks they hold, as http:// URLs."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
@@ -124,7 +120,6 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True, tag="new_version"):
     manifest: bytes
     sources: list[str] = []
     """As in NodeWelcome."""
-    relays: list[str] = []
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):

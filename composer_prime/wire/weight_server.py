@@ -1,4 +1,4 @@
-"""Serves weight chunks over HTTP/1.1, read-only: for `orchestrator weights` and for nodes that relay.
+"""Serves weight chunks over HTTP/1.1, read-only, for `orchestrator weights`.
 
     GET /chunks/<sha256>               one Range: bytes=FIRST-LAST
     GET /manifests/v000012.manifest    where a whole weight store is served
@@ -39,7 +39,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ChunkReader(Protocol):
-    """What is served: a weight store, or the chunks that a node holds. Called in threads."""
+    """What is served, such as a weight store. Called in threads."""
 
     def chunk_size(self, sha256: str) -> int | None: ...
 

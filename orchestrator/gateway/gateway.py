@@ -141,7 +141,6 @@ class Gateway:
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=self._config.inference.heartbeat_s,
             sources=self._config.orchestrator.weights.urls,
-            relays=self._config.orchestrator.weights.relays,
             audited=self._config.orchestrator.audit.enabled,
         )
 
@@ -261,9 +260,9 @@ class Gateway:
             self.audits.publish(signed, manifest.version)
         for node in self.router.nodes:
             node.reports.forget(manifest.version)
+        message = NewVersion(manifest=signed, sources=self._link.sources)
         for node in self.router.nodes.attached():
-            places = self._link.weight_places(node.identity)
-            self._node_socket.send(node.identity, NewVersion(manifest=signed, **places))
+            self._node_socket.send(node.identity, message)
         return manifest.version
 
     def require_version(self, oldest: int) -> None:

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from composer_prime.address import Address, is_loopback
 from composer_prime.console import printable
 from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
@@ -72,8 +71,6 @@ _UNASKED_BYTES = 1 << 16
 """A message counts as one more for each of this many bytes."""
 _IGNORED_PAUSE_S = 0.01
 """Pause after a burst of messages most of which came from connections that are cut off."""
-_MAX_RELAYS = 32
-"""The most relays that a node gets: the latest ones."""
 _MAX_ENROLLING = 256
 """Enrollments of one key that wait for an answer. Others are dropped, and their nodes ask again."""
 _SAY_AGAIN_S = 10.0
@@ -96,10 +93,9 @@ class NodeLink:
         verify_key: bytes,
         heartbeat_s: float,
         sources: Sequence[str] = (),
-        relays: bool = True,
         audited: bool = False,
     ) -> None:
-        """`verify_key`: with it nodes check manifests. `relays`: whether nodes learn of one another.
+        """`verify_key`: with it nodes check manifests. `sources`: copies of the weight store for nodes.
 
         `audited`: whether answers are audited, which nodes with caches of mixed weights would not pass.
         """
@@ -122,13 +118,8 @@ class NodeLink:
         self._run_id = run_id
         self._verify_key = verify_key
         self._heartbeat_s = heartbeat_s
-        self._sources = list(sources)
-        self._tells_relays = relays
+        self.sources = list(sources)
         self._audited = audited
-        self._relays: dict[bytes, str] = {}
-        """Where a connection's node serves its chunks to others."""
-        self._loopback: set[bytes] = set()
-        """Connections from this machine: only they reach its loopback addresses."""
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
@@ -164,8 +155,6 @@ class NodeLink:
             if received.num_frames != 1:
                 raise msgspec.DecodeError(f"{received.num_frames} frames, expected 1")
             message = self._decoder.decode(received.first)
-            if isinstance(message, NodeHello):
-                self._note_address(received, message.relay_port)
             if not isinstance(message, Enroll) and not self._admission.is_node(key):
                 raise msgspec.DecodeError(f"a {type(message).__name__} from a key that may only enroll")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -180,17 +169,6 @@ class NodeLink:
             logger.exception("a %s could not be handled", type(message).__name__)
             self._drop_garbage(received, node, error)
         return True
-
-    def _note_address(self, received: FromConnection, relay_port: int) -> None:
-        """Take note of a connection's address. It is its own: a node cannot send the others anywhere else.
-
-        Connections through a relay come from loopback too. They have their own keys, and serve no other node.
-        """
-        if relay_port and not (is_loopback(received.peer) and self._admission.is_own(received.key)):
-            self._relays[received.identity] = f"http://{Address(received.peer, relay_port)}"
-        if is_loopback(received.peer):
-            self._loopback = {one for one in self._loopback if self._router.nodes.at(one) is not None}
-            self._loopback.add(received.identity)
 
     def _is_in_budget(self, received: FromConnection, node: AttachedNode | None, message: FromNode) -> bool:
         """Count an unrequested message. Cut its sender off, and return False, when its budget is spent.
@@ -356,7 +334,7 @@ class NodeLink:
                 logger.warning("rejected an enrollment: %s", reply.reason)
             self._socket.send(identity, reply)
         elif reply is not None:
-            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self._sources))
+            self._send_with_manifest(identity, key, msgspec.structs.replace(reply, sources=self.sources))
 
     def end_revoked(self) -> None:
         """Learn which nodes were revoked, and send those away that are attached."""
@@ -380,18 +358,10 @@ class NodeLink:
             manifest=self.newest_manifest,
             verify_key=self._verify_key,
             heartbeat_s=self._heartbeat_s,
-            **self.weight_places(identity),
+            sources=self.sources,
         )
         self._send_with_manifest(identity, key, welcome)
         self._router.place()
-
-    def weight_places(self, identity: bytes) -> dict[str, list[str]]:
-        """Return where that node can pull chunks besides here, as fields of NodeWelcome and NewVersion."""
-        nodes = self._router.nodes
-        self._relays = {relay: url for relay, url in self._relays.items() if nodes.at(relay) is not None}
-        hidden = {identity} if identity in self._loopback else {identity, *self._loopback}
-        others = [url for relay, url in self._relays.items() if relay not in hidden]
-        return {"sources": self._sources, "relays": others[-_MAX_RELAYS:] if self._tells_relays else []}
 
     def _name_refusal(self, identity: bytes, hello: NodeHello) -> str | None:
         """Return why the name in `hello` is not free.

@@ -24,13 +24,11 @@ from composer_prime.errors import ComposerError, ConfigError, InviteError
 from composer_prime.model_source import present_model, weight_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import RegisteredNode
-from composer_prime.run.weights import CHUNK_BYTES, ChunkRef
+from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, ModelFile, ModelFiles, sign
 from composer_prime.wire.enrollment import (
     PROTOCOL,
     Enroll,
     Enrolled,
-    ModelFile,
-    ModelFiles,
     other_release,
     release,
     release_package,
@@ -233,7 +231,7 @@ class Admission:
             index = base / "model.safetensors.index.json"
             paths += [*weight_files(base), *([index] if index.is_file() else [])]
         files = [ModelFile(path.name, self._chunks(path)) for path in paths if path.is_file()]
-        return ModelFiles(run_id=self._run_id, files=files).sign(self._keys.signer())
+        return sign(ModelFiles(run_id=self._run_id, files=files), self._keys.signer())
 
     def _chunks(self, path: Path) -> list[ChunkRef]:
         refs, offset = [], 0

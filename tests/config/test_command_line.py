@@ -375,7 +375,6 @@ def test_modules_are_looked_for_beside_the_last_file_first(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--inference.relay", "0.0.0.0:5701"], ["inference.relay is '0.0.0.0:5701'", "pass --relay to"]),
         (["--inference.weights_from", '["https://a.example"]'], ["inference.weights_from is", "pass --weights-from"]),
     ],
 )

@@ -21,7 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
-from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, ModelFiles, NodeMachine, release
+from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_model_files, sign
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
 from composer_prime.wire.node import ChunkMissing, ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightChunk
 from composer_prime.wire.sockets import dealer
 from inference.joining import join_config, join_parser
@@ -111,7 +112,7 @@ async def test_a_node_enrolls_pulls_the_model_files_and_attaches_under_its_own_k
         answer = await joined(gateway, invite.keys).ask(enroll(own))
         assert isinstance(answer, Enrolled) and answer.node_id == "box" and answer.max_context == 512
         assert keys.registry.find("box").key == own.own.public
-        files = ModelFiles.open_signed(answer.model, invite.verify_key, run_id="run-1").files
+        files = open_model_files(answer.model, keys.verifier(), run_id="run-1").files
         assert {"config.json", "tokenizer.json"} <= {file.name for file in files}
         assert not [file.name for file in files if file.name.endswith(".safetensors")]
         node = joined(gateway, own)
@@ -350,24 +351,19 @@ def test_a_list_of_model_files_is_checked_before_it_is_believed(keys):
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from composer_prime.errors import SignatureError, WireError
-    from composer_prime.run.weights import ChunkRef
-    from composer_prime.wire.enrollment import ModelFile
 
-    ref = ChunkRef(hashlib.sha256(b"x").hexdigest(), 1)
-    verify_key = keys.verifier().public_bytes_raw()
+    ref, key = ChunkRef(hashlib.sha256(b"x").hexdigest(), 1), keys.verifier()
     good = ModelFiles(run_id="run-1", files=[ModelFile("config.json", [ref])])
-    assert ModelFiles.open_signed(good.sign(keys.signer()), verify_key, run_id="run-1") == good
-    with pytest.raises(SignatureError, match="not signed by run"):
-        ModelFiles.open_signed(good.sign(Ed25519PrivateKey.generate()), verify_key, run_id="run-1")
-    with pytest.raises(SignatureError, match="belongs to run 'run-1', this is run 'run-2'"):
-        ModelFiles.open_signed(good.sign(keys.signer()), verify_key, run_id="run-2")
-    with pytest.raises(WireError, match="not a signed list"):
-        ModelFiles.open_signed(good.sign(keys.signer())[:-5], verify_key, run_id="run-1")
-    for name in ("../config.json", "/etc/passwd", ".hidden", "", "a/b.json"):
-        bad = ModelFiles(run_id="run-1", files=[ModelFile(name, [ref])]).sign(keys.signer())
-        with pytest.raises(WireError, match="no plain name"):
-            ModelFiles.open_signed(bad, verify_key, run_id="run-1")
-    for chunk in (ChunkRef("../x", 1), ChunkRef(ref.sha256, 1 << 40)):
-        bad = ModelFiles(run_id="run-1", files=[ModelFile("config.json", [chunk])]).sign(keys.signer())
-        with pytest.raises(WireError, match="has a chunk of"):
-            ModelFiles.open_signed(bad, verify_key, run_id="run-1")
+    signed = sign(good, keys.signer())
+    assert open_model_files(signed, key, run_id="run-1") == good
+    with pytest.raises(SignatureError, match="run-1"):
+        open_model_files(sign(good, Ed25519PrivateKey.generate()), key, run_id="run-1")
+    with pytest.raises(SignatureError, match="run 'run-1', this is run 'run-2'"):
+        open_model_files(signed, key, run_id="run-2")
+    with pytest.raises(WireError, match="model_files"):
+        open_model_files(signed[:-5], key, run_id="run-1")
+    named = [ModelFile(name, [ref]) for name in ("../config.json", "/etc/passwd", ".hidden", "", "a/b.json")]
+    chunks = [ModelFile("config.json", [chunk]) for chunk in (ChunkRef("../x", 1), ChunkRef(ref.sha256, 1 << 40))]
+    for file in [*named, *chunks]:
+        with pytest.raises(WireError, match=r"plain name|expected a sha256"):
+            open_model_files(sign(ModelFiles(run_id="run-1", files=[file]), keys.signer()), key, run_id="run-1")

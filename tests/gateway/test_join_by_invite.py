@@ -27,7 +27,7 @@ from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, releas
 from composer_prime.wire.node import Rejected
 from composer_prime.wire.sockets import NodeSocket
 from inference.enrolling import NodeState, enroll
-from inference.joining import _invite, _Machine, join_parser, keep_running, relay_address
+from inference.joining import _invite, _Machine, join_parser, keep_running
 from inference.machine import NodeShare
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
@@ -276,20 +276,11 @@ for number in range(200):
     assert [path.name for path in tmp_path.rglob("relay.pass*")] == ["relay.pass"]
 
 
-def test_nodes_of_one_machine_relay_at_ports_of_their_own():
-    """A free port stays one; past the last port is an error when the relay starts."""
-    assert [relay_address("0.0.0.0:5701", slot) for slot in range(3)] == [f"0.0.0.0:{5701 + slot}" for slot in range(3)]
-    assert relay_address("[::]:5701", 1) == "[::]:5702" and relay_address("127.0.0.1:0", 3) == "127.0.0.1:0"
-    with pytest.raises(ConfigError, match=r"inference\.relay"):
-        relay_address("5701", 1)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--price", "-1"], r"--price is -1\.0: Input should be greater than or equal to 0"),
         (["--threads", "0"], "--threads is 0: Input should be"),
-        (["--relay", "5701"], r"inference\.relay is '5701'"),
         (["--device", "cuda"], "--device is cuda, but no GPU is visible here"),
         (["--engine", "vllm", "--device", "cpu"], "--engine is vllm, but vllm is not installed here"),
     ],

@@ -41,7 +41,7 @@ from orchestrator.gateway.gateway import how_to_join
 
 def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1") -> bytes:
     canary = Canary(token_ids=[1, 2], logprobs=[-1.0])
-    manifest = Manifest(run_id=run_id, version=version, parent=None, kind="anchor", dtype="float32",
+    manifest = Manifest(run_id=run_id, version=version, kind="anchor", dtype="float32",
                         chunks=list(chunks), tensors={}, canary=canary)  # fmt: skip
     return sign(manifest, keys.signer())
 

@@ -139,7 +139,7 @@ async def test_a_node_that_pulls_again_and_again_spends_its_allowance(open_gatew
 
 
 def manifest_of(version: int, *chunks: ChunkRef) -> Manifest:
-    return Manifest(run_id="run-1", version=version, parent=None, kind="anchor", dtype="float32", chunks=list(chunks),
+    return Manifest(run_id="run-1", version=version, kind="anchor", dtype="float32", chunks=list(chunks),
                     tensors={}, canary=Canary(token_ids=[1, 2], logprobs=[-1.0]))  # fmt: skip
 
 

@@ -34,7 +34,6 @@ class Publisher:
         return Manifest(
             run_id=RUN_ID,
             version=version,
-            parent=None,
             kind="anchor",
             dtype="float32",
             chunks=chunks,
@@ -55,7 +54,6 @@ class Publisher:
         return Manifest(
             run_id=RUN_ID,
             version=version,
-            parent=None,
             kind="adapters",
             dtype="float32",
             chunks=self.store.put_chunks(safetensors.torch.save(factors)),

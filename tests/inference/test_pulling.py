@@ -18,19 +18,19 @@ from zmq.utils import z85
 
 from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys, CurvePair
-from composer_prime.run.weights import ChunkRef, open_signed, sign
-from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, ModelFile, ModelFiles, release
+from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_signed, sign
+from composer_prime.wire.enrollment import PROTOCOL, Enrolled, Invite, release
 from inference import pulling
 from inference.enrolling import EnrolledNode, NodeState
-from inference.pulling import pull_file, pull_model
-from inference.versions import FolderSource
+from inference.pulling import pull_files, pull_model
+from inference.versions import ChunkSource, FolderSource
 
 _IN_FLIGHT = 4
 """Chunks that a pull asks for at a time."""
 PIECE = 60_000
 
 
-class CutSource:
+class CutSource(ChunkSource):
     """The run's store and model folder behind a link that breaks after so many small pieces."""
 
     def __init__(self, store, files: dict[str, bytes], left: int = 1 << 60) -> None:
@@ -80,7 +80,7 @@ def enrolled(keys, small_files):
         listed = [ModelFile(name, [ref_of(data)]) for name, data in files.items()]
         answer = Enrolled(
             node_id="box",
-            model=ModelFiles(run_id="run-1", files=listed).sign(keys.signer()),
+            model=sign(ModelFiles(run_id="run-1", files=listed), keys.signer()),
             manifest=manifest,
             max_context=64,
             inference=b"{}",
@@ -227,7 +227,7 @@ def test_a_link_that_falters_brings_a_long_file(publisher, invite, enrolled, tmp
     parts = [bytes([number]) * 1000 for number in range(2 * pulling._TRIES)]
     made, state = enrolled(publisher.publish(1)), NodeState(tmp_path, invite)
     files = [ModelFile("tokenizer.json", [ref_of(part) for part in parts]), ModelFile("empty.txt", [])]
-    model = ModelFiles(run_id="run-1", files=files).sign(publisher.keys.signer())
+    model = sign(ModelFiles(run_id="run-1", files=files), publisher.keys.signer())
     made = replace(made, answer=msgspec.structs.replace(made.answer, model=model))
     link = Faltering(publisher.store, {ref_of(part).sha256: part for part in parts})
     asyncio.run(pull_model(CutSource(publisher.store, {}), invite, made, state, 0, link))
@@ -275,19 +275,26 @@ def test_the_run_keeps_a_version_that_is_pulled_elsewhere(publisher, invite, enr
     asyncio.run(scenario())
 
 
-def test_a_model_file_keeps_its_whole_chunks(tmp_path, publisher):
+def test_a_model_file_keeps_its_whole_chunks(tmp_path, publisher, invite):
     """A file of several chunks, as the weights of a base: the third chunk breaks, the first two are not asked again."""
-    parts = [bytes([number]) * 1000 for number in range(4)]
+    parts, state = [bytes([number]) * 1000 for number in range(4)], NodeState(tmp_path, invite)
+    state.model.mkdir(parents=True)
     file = ModelFile("model.safetensors", [ref_of(part) for part in parts])
     source = CutSource(publisher.store, {ref_of(part).sha256: part for part in parts}, left=2)
     with pytest.raises(ConnectionResetError):
-        asyncio.run(pull_file(source, file, tmp_path))
+        asyncio.run(pull_files(source, [file], state))
     source.left = 100
-    asyncio.run(pull_file(source, file, tmp_path))
-    assert (tmp_path / "model.safetensors").read_bytes() == b"".join(parts)
+    asyncio.run(pull_files(source, [file], state))
+    assert (state.model / "model.safetensors").read_bytes() == b"".join(parts)
     assert set(source.got.values()) == {1000}
-    wrong = ModelFile("tokenizer.json", [ChunkRef("0" * 64, 1000)])
-    source.files["0" * 64] = b"x" * 1000
+
+
+def test_a_wrong_model_file_is_refused(tmp_path, publisher, invite, monkeypatch):
+    """Its hash is looked at before it is in the folder."""
+    monkeypatch.setattr(pulling, "_RETRY_S", 0.0)
+    state = NodeState(tmp_path, invite)
+    state.model.mkdir(parents=True)
+    source = CutSource(publisher.store, {"0" * 64: b"x" * 1000})
     with pytest.raises(CorruptWeightsError, match=r"tokenizer\.json: chunk 0000.* differs from its hash"):
-        asyncio.run(pull_file(source, wrong, tmp_path))
-    assert not (tmp_path / "tokenizer.json").exists()
+        asyncio.run(pull_files(source, [ModelFile("tokenizer.json", [ChunkRef("0" * 64, 1000)])], state))
+    assert not (state.model / "tokenizer.json").exists()

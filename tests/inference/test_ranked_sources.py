@@ -10,12 +10,11 @@ import random
 import pytest
 from aiohttp import web
 
-from composer_prime.errors import DeadlineError
 from composer_prime.run.bucket import Bucket
 from composer_prime.run.weights import WeightStore
 from inference.joining import join_config, join_parser
-from inference.sources import RankedSources
-from inference.versions import PIECE_BYTES, ChunkSource, FolderSource
+from inference.sources import Sources
+from inference.versions import PIECE_BYTES, FolderSource
 from tests.inference.test_weight_sources import TIMEOUT_S, Lacking, Untouchable, scripted
 
 
@@ -52,7 +51,7 @@ def ranged(store: WeightStore, clock: Clock, seconds: float = 0.1, limit: int = 
     return handler
 
 
-async def pull_one_by_one(sources: RankedSources, refs: list) -> None:
+async def pull_one_by_one(sources: Sources, refs: list) -> None:
     for ref in refs:
         data = b""
         while len(data) < ref.size and (piece := await sources.read(ref.sha256, len(data))):
@@ -68,7 +67,7 @@ def test_the_fastest_source_is_asked(tmp_path, caplog):
         store, clock = WeightStore(tmp_path, chunk_bytes=1024), Clock()
         refs = store.put_chunks(random.Random(0).randbytes(10 * 1024))
         async with scripted(slowed(store, clock, 9.0)) as slow, scripted(slowed(store, clock, 0.1)) as fast:
-            sources = RankedSources(Untouchable(), TIMEOUT_S, [slow, fast], clock=clock)
+            sources = Sources(Untouchable(), TIMEOUT_S, [slow, fast], clock=clock)
             await pull_one_by_one(sources, refs)
             assert sources.bytes_by_source() == {slow: 1024, fast: 9 * 1024}
             await sources.close()
@@ -77,102 +76,54 @@ def test_the_fastest_source_is_asked(tmp_path, caplog):
     asyncio.run(scenario())
 
 
-# What a run's configuration may not name, a node's own settings file may; an option wins over it.
-def test_a_joining_nodes_settings_name_its_sources_and_its_relay(tmp_path):
+# What a run's configuration may not name, a node's own settings file may. The run chooses no code of this machine.
+def test_a_joining_nodes_settings_name_its_sources(tmp_path):
     path = tmp_path / "node.toml"
-    path.write_text('[inference]\nweights_from = ["https://a.example/run"]\nrelay = "0.0.0.0:5701"\n')
-    words = ["tcp://127.0.0.1:5500", "--settings", str(path)]
-    config = join_config(join_parser().parse_args(words), {})
-    assert (config.weights_from, config.relay) == (["https://a.example/run"], "0.0.0.0:5701")
-    assert join_config(join_parser().parse_args([*words, "--relay", "[::]:5702"]), {}).relay == "[::]:5702"
+    path.write_text('[inference]\nweights_from = ["https://a.example/run"]\nengine = "own:Engine"\n')
+    options = join_parser().parse_args(["tcp://127.0.0.1:5500", "--settings", str(path)])
+    config = join_config(options, {})
+    assert (config.weights_from, config.engine) == (["https://a.example/run"], "own:Engine")
+    options = join_parser().parse_args(["tcp://127.0.0.1:5500"])
+    config = join_config(options, {"engine": "os:system", "engine_settings": {"command": "true"}})
+    assert (config.engine, config.engine_settings) == ("local", {})
 
 
-# A relay that trickles 64 KiB through the whole time of each read gets one read, even in the middle of a chunk: the
-# others give the rest. Where the gateway alone is left it is measured, and preferred from then on.
+# A copy that trickles 64 KiB through the whole time of a read gets one read, even in the middle of a chunk: the other
+# one or the gateway gives the rest.
 @pytest.mark.parametrize("has_copy", [True, False])
-def test_a_trickling_relay_does_not_stall_a_pull(tmp_path, has_copy):
+def test_a_trickling_copy_does_not_stall_a_pull(tmp_path, has_copy):
     async def scenario() -> None:
         store, clock, asked = WeightStore(tmp_path), Clock(), []
         refs = [ref for seed in range(3) for ref in store.put_chunks(random.Random(seed).randbytes(1 << 20))]
-
         trickle = ranged(store, clock, TIMEOUT_S, 64 << 10)
 
         async def handler(request: web.Request) -> web.Response:
             asked.append(clock.now)
             return await trickle(request)
 
-        async with scripted(handler) as relay, scripted(ranged(store, clock)) as copy:
+        async with scripted(handler) as slow, scripted(ranged(store, clock)) as copy:
             last = Untouchable() if has_copy else FolderSource(store)
-            sources = RankedSources(last, TIMEOUT_S, [copy] if has_copy else [], clock=clock)
-            sources.learn([], [relay], "127.0.0.1")
-            sources._rated[relay].bytes_per_s = 1e12  # It was fast until now.
-            await pull_one_by_one(sources, refs)
-            clock.now += 60
+            sources = Sources(last, TIMEOUT_S, [slow, copy] if has_copy else [slow], clock=clock)
             await pull_one_by_one(sources, refs)
             assert len(asked) == 1
-            assert sources._rated[relay].failures == 1
             await sources.close()
 
     asyncio.run(scenario())
 
 
-# A node whose own line is slow puts nobody aside for that: the gateway, once measured, is no faster.
-def test_a_slow_node_keeps_its_sources(tmp_path):
+# A chunk that several gave: all of them may have given the wrong part.
+def test_who_gave_a_part_of_a_wrong_chunk_is_put_aside(caplog):
     async def scenario() -> None:
-        store, clock = WeightStore(tmp_path), Clock()
-        refs = store.put_chunks(random.Random(0).randbytes(1 << 20))
-
-        class Silent(ChunkSource):
-            async def read(self, sha256: str, offset: int) -> bytes | None:
-                clock.now += TIMEOUT_S
-                raise DeadlineError("nothing came")
-
-        async with scripted(ranged(store, clock, TIMEOUT_S, 256 << 10)) as url:
-            sources = RankedSources(Silent(), TIMEOUT_S, [url], clock=clock)
-            with pytest.raises(DeadlineError):  # It was put aside once, for the gateway to be tried.
-                await pull_one_by_one(sources, refs)
-            await pull_one_by_one(sources, refs)
-            assert sources._rated[url].aside_until < clock.now
-            await sources.close()
-
-    asyncio.run(scenario())
-
-
-# One bad part of a chunk that several gave: the relay is left alone, the copies of the store are not.
-def test_a_part_of_a_wrong_chunk_puts_relays_aside_only(caplog):
-    async def scenario() -> None:
-        sources = RankedSources(Lacking(), TIMEOUT_S, ["http://copy"], clock=Clock())
-        sources.learn([], ["http://10.0.0.1:5701"], "gate.example")
-        copy, relay = sources._rated.values()
-        for offset, giver in enumerate([relay, copy, sources._rated_last]):
+        sources = Sources(Lacking(), TIMEOUT_S, ["http://one", "http://two", "http://three"], clock=Clock())
+        one, two, three = sources._copies.values()
+        for offset, giver in enumerate([one, two, None]):
             sources._note_giver("a" * 64, offset, giver)
-        assert sources.refuse("a" * 64)
-        assert (copy.aside_until, relay.aside_until) == (0.0, 1060.0)
-        sources._note_giver("b" * 64, 0, copy)
-        assert sources.refuse("b" * 64)
-        assert copy.aside_until == 1600.0
+        assert sources.refuse("a" * 64) and not sources.refuse("a" * 64)
+        assert [copy.aside_until for copy in (one, two, three)] == [1600.0, 1600.0, 0.0]
         await sources.close()
 
     asyncio.run(scenario())
-    assert "http://10.0.0.1:5701 gave a part of a wrong weight chunk" in caplog.text
-
-
-# The end of a chunk, a few bytes, says little about a source's speed.
-def test_small_pieces_count_little():
-    async def scenario() -> None:
-        clock = Clock()
-        sources = RankedSources(Lacking(), TIMEOUT_S, ["http://copy"], clock=clock)
-        (copy,) = sources._rated.values()
-        sources._note_speed(copy, PIECE_BYTES, 0.1)
-        whole = copy.bytes_per_s
-        for _ in range(3):
-            sources._note_speed(copy, 100, 0.01)
-        assert copy.bytes_per_s > 0.9 * whole
-        sources._note_speed(copy, 100, 5.0)
-        assert copy.bytes_per_s == 20.0
-        await sources.close()
-
-    asyncio.run(scenario())
+    assert "http://one gave a wrong weight chunk" in caplog.text
 
 
 # A source that fails is left alone for longer each time, and asked again after that.
@@ -186,7 +137,7 @@ def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
             return web.Response(status=500) if broken else await slowed(store, clock, 1.0)(request)
 
         async with scripted(handler) as url:
-            sources = RankedSources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
+            sources = Sources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
             for pause_s in (0, 4, 2, 9, 2):
                 clock.now += pause_s
                 await pull_one_by_one(sources, [ref])
@@ -217,11 +168,10 @@ def test_parallel_failures_count_once(tmp_path, status, headers, pause_s, failur
             return web.Response(status=status, headers=headers)
 
         async with scripted(handler) as url:
-            sources = RankedSources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
-            sources._rated[url].bytes_per_s = 1e6
+            sources = Sources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
             await asyncio.gather(*(pull_one_by_one(sources, [ref]) for _ in range(4)))
-            (rated,) = sources._rated.values()
-            assert (rated.aside_until - clock.now, rated.failures) == (pause_s, failures)
+            (copy,) = sources._copies.values()
+            assert (copy.aside_until - clock.now, copy.failures) == (pause_s, failures)
             await sources.close()
 
     asyncio.run(scenario())
@@ -237,13 +187,13 @@ def test_a_slow_copy_is_measured_again(tmp_path):
             return await slowed(store, clock, pause_s)(request)
 
         async with scripted(handler) as url, scripted(slowed(store, clock, 0.5)) as fast:
-            sources = RankedSources(Untouchable(), TIMEOUT_S, [url, fast], clock=clock)
+            sources = Sources(Untouchable(), TIMEOUT_S, [url, fast], clock=clock)
             await pull_one_by_one(sources, [ref for refs in chunks[:4] for ref in refs])
-            slow = sources._rated[url]
+            slow = sources._copies[url]
             assert slow.num_bytes == PIECE_BYTES
             pause_s = 0.1
             for refs in chunks[4:]:
-                sources.learn([], [], "127.0.0.1")
+                sources.learn([], "127.0.0.1")
                 await pull_one_by_one(sources, refs)
             assert slow.num_bytes > 4 * PIECE_BYTES
             await sources.close()
@@ -256,7 +206,7 @@ def test_a_copy_may_lag(tmp_path):
     async def scenario() -> None:
         store, bucket = WeightStore(tmp_path / "weights"), Bucket((tmp_path / "bucket").as_uri())
         (ref,) = store.put_chunks(b"x" * 100)
-        sources = RankedSources(Untouchable(), TIMEOUT_S, [bucket.url], clock=Clock())
+        sources = Sources(Untouchable(), TIMEOUT_S, [bucket.url], clock=Clock())
         pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
         await asyncio.sleep(0.05)
         assert not pull.done()
@@ -266,35 +216,33 @@ def test_a_copy_may_lag(tmp_path):
     asyncio.run(scenario())
 
 
-# After its patience a node asks the gateway; a node that relays does not wait for other relays at all.
-@pytest.mark.parametrize("relays_itself", [True, False])
-def test_the_gateway_is_asked_last(tmp_path, relays_itself):
+# After its patience a node asks the gateway.
+def test_the_gateway_is_asked_last(tmp_path):
     async def scenario() -> float:
         store, clock = WeightStore(tmp_path / "weights"), Clock()
         (ref,) = store.put_chunks(b"x" * 100)
-        async with scripted(slowed(WeightStore(tmp_path / "empty"), clock, 1.0)) as url:
-            sources = RankedSources(FolderSource(store), TIMEOUT_S, relays_itself=relays_itself, clock=clock)
-            sources.learn([], [url], "127.0.0.1")
+        async with scripted(slowed(WeightStore(tmp_path / "empty"), clock, 4.0)) as url:
+            sources = Sources(FolderSource(store), TIMEOUT_S, clock=clock)
+            sources.learn([url], "127.0.0.1")
             await pull_one_by_one(sources, [ref])
             await sources.close()
         return clock.now - 1000.0
 
-    assert asyncio.run(scenario()) == (1.0 if relays_itself else 4.0)
+    assert asyncio.run(scenario()) == 16.0
 
 
 # The gateway's names: `*` is its own host, a URL of no known kind is reported once, what is named no more is forgotten,
 # and what this machine was given stays.
 def test_sources_are_learned(caplog):
     async def scenario() -> None:
-        sources = RankedSources(Lacking(), TIMEOUT_S, ["http://own"])
+        sources = Sources(Lacking(), TIMEOUT_S, ["http://own"])
         for _ in range(2):
-            sources.learn(["http://*:5700", "ftp://odd"], ["http://10.0.0.1:5701", "s3://no-relay/x"], "gate.example")
-        assert list(sources._rated) == ["http://own", "http://gate.example:5700", "http://10.0.0.1:5701"]
-        assert [rated.is_relay for rated in sources._rated.values()] == [False, False, True]
-        sources.learn([], [], "gate.example")
-        assert list(sources._rated) == ["http://own"]
+            sources.learn(["http://*:5700", "ftp://odd"], "gate.example")
+        assert list(sources._copies) == ["http://own", "http://gate.example:5700"]
+        sources.learn([], "gate.example")
+        assert list(sources._copies) == ["http://own"]
         await asyncio.sleep(0)
         await sources.close()
 
     asyncio.run(scenario())
-    assert [record.getMessage().count("ftp://odd") for record in caplog.records] == [1, 0]
+    assert [record.getMessage().count("ftp://odd") for record in caplog.records] == [1]

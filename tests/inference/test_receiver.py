@@ -217,17 +217,15 @@ class Altered:
 
 
 def no_score_once(inner: LocalEngine):
-    """The second score, that of new weights, does not come back in time."""
-    calls = iter([inner.score])
+    """The first score does not come in time."""
+    stuck: list[bool] = []
 
     async def score(token_ids: list[int]) -> list[float]:
-        first = next(calls, None)
-        if first is None and not stuck:
+        if not stuck:
             stuck.append(True)
             raise DeadlineError("the canary's scores did not come")
         return await inner.score(token_ids)
 
-    stuck: list[bool] = []
     return score
 
 
@@ -247,7 +245,7 @@ def test_requests_count_as_refused_until_the_old_weights_are_in_use(loop, engine
     """A request that starts while the old weights are loaded again has sampled with the refused ones."""
     seen = []
 
-    async def load(version, tensors, base=None):
+    async def load(version, tensors, begin=lambda: None):
         seen.append((version, receiver.rollbacks))
         await engine.load_weights(version, tensors)
 
@@ -292,83 +290,39 @@ def close_versions(publisher, folder):
     return Publisher(publisher.store.root, publisher.keys, Reference(folder, scale=1e-6))
 
 
-def test_what_differs_is_offered_until_a_swap_fails(loop, engine, receive, publisher):
-    # The engine gets the tensors in use beside the new ones; none before the first version, for adapters or afterwards.
-    offered = []
-
-    async def load(version, tensors, base=None):
-        offered.append(base)
-        await engine.load_weights(version, tensors, base)
-
-    receiver = receive(Altered(engine, load_weights=load))
-    install(loop, receiver, publisher, publisher.publish(1))
-    first = receiver._good
-    install(loop, receiver, publisher, publisher.publish(2))
-    install(loop, receiver, publisher, sign(publisher.adapters(3), publisher.keys.signer()))
-    install(loop, receiver, publisher, publisher.publish(2))
-    install(loop, receiver, publisher, publisher.publish(1))
-    assert offered[:4] == [None, first, None, None] and offered[4] is not None
-    with pytest.raises(CanaryError):
-        install(loop, receiver, publisher, publisher.publish(4, canary=Canary(token_ids=CANARY, logprobs=[-1.0] * 7)))
-    assert offered[5] is not None and offered[6] is None
-    install(loop, receiver, publisher, publisher.publish(3))
-    assert offered[7] is None
-
-
 async def nothing(*_):
     return []
 
 
-@pytest.mark.parametrize("idle", [{"load_weights": nothing}, {"load_weights": nothing, "read_back": nothing}],
-                         ids=["read back", "by the canary alone"])  # fmt: skip
-def test_an_engine_that_never_swaps_is_found(loop, engine, receive, close_versions, idle):
-    # Versions differ by far less than the tolerance: parameters that hold other values are named, and where none can
-    # be read, the canary's logprobs stay where the trainer's moved.
-    receiver = receive(Altered(engine, **idle), tolerance=0.05)
+def test_an_engine_that_never_swaps_is_found(loop, engine, receive, close_versions):
+    # Versions differ by far less than the canary's tolerance: the parameters that hold other values are named.
+    receiver = receive(Altered(engine, load_weights=nothing), tolerance=0.05)
     install(loop, receiver, close_versions, close_versions.publish(0))
-    with pytest.raises(CanaryError, match=r"model.embed_tokens.weight|moved by 0 of the way from version 0 to 1"):
+    with pytest.raises(CanaryError, match=r"model\.embed_tokens\.weight"):
         install(loop, receiver, close_versions, close_versions.publish(1))
     assert receiver.version == 0 and receiver.canary_error < 0.05 and receiver.rollbacks == 1
 
 
-@pytest.mark.parametrize("readable", [False, True])
-def test_an_engine_that_computes_with_an_old_copy_is_found(loop, engine, receive, close_versions, readable, caplog):
-    """Scores come from weights packed before: the canary's move refuses what was not read back, else it warns."""
-    old = loop.run(engine.score(CANARY))
+def test_answers_leave_until_the_first_weight_changes(loop, engine, receive, publisher):
+    """What an engine prepares for a swap, such as a file of the weights, holds back no answer."""
+    seen = []
 
-    async def score(_) -> list[float]:
-        return old
+    async def load(version, tensors, begin=lambda: None):
+        seen.append(receiver.settled.is_set())
+        begin()
+        seen.append(receiver.settled.is_set())
+        await engine.load_weights(version, tensors)
 
-    async def first_only(names: list[str]):
-        return (await engine.read_back(names))[: len(names) if readable else 1]
-
-    receiver = receive(Altered(engine, score=score, read_back=first_only), tolerance=0.05)
-    install(loop, receiver, close_versions, close_versions.publish(0))
-    with contextlib.nullcontext() if readable else pytest.raises(CanaryError, match=r"moved by 0 of the way"):
-        install(loop, receiver, close_versions, close_versions.publish(1))
-    assert ("moved by 0 of the way" in caplog.text) == readable and receiver.version == int(readable)
-
-
-def test_rounding_on_the_token_that_moves_refuses_no_good_version(loop, engine, receive, publisher):
-    """Where the one token that moves is rounded much, its move is no evidence against a version."""
-    base = publisher.reference.score(CANARY, 0).tolist()
-    scores = iter([0.0, 0.03, 0.03, 0.0])  # before and after version 1, before and after version 2
-
-    async def score(_) -> list[float]:
-        return [base[0] + next(scores), *base[1:]]
-
-    receiver = receive(Altered(engine, score=score, read_back=nothing), tolerance=0.5)
-    for version, moved in ((1, 0.0), (2, 0.17)):
-        canary = Canary(token_ids=CANARY, logprobs=[base[0] + moved, *base[1:]])
-        install(loop, receiver, publisher, publisher.publish(version, canary=canary))
-    assert receiver.version == 2 and receiver.rollbacks == 0
+    receiver = receive(Altered(engine, load_weights=load))
+    install(loop, receiver, publisher, publisher.publish(1))
+    assert seen == [True, False] and receiver.settled.is_set()
 
 
 def test_one_tensor_that_was_not_loaded_is_found(loop, engine, receive, publisher):
     # All but one tensor are swapped: it is named, although the canary hardly shows it.
     name = "model.layers.1.mlp.up_proj.weight"
 
-    async def load(version, tensors, base=None):
+    async def load(version, tensors, begin=lambda: None):
         old = {part: tensors[part] if part != name else publisher.reference.weights(0)[name] for part in tensors}
         await engine.load_weights(version, old)
 
@@ -410,7 +364,7 @@ def test_a_swap_holds_a_block_at_a_time(loop, engine, receive, publisher):
     # While a second version comes in, no more than two blocks of it are in memory at any moment, and none afterwards.
     seen: list[Watched] = []
 
-    async def load(version, tensors, base=None):
+    async def load(version, tensors, begin=lambda: None):
         seen.append(Watched(tensors))
         await engine.load_weights(version, seen[-1])
 

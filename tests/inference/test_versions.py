@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import CanaryError, CorruptWeightsError, DeadlineError, LostWeightsError
-from composer_prime.run.weights import Canary, ChunkRef, Delta, Manifest, WeightStore
+from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
-from inference.snapshot import ChunkFolder, word_sum
-from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
+from inference.snapshot import word_sum
+from inference.versions import PIECE_BYTES, ChunkFolder, ChunkSource, FolderSource, VersionFolder
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
 from trainer.weights.version_file import VersionWriter
@@ -62,7 +62,7 @@ class Training:
 
     def publish(self, version: int) -> Manifest:
         described = Manifest(
-            run_id="r", version=version, parent=None, kind="anchor", dtype=str(self.dtype).removeprefix("torch."),
+            run_id="r", version=version, kind="anchor", dtype=str(self.dtype).removeprefix("torch."),
             chunks=[], tensors={}, canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
         )  # fmt: skip
         manifest = self.writer.write(described, self.tensors)
@@ -123,40 +123,28 @@ def size_of(chunks: list[ChunkRef]) -> int:
     return sum(ref.size for ref in chunks)
 
 
-# After one whole version the next ones are deltas, and the fifth is whole again; it still has the delta that leads to
-# it. A node that follows pulls the deltas alone, also over the new anchor.
-def test_a_follower_pulls_deltas_only(training, open_node):
+# After one whole version the next ones are patches of it, and the fifth is whole again; it still has the patch from the
+# anchor before. A node that follows pulls one patch a version, also over the new anchor.
+def test_a_follower_pulls_patches_only(training, open_node):
     node = open_node()
     kinds = []
     for version in range(12):
         manifest = training.train(range(version, version + 1))
         kinds.append(manifest.kind)
-        pulled = fetch(node, training, version)
-        assert pulled == (manifest.deltas[-1].size if version else size_of(manifest.chunks))
-        files = {path.name for path in node.chunks.path.iterdir()}
-        assert len(files) == len({ref.sha256 for ref in manifest.chunks}) + (manifest.kind == "delta")
+        assert fetch(node, training, version) == size_of(manifest.patch if version else manifest.chunks)
+        assert {path.name for path in node.chunks.path.iterdir()} == {ref.sha256 for ref in manifest.files}
     assert kinds == ["anchor", "delta", "delta", "delta"] * 3
 
 
-# A node that joins at any version pulls one anchor and one overlay, not the deltas between.
-def test_a_joiner_pulls_an_anchor_and_an_overlay(tmp_path, open_node):
+# A node that joins at any version pulls one anchor and one patch; one that skipped versions pulls one patch.
+def test_a_joiner_pulls_an_anchor_and_a_patch(tmp_path, open_node):
     training = Training(tmp_path / "far", anchor_every=60)
-    manifest = training.train(range(51), share=0.001)
-    node = open_node(FolderSource(training.store))
-    assert fetch(node, training, 50) == size_of([*manifest.chunks, *manifest.overlay])
-    assert manifest.parent == 0 and size_of(manifest.overlay) < size_of(manifest.chunks) / 3
-
-
-# A node that skips versions takes the cheaper of the deltas in between and the overlay.
-@pytest.mark.parametrize("skipped", [1, 2, 10])
-def test_a_slow_node_skips_versions(tmp_path, open_node, skipped):
-    training = Training(tmp_path / "skip", anchor_every=40)
-    training.train(range(2))
-    node = open_node(FolderSource(training.store))
-    fetch(node, training, 1)
-    manifest = training.train(range(2, 2 + skipped))
-    chain = [delta.size for delta in manifest.deltas if delta.version > 1]
-    assert fetch(node, training, 1 + skipped) == min(sum(chain), size_of(manifest.overlay))
+    training.train(range(2), share=0.001)
+    slow = open_node(FolderSource(training.store))
+    fetch(slow, training, 1)
+    manifest = training.train(range(2, 51), share=0.001)
+    assert fetch(slow, training, 50) == size_of(manifest.patch) < size_of(manifest.chunks) / 3
+    assert fetch(open_node(FolderSource(training.store)), training, 50) == size_of(manifest.refs)
 
 
 # Where a step changes most words every version is whole, and comparing is not tried at each step.
@@ -171,7 +159,7 @@ def test_whole_versions_on_request_and_for_another_model(training, tmp_path):
     training.tensors["more"] = torch.ones(3, dtype=torch.bfloat16)
     assert training.publish(2).kind == "anchor"
     plain = Training(tmp_path / "plain", anchor_every=1)
-    assert [plain.train(range(v, v + 1)).kind for v in range(3)] == ["anchor"] * 3 and not plain.written[2][0].deltas
+    assert [plain.train(range(v, v + 1)).kind for v in range(3)] == ["anchor"] * 3 and not plain.written[2][0].patch
 
 
 # A chunk of the anchor that the store lost or that was altered there: the next version is whole, and right, although
@@ -187,8 +175,7 @@ def test_the_trainer_notices_a_damaged_anchor(training, open_node, data):
     fetch(open_node(), training, 2)
 
 
-# A rewind gives known numbers to other weights: the version before is not certain, so the next is whole, and a node
-# that has the dropped version under the same number does not apply a delta to it.
+# A rewind gives known numbers to other weights: the anchor is not certain, so the next version is whole.
 def test_a_rewind_does_not_mislead(training, open_node):
     node = open_node()
     training.train(range(4))
@@ -202,57 +189,59 @@ def test_a_rewind_does_not_mislead(training, open_node):
     assert fetch(node, training, 4) >= size_of(training.written[4][0].chunks) / 2
 
 
-# Deltas that do not lead to the version are noticed by its hash, and the anchor's way is taken.
-@pytest.mark.parametrize("over_an_anchor", [False, True])
-def test_a_wrong_delta_falls_back_to_the_anchor(training, open_node, over_an_anchor):
+# A patch that does not lead to the new anchor is noticed by the chunks' hashes, and the anchor is pulled.
+@pytest.mark.parametrize("stream", ["other", "longer"])
+def test_a_wrong_patch_falls_back_to_the_anchor(training, open_node, stream, caplog):
     node = open_node()
-    training.train(range(3))
-    fetch(node, training, 2)
-    last = 4 if over_an_anchor else 3
-    manifest = training.train(range(3, last + 1))
-    wrong = Delta(last, training.written[2][0].state, training.written[2][0].deltas[0].chunks)
-    training.written[last] = msgspec.structs.replace(manifest, deltas=[wrong]), training.written[last][1]
-    assert fetch(node, training, last) > 0
-    node.settle(manifest)
-    assert fetch(node, training, last) == 0
+    training.train(range(4))
+    fetch(node, training, 3)
+    manifest = training.train(range(4, 5))
+    patch = training.written[2][0].patch
+    if stream == "longer":
+        patch = training.store.put_chunks(b"".join(map(training.store.read, manifest.patch)) + b"more")
+    training.written[4] = msgspec.structs.replace(manifest, patch=patch), training.written[4][1]
+    assert manifest.kind == "anchor" and fetch(node, training, 4) > 0
+    assert "weights v4 are pulled whole" in caplog.text
 
 
-# A pulled overlay that changes on the node's disk before it is used: the next try pulls it again.
-def test_an_overlay_that_the_disk_damaged_is_pulled_again(training, open_node):
+# A pulled patch that changes on the node's disk before it is used: the next try pulls it again.
+def test_a_patch_that_the_disk_damaged_is_pulled_again(training, open_node):
     node = open_node()
     manifest = training.train(range(2))
-    asyncio.run(node._pull_all(manifest, manifest.overlay))
-    path = node.chunks.path / manifest.overlay[0].sha256
+    asyncio.run(node.pull("v1", manifest.patch))
+    path = node.chunks.path_of(manifest.patch[0])
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CorruptWeightsError):
         fetch(node, training, 1)
-    assert fetch(node, training, 1) == size_of(manifest.overlay)
+    assert fetch(node, training, 1) == size_of(manifest.patch)
 
 
-# A damaged chunk of the version in use is pulled again alone: its overlay, which was made here, may be gone elsewhere.
-def test_a_repair_needs_no_overlay_that_is_here(training, open_node):
+# A damaged chunk of the version in use is pulled again alone: its patch may be gone elsewhere.
+def test_a_repair_needs_no_patch_that_is_here(training, open_node):
     node = open_node()
     training.store.chunk_bytes = 1024
     manifest = training.train(range(2), share=0.1)
     fetch(node, training, 1)
-    assert len(manifest.overlay) > 1  # made as one file
-    for ref in manifest.overlay:
+    assert len(manifest.patch) > 1
+    for ref in manifest.patch:
         (training.store.root / "chunks" / ref.sha256).unlink()
-    (node.chunks.path / manifest.chunks[0].sha256).write_bytes(b"")
+    node.chunks.path_of(manifest.chunks[0]).write_bytes(b"")
     node.drop_damaged(manifest)
     assert fetch(node, training, 1) == manifest.chunks[0].size
 
 
-# What is made here and finds no room on the disk is an error with the remedy.
-def test_no_room_for_what_is_made_here(training, open_node):
+# What finds no room on the disk is an error with the remedy.
+def test_no_room_on_the_disk(training, open_node, monkeypatch):
     node = open_node()
+    manifest = training.train(range(1))
 
-    def parts():
-        yield b"some"
+    def full(self, *_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OSError, match=r"weights v0 .* No space left on device; give this node room .* set TMPDIR"):
-        node.chunks.put(training.train(range(1)), parts())
+        node.chunks.append("weights v0", manifest.chunks[0], 0, b"some")
+    monkeypatch.undo()
     assert not list(node.chunks.path.iterdir())
 
 
@@ -271,7 +260,7 @@ class Endless(ChunkSource):
         return bytes(PIECE_BYTES)
 
 
-# Of a delta and an overlay that go on for ever one piece each is pulled, and nothing is kept.
+# Of a patch that goes on for ever one piece is pulled, and nothing is kept.
 def test_an_endless_store_is_refused(training, open_node):
     source = Endless(training.store)
     node = open_node(source)
@@ -282,7 +271,7 @@ def test_an_endless_store_is_refused(training, open_node):
     source.started = True
     with pytest.raises(CorruptWeightsError, match="chunk"):
         asyncio.run(node.fetch(manifest))
-    assert source.reads <= 2 and {path.name for path in node.chunks.path.iterdir()} == before
+    assert source.reads == 1 and {path.name for path in node.chunks.path.iterdir()} == before
 
 
 # Beside a whole chunk a part of it is of no use, in whichever order the folder lists them.
@@ -299,8 +288,8 @@ def test_a_whole_chunk_wins_over_its_part(tmp_path, is_intact):
 HOSTILE = ["flipped", "cut", "older"]
 
 
-# A store that alters a delta or an overlay, cuts it, or gives that of an older version: refused before anything is read
-# from it, little is kept, and the version in use is still there.
+# A store that alters a patch, cuts it, or gives that of an older version: refused before anything is read from it,
+# little is kept, and the version in use is still there.
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_hostile_store_is_refused(training, open_node, how):
     node = open_node()
@@ -308,19 +297,15 @@ def test_a_hostile_store_is_refused(training, open_node, how):
     fetch(node, training, 1)
     older = training.written[1][0]
     manifest = training.train(range(2, 3))
-    for ref, old in [
-        (manifest.deltas[-1].chunks[0], older.deltas[-1].chunks[0]),
-        (manifest.overlay[0], older.overlay[0]),
-    ]:
-        path = training.store.root / "chunks" / ref.sha256
-        data = bytearray(path.read_bytes())
-        data[-1] ^= how == "flipped"
-        before = (training.store.root / "chunks" / old.sha256).read_bytes()
-        path.write_bytes({"cut": data[:-1], "older": before}.get(how, data))
+    path = training.store.root / "chunks" / manifest.patch[0].sha256
+    data = bytearray(path.read_bytes())
+    data[-1] ^= how == "flipped"
+    before = (training.store.root / "chunks" / older.patch[0].sha256).read_bytes()
+    path.write_bytes({"cut": data[:-1], "older": before}.get(how, data))
     with pytest.raises(CorruptWeightsError, match="chunk"):
         asyncio.run(node.fetch(manifest))
     kept = sum(path.stat().st_size for path in node.chunks.path.iterdir())
-    assert kept <= size_of([*older.chunks, *older.overlay]) + 100
+    assert kept <= size_of(older.refs) + 100
     assert fetch(node, training, 1) == 0
 
 
@@ -330,30 +315,15 @@ def test_signed_nonsense_is_refused(training, open_node, stream):
     node = open_node()
     training.train(range(2))
     fetch(node, training, 1)
-    manifest = msgspec.structs.replace(
-        training.train(range(2, 3)), overlay=training.store.put_chunks(stream), deltas=[]
-    )
-    with pytest.raises(CorruptWeightsError):
-        asyncio.run(node.fetch(manifest))
-    with pytest.raises(CorruptWeightsError, match="'float8'"):
-        asyncio.run(node.fetch(msgspec.structs.replace(manifest, dtype="float8")))
+    manifest = msgspec.structs.replace(training.train(range(2, 3)), patch=training.store.put_chunks(stream))
+    for changes, named in (({}, ""), ({"dtype": "float8"}, "'float8'"), ({"kind": "guess"}, "'guess'")):
+        if stream or not changes:
+            with pytest.raises(CorruptWeightsError, match=named):
+                asyncio.run(node.fetch(msgspec.structs.replace(manifest, **changes)))
     assert fetch(node, training, 1) == 0
 
 
-# A delta that goes on after its last patch is not used, though it is added to others.
-def test_a_delta_with_more_behind_it_is_refused(training, open_node, caplog):
-    node = open_node()
-    training.train(range(2))
-    fetch(node, training, 1)
-    manifest = training.train(range(2, 3))
-    *former, last = manifest.deltas
-    stream = b"".join(map(training.store.read, last.chunks)) + b"more"
-    last = msgspec.structs.replace(last, chunks=training.store.put_chunks(stream))
-    asyncio.run(node.fetch(msgspec.structs.replace(manifest, deltas=[*former, last])))
-    assert "the stream of patches continues after the last chunk" in caplog.text
-
-
-# `prune` keeps the anchor and the deltas of kept versions, and an anchor that is being pulled for a version that is
+# `prune` keeps the anchor and the patch of kept versions, and an anchor that is being pulled for a version that is
 # no longer among the newest. What the trainer itself reads is no pull.
 @pytest.mark.parametrize("pulled", [True, False])
 def test_prune_spares_what_a_kept_version_needs(training, pulled):
@@ -396,7 +366,7 @@ def test_any_history_is_bit_exact(actions, cut_after):
                 training.store.rewind(version)
                 training.writer.forget()
                 if action == "resume":
-                    training.writer.continue_from(newest, version)
+                    training.writer.continue_from(newest)
                 training.tensors = {key: value.clone() for key, value in training.written[version][1].items()}
             elif action == "join":
                 node.close()
@@ -409,17 +379,6 @@ def test_any_history_is_bit_exact(actions, cut_after):
             else:
                 fetch(node, training, version)
         node.close()
-
-
-# A chain of 30 deltas, more than the default between two whole versions, ends at the very bits of the trainer.
-def test_a_long_chain_of_deltas(tmp_path, open_node):
-    training = Training(tmp_path / "long", anchor_every=40, dtype=torch.float16)
-    node = open_node(FolderSource(training.store))
-    training.tensors = {"up": torch.randn(2000, generator=training.random).half()}
-    for version in range(31):
-        training.train(range(version, version + 1), share=0.001)
-        fetch(node, training, version)
-    assert training.written[30][0].parent == 0
 
 
 # The engine's own sums must be those that the trainer signed. An engine that loaded the old weights under the new
@@ -435,13 +394,13 @@ def test_the_engine_must_hold_the_signed_sums(loop, publisher, folder, config, r
         sums = {name: f"{word_sum(tensor):x}" for name, tensor in reference.weights(version).items()}
         return publisher.publish(version, tensors=sums)
 
-    async def load(version, tensors, base=None):
+    async def load(version, tensors, begin=lambda: None):
         if fault == "old weights" and version == 2:
             tensors = reference.weights(1)
         elif version == 2:
             path = receiver._versions.chunks.path / publisher.manifest(2).chunks[-1].sha256
             path.write_bytes(path.read_bytes()[:-1] + b"\x00")
-        await plain_load(version, tensors, base)
+        await plain_load(version, tensors, begin)
 
     loop.run(receiver.install(signed(1), publisher.verify_key, RUN_ID))
     plain_load, engine.load_weights = engine.load_weights, load
@@ -468,7 +427,7 @@ def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault)
     if fault == "disk":
         path.write_bytes(whole[:-1] + b"\x00")
 
-    async def load(version, tensors, base=None):
+    async def load(version, tensors, begin=lambda: None):
         await plain_load(version, reference.weights(2) if fault == "engine" else tensors)
 
     engine.load_weights = load
@@ -481,3 +440,35 @@ def test_going_back_is_proven(loop, engine, publisher, folder, reference, fault)
         assert path.read_bytes() == whole and receiver.version == 1
     assert receiver.rollbacks == 1 and receiver.settled.is_set() == (fault == "disk")
     receiver.close()
+
+
+# After a resume the next version is what differs from the anchor of the newest one before: who has that anchor pulls no
+# other. Later versions and anchors come as ever.
+@pytest.mark.parametrize("checkpoint", [3, 5])
+def test_a_resume_needs_no_snapshot(training, open_node, checkpoint):
+    follower, behind = open_node(), open_node()
+    training.train(range(5))
+    fetch(behind, training, 4)
+    training.train(range(5, 6))
+    fetch(follower, training, 5)
+    training.restart()
+    training.writer.continue_from(training.written[5][0])
+    training.store.rewind(checkpoint)
+    training.tensors = {name: tensor.clone() for name, tensor in training.written[checkpoint][1].items()}
+    manifest = training.publish(checkpoint)
+    assert manifest.kind == "delta" and manifest.chunks == training.written[4][0].chunks
+    for version in range(checkpoint, 9):
+        manifest = training.train(range(version, version + 1)) if version > checkpoint else manifest
+        for node in (follower, behind):
+            assert fetch(node, training, version) <= size_of(manifest.patch)
+    assert {manifest.kind for manifest, _ in training.written.values()} == {"anchor", "delta"}
+
+
+# What the store lost cannot be built on: the next version is whole.
+def test_a_resume_on_a_damaged_store_is_whole(training, open_node):
+    training.train(range(2))
+    training.restart()
+    (training.store.root / "chunks" / training.written[1][0].chunks[0].sha256).unlink()
+    training.writer.continue_from(training.written[1][0])
+    assert training.train(range(2, 3)).kind == "anchor"
+    fetch(open_node(), training, 2)

@@ -16,15 +16,13 @@ import pytest
 import torch
 from aiohttp import web
 
-from composer_prime.address import Address
 from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError
-from composer_prime.run.weights import CHUNK_BYTES, Canary, Manifest, WeightStore
-from composer_prime.wire.weight_server import WeightServer
+from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.engine import LocalEngine
 from inference.link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
-from inference.sources import BucketSource, HttpSource, RankedSources
+from inference.sources import BucketSource, HttpSource, Sources
 from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
@@ -56,8 +54,8 @@ def training(tmp_path):
 @asynccontextmanager
 async def pulling(
     folder: Path, last: ChunkSource, urls: list[str], **options: object
-) -> AsyncIterator[tuple[VersionFolder, RankedSources]]:
-    sources = RankedSources(last, TIMEOUT_S, urls, **options)
+) -> AsyncIterator[tuple[VersionFolder, Sources]]:
+    sources = Sources(last, TIMEOUT_S, urls, **options)
     node = VersionFolder(sources, folder)
     try:
         yield node, sources
@@ -86,7 +84,7 @@ def test_each_kind_of_source_gives_versions(training, tmp_path, kind):
         ):
             await check(node, training, 2)
             manifest = training.written[2][0]
-            needed = {ref.sha256: ref.size for ref in [*manifest.chunks, *manifest.overlay]}
+            needed = {ref.sha256: ref.size for ref in manifest.refs}
             assert sources.bytes_by_source() == {url: sum(needed.values())}
 
     asyncio.run(scenario())
@@ -98,19 +96,11 @@ def test_a_large_chunk_comes_whole(tmp_path, kind):
     async def scenario() -> None:
         store = WeightStore(tmp_path / "weights")
         refs = store.put_chunks(random.Random(0).randbytes(PIECE_BYTES + 100))
-        manifest = described(refs)
         async with served(kind, store.root) as url, pulling(tmp_path, Untouchable(), [url]) as (node, _):
-            await node._pull_all(manifest, refs)
+            await node.pull("v1", refs)
             assert node.chunks.has(refs[0])
 
     asyncio.run(scenario())
-
-
-def described(refs: list) -> Manifest:
-    return Manifest(
-        run_id="r", version=1, parent=None, kind="anchor", dtype="bfloat16", chunks=refs, tensors={},
-        canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
-    )  # fmt: skip
 
 
 HOSTILE = ["flipped", "cut", "endless", "older"]
@@ -130,7 +120,7 @@ def spoil(training: Training, how: str) -> None:
         elif how == "cut":
             path.write_bytes(data[:-1])
         elif how == "older":
-            path.write_bytes((training.store.root / "chunks" / older.overlay[0].sha256).read_bytes())
+            path.write_bytes((training.store.root / "chunks" / older.patch[0].sha256).read_bytes())
         else:
             os.truncate(path, 1 << 40)  # takes no room on the disk
 
@@ -148,7 +138,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
             spoil(training, how)
             manifest, before = training.written[1][0], node.bytes_pulled
             async with served(kind, training.store.root) as url:
-                hostile = RankedSources(Lacking(), TIMEOUT_S, [url])
+                hostile = Sources(Lacking(), TIMEOUT_S, [url])
                 node._source = hostile
                 with pytest.raises(CorruptWeightsError, match="chunk"):
                     await node.fetch(training.written[2][0])
@@ -158,7 +148,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
             begun = size_of(
                 {ref.sha256: ref for ref in training.written[2][0].refs if ref not in manifest.refs}.values()
             )
-            assert kept < size_of([*manifest.chunks, *manifest.overlay]) + begun
+            assert kept < size_of(manifest.refs) + begun
             pulled = node.bytes_pulled
             await check(node, training, 1)
             assert node.bytes_pulled == pulled
@@ -180,7 +170,7 @@ def test_a_liar_is_named_and_put_aside(training, tmp_path, kind, how, caplog):
             async with pulling(tmp_path, Untouchable(), [liar, other]) as (node, sources):
                 await check(node, training, 2)
                 assert sources.bytes_by_source()[other] > 0
-                assert [rated.aside_until > time.monotonic() for rated in sources._rated.values()] == [True, False]
+                assert [copy.aside_until > time.monotonic() for copy in sources._copies.values()] == [True, False]
             return liar
 
     with caplog.at_level(logging.WARNING):
@@ -286,7 +276,7 @@ def test_an_answer_is_bounded():
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "https://host/x?token=1", "s3://", "simplecache::s3://b/x"])
 def test_urls_are_checked(url):
     with pytest.raises(ConfigError, match="expected"):
-        RankedSources(Lacking(), TIMEOUT_S, [url])
+        Sources(Lacking(), TIMEOUT_S, [url])
 
 
 # A bucket whose driver hangs is given up after the deadline, also when all its threads hang.
@@ -309,29 +299,6 @@ def test_a_hanging_bucket_is_given_up():
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
-# A node that relays serves the chunks that it holds whole, deltas included, and no others.
-def test_a_node_relays_to_another(training, tmp_path):
-    async def scenario() -> None:
-        first = VersionFolder(FolderSource(training.store), tmp_path, relays=True)
-        server = WeightServer(first.chunks)
-        await server.start(Address("127.0.0.1", 0))
-        training.train(range(2))
-        manifest, _ = training.written[1]
-        first.chunks.append(manifest, manifest.chunks[0], 0, training.store.read(manifest.chunks[0])[:-1])
-        assert first.chunks.chunk_size(manifest.chunks[0].sha256) is None
-        await check(first, training, 1)
-        async with pulling(tmp_path, Untouchable(), [server.url]) as (second, _):
-            await check(second, training, 1)
-            training.train(range(2, 3))
-            await check(first, training, 2)
-            await check(second, training, 2)
-            assert server.bytes_sent == second.bytes_pulled > 0
-        await server.close()
-        first.close()
-
-    asyncio.run(scenario())
-
-
 # The whole node: it learns from the welcome where the weights are, and pulls none through the gateway.
 def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
     async def scenario() -> list:
@@ -340,9 +307,9 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         engine = LocalEngine(folder, config, MAX_CONTEXT)
         await engine.start()
         link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), config.chunk_timeout_s)
-        sources = RankedSources(link, TIMEOUT_S)
+        sources = Sources(link, TIMEOUT_S)
         receiver = Receiver(engine, sources, folder, config.canary_tolerance)
-        node = InferenceNode("node-a", engine, link, receiver, config, sources=sources, relay_port=5701)
+        node = InferenceNode("node-a", engine, link, receiver, config, sources=sources)
         async with served("server", publisher.store.root) as url:
             gateway.sources = [url.replace("127.0.0.1", "*")]
             ended = asyncio.ensure_future(node.run())
@@ -354,7 +321,6 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         await asyncio.to_thread(link.close)
         receiver.close()
         await gateway.close()
-        assert gateway.hellos[0].relay_port == 5701
         return gateway.chunk_requests
 
     assert loop.run(scenario()) == []

@@ -312,7 +312,7 @@ class PeerTrainer:
 
     def publish(self, version: int) -> None:
         canary = Canary(token_ids=[1, 2], logprobs=[-1.0])
-        manifest = Manifest(run_id=RUN_ID, version=version, parent=None, kind="anchor", dtype="float32", chunks=[],
+        manifest = Manifest(run_id=RUN_ID, version=version, kind="anchor", dtype="float32", chunks=[],
                             tensors={}, canary=canary)  # fmt: skip
         self.store.put_manifest(version, sign(manifest, self.keys.signer()))
 

@@ -96,7 +96,7 @@ async def test_prune_spares_what_is_served(store):
     for version in range(1, 6):
         (ref,) = store.put_chunks(bytes([version]) * 100)
         manifests[version] = Manifest(
-            run_id="r", version=version, parent=None, kind="anchor", dtype="float32", chunks=[ref], tensors={},
+            run_id="r", version=version, kind="anchor", dtype="float32", chunks=[ref], tensors={},
             canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
         )  # fmt: skip
         store.put_manifest(version, msgspec.msgpack.encode(manifests[version]))

@@ -7,8 +7,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore
+from composer_prime.errors import SignatureError, WireError
+from composer_prime.run.weights import (
+    Canary,
+    ChunkRef,
+    Envelope,
+    Manifest,
+    ModelFile,
+    ModelFiles,
+    WeightStore,
+    open_model_files,
+    open_signed,
+    sign,
+)
 
 KEEP = 3
 
@@ -18,8 +31,11 @@ def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "weights")
 
 
+KEY = Ed25519PrivateKey.generate()
+
+
 def decode(raw: bytes) -> Manifest:
-    return msgspec.msgpack.decode(raw, type=Manifest)
+    return open_signed(raw, KEY.public_key(), run_id="r")
 
 
 def publish(store: WeightStore, version: int) -> list[ChunkRef]:
@@ -28,14 +44,13 @@ def publish(store: WeightStore, version: int) -> list[ChunkRef]:
     manifest = Manifest(
         run_id="r",
         version=version,
-        parent=None,
         kind="anchor",
         dtype="float32",
         chunks=chunks,
         tensors={},
         canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
     )
-    store.put_manifest(version, msgspec.msgpack.encode(manifest))
+    store.put_manifest(version, sign(manifest, KEY))
     store.prune(KEEP, decode)
     return chunks
 
@@ -71,3 +86,31 @@ def test_versions_that_are_pulled_do_not_fill_the_disk(store):
         if version < 6:
             store.chunk(chunks[0].sha256, 0, 64)
     assert store.versions() == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_an_earlier_release_wrote_is_dropped(store):
+    """A resumed run publishes anew; manifests that this release cannot read go with their chunks."""
+    old = {"run_id": "r", "version": 1, "parent": None, "kind": "anchor", "dtype": "float32", "tensors": {},
+           "chunks": store.put_chunks(b"old"), "canary": {"token_ids": [1, 2], "logprobs": [-1.0]}}  # fmt: skip
+    body = msgspec.msgpack.encode(old)
+    store.put_manifest(1, msgspec.msgpack.encode(Envelope(body, KEY.sign(body))))
+    with pytest.raises(WireError):
+        decode(store.manifest(1))
+    publish(store, 2)
+    assert store.versions() == [2] and len(list((store.root / "chunks").iterdir())) == 5
+
+
+def test_the_kind_is_in_the_signed_bytes(store):
+    """Model files are no version and a version is no model files, though the run signed both."""
+    publish(store, 1)
+    files = sign(ModelFiles(run_id="r", files=[ModelFile("config.json", store.put_chunks(b"{}"))]), KEY)
+    assert open_model_files(files, KEY.public_key(), run_id="r").files[0].size == 2
+    with pytest.raises(WireError, match="weights"):
+        open_signed(files, KEY.public_key(), run_id="r")
+    with pytest.raises(WireError, match="model_files"):
+        open_model_files(store.manifest(1), KEY.public_key(), run_id="r")
+    for kind, other in (("anchor", "delta"), ("anchor", "adapters")):
+        signed = msgspec.msgpack.decode(store.manifest(1), type=Envelope)
+        changed = msgspec.structs.replace(signed, manifest=signed.manifest.replace(kind.encode(), other.encode()[:6]))
+        with pytest.raises(SignatureError):
+            decode(msgspec.msgpack.encode(changed))

@@ -60,7 +60,7 @@ def bucket(request, tmp_path) -> Recorded:
 def publish(store: WeightStore, version: int, *contents: int) -> list[ChunkRef]:
     chunks = [ref for content in contents for ref in store.put_chunks(bytes([content]) * 100)]
     manifest = Manifest(
-        run_id="r", version=version, parent=None, kind="anchor", dtype="float32", chunks=chunks, tensors={},
+        run_id="r", version=version, kind="anchor", dtype="float32", chunks=chunks, tensors={},
         canary=Canary(token_ids=[1, 2], logprobs=[-1.0]),
     )  # fmt: skip
     store.put_manifest(version, msgspec.msgpack.encode(manifest))

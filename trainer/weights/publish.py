@@ -139,7 +139,6 @@ class Publisher:
             manifest = Manifest(
                 run_id=self._run_id,
                 version=version,
-                parent=None,
                 kind="adapters" if names else "anchor",
                 dtype=str(self.dtype).removeprefix("torch."),
                 chunks=[],
@@ -227,7 +226,7 @@ class Publisher:
             self._store.rewind(self._version_of(step))
             self._writer.forget()
             if newest is not None:
-                self._writer.continue_from(newest, self._version_of(step))
+                self._writer.continue_from(newest)
 
     def _newest_in_store(self) -> Manifest | None:
         """Return the manifest published last, by this process or an earlier one; None if none can be built on."""

@@ -1,32 +1,35 @@
-"""The file of a policy version in the store: whole (an anchor), or as what differs from the last whole one.
+"""The file of a policy version in the store: whole (an anchor), or as what differs from the last anchor.
 
-    anchor 0 ──────────┬─────────┬─────────┬────────────── anchor 4 ──┐   overlays: anchor to version, for joiners
-    version 0 ─delta─> 1 ─delta─> 2 ─delta─> 3 ─delta────> 4 ─delta──> 5   deltas: version to version, for followers
+    anchor 0 ────┬────┬────┬────────> anchor 4 ────┬────┬────         one patch to each version, from its anchor
+                 1    2    3                       5    6             a new anchor has one from the anchor before
 
-Both are written chunk by chunk, beside training: a chunk of the anchor is read from the store and compared with the
-tensors in memory. So no second snapshot is held. A version is whole after `anchor_every` others, when its overlay is
-not small, and when the version before is not certain (after a start, a rewind, or damage in the store). A version that
-is whole by count has its delta too: who followed so far makes the anchor from it, and pulls no snapshot.
+A patch is written chunk by chunk, beside training: a chunk of the anchor is read from the store and compared with the
+tensors in memory. So no second snapshot is held. A version is whole after `anchor_every` others, when its patch would
+not be small, and when the anchor is not certain (after a start, a rewind, or damage in the store).
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run.patches import WORDS, difference, patches, stream_entry, word_sum
-from composer_prime.run.weights import ChunkWriter, Delta, Manifest, WeightStore, safetensors_header
+from composer_prime.run.patches import WORDS, difference, stream_entry, word_sum
+from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, safetensors_header
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_SHARE = 1 / 3
-"""Of an anchor's bytes: no overlay, delta or list of deltas is larger."""
+"""Of an anchor's bytes: no patch is larger."""
+
+
+class _DenseError(Exception):
+    """Too many words differ for a patch."""
 
 
 class VersionWriter:
@@ -36,23 +39,22 @@ class VersionWriter:
         """`anchor_every` versions after an anchor the next one is whole."""
         self._store = store
         self._anchor_every = anchor_every
-        self._last: Manifest | None = None
-        """The version written last; None where that is not certain."""
+        self._anchor: list[ChunkRef] = []
+        """The file of the last anchor; empty where that is not certain."""
         self._header = b""
-        """Of its file: names, types, shapes, order."""
+        """Of that file: names, types, shapes, order."""
         self._since_anchor = 0
         self._dense_until = 0
-        """So many versions are not compared with the one before: a step changed too many words."""
+        """So many versions are not compared with the anchor: a step changed too many words."""
 
     def forget(self) -> None:
         """The next version is whole."""
-        self._last = None
+        self._anchor = []
 
-    def continue_from(self, newest: Manifest, version: int) -> None:
-        """Treat the store's `newest` as the version written last, although training continues from `version`.
+    def continue_from(self, newest: Manifest) -> None:
+        """Build on the anchor of the store's `newest`, from whatever version training continues: files are compared.
 
-        The next version is what differs from it, whatever steps lie between: files are compared, not numbers. Nodes
-        that have `newest` need no snapshot then. The store may have lost it: then the next version is whole.
+        Nodes that have that anchor pull no other one. The store may have lost it: then the next version is whole.
         """
         self.forget()
         if newest.kind == "adapters" or any(ref.size != self._store.chunk_bytes for ref in newest.chunks[:-1]):
@@ -66,10 +68,8 @@ class VersionWriter:
         except CorruptWeightsError as error:
             logger.warning("the next version of the weights is whole: %s", error)
             return
-        # After a rewind the deltas before lead to versions that no longer count: only `newest` itself is a start.
-        self._last = replace(newest, deltas=[]) if newest.version > version else newest
+        self._anchor, self._since_anchor = newest.chunks, 0
         self._header = bytes(start[: 8 + int.from_bytes(start[:8], "little")])
-        self._since_anchor = 0 if newest.parent is None else max(0, newest.version - newest.parent)
 
     def write(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
         """Store the file of contiguous CPU `tensors`, and return the manifest with what a reader needs."""
@@ -78,56 +78,40 @@ class VersionWriter:
         word = WORDS[manifest.dtype]
         sums = {name: f"{word_sum(_raw_bytes(tensor), word):x}" for name, tensor in tensors.items()}
         manifest = replace(manifest, tensors=sums)
-        last, self._last = self._last, None  # a failure leaves nothing certain
+        anchor, self._anchor = self._anchor, []  # a failure leaves nothing certain
         header = bytes(next(safetensors_parts(tensors)))
+        patch = self._patch(anchor, tensors, word) if anchor and header == self._header else []
         self._since_anchor += 1
-        due = self._since_anchor >= self._anchor_every
-        compared = last is not None and header == self._header and self._anchor_every > 1
-        if compared and self._dense_until > 0:
-            self._dense_until -= 1
-        elif last is not None and compared:
-            try:
-                manifest = self._compare(last, manifest, tensors)
-            except CorruptWeightsError as error:
-                logger.warning("weights v%d are written whole: %s", manifest.version, error)
-        if due or not manifest.overlay:
-            chunks = self._store.put_stream(safetensors_parts(tensors))
-            manifest = replace(manifest, kind="anchor", parent=None, chunks=chunks, overlay=[], overlay_sha256="")
-            self._since_anchor = 0
-        self._last, self._header = manifest, header
-        return manifest
+        if patch and self._since_anchor < self._anchor_every:
+            self._anchor = anchor
+            return replace(manifest, kind="delta", chunks=anchor, patch=patch)
+        chunks = self._store.put_stream(safetensors_parts(tensors))
+        self._anchor, self._header, self._since_anchor = chunks, header, 0
+        return replace(manifest, kind="anchor", chunks=chunks, patch=patch, base=anchor if patch else [])
 
-    def _compare(self, last: Manifest, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
-        """Return the manifest with overlay and deltas; without one of them where it is not small.
+    def _patch(self, anchor: list[ChunkRef], tensors: Mapping[str, Tensor], word: np.dtype) -> list[ChunkRef]:
+        """Return the patch from the anchor to `tensors`; nothing where that is not small or the store lost a chunk."""
+        if self._anchor_every == 1 or self._dense_until > 0:
+            self._dense_until = max(0, self._dense_until - 1)
+            return []
+        store, limit = self._store, sum(ref.size for ref in anchor) * _LARGEST_SHARE
 
-        Raises CorruptWeightsError when the store has lost something.
-        """
-        store, word = self._store, WORDS[manifest.dtype]
-        sizes = [ref.size for ref in last.chunks]
-        limit = sum(sizes) * _LARGEST_SHARE
-        before = patches(map(store.read, last.overlay), sizes, word)
-        overlay, delta, digest = ChunkWriter(store), ChunkWriter(store), hashlib.sha256()
-        for ref, piece in zip(last.chunks, store.pieces(safetensors_parts(tensors)), strict=True):
-            changed = difference(store.read(ref), memoryview(piece), word)
-            delta.write(stream_entry((changed + -next(before)).encode()))
-            if delta.size > limit:
-                self._dense_until = self._anchor_every
-                return manifest
-            if overlay.size <= limit:
-                encoded = changed.encode()
-                digest.update(encoded)
-                overlay.write(stream_entry(encoded))
-        deltas = [*last.deltas, Delta(manifest.version, last.state, delta.close())][-self._anchor_every :]
-        while sum(each.size for each in deltas) > limit:
-            del deltas[0]
-        manifest = replace(manifest, deltas=deltas)
-        if overlay.size > limit:
-            return manifest
-        parent = last.version if last.parent is None else last.parent
-        return replace(
-            manifest, kind="delta", parent=parent, chunks=last.chunks, overlay=overlay.close(),
-            overlay_sha256=digest.hexdigest(),
-        )  # fmt: skip
+        def entries() -> Iterator[bytes]:
+            size = 0
+            for ref, piece in zip(anchor, store.pieces(safetensors_parts(tensors)), strict=True):
+                entry = stream_entry(difference(store.read(ref), memoryview(piece), word).encode())
+                size += len(entry)
+                if size > limit:
+                    raise _DenseError
+                yield entry
+
+        try:
+            return store.put_stream(entries())
+        except _DenseError:
+            self._dense_until = self._anchor_every
+        except CorruptWeightsError as error:
+            logger.warning("the next version of the weights is whole: %s", error)
+        return []
 
 
 def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
