@@ -28,7 +28,7 @@ from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
 from composer_prime.wire.types import floats, ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
 

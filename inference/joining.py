@@ -226,12 +226,12 @@ async def _pull(
 ) -> None:
     """Pull what the run named when node `slot` enrolled. Raises what `pull_model` and a source raise."""
     from inference.pulling import connected, pull_model
-    from inference.sources import Sources
+    from inference.weight_sources import WeightSources
 
     # One at a time on this machine: what the first has pulled the others take.
     with state.locked("pull"):
         async with connected(enrollment, inference.chunk_timeout_s) as link:
-            sources = Sources(link, inference.chunk_timeout_s, inference.weights_from)
+            sources = WeightSources(link, inference.chunk_timeout_s, inference.weights_from)
             sources.learn(enrollment.answer.sources, enrollment.address.rpartition(":")[0])
             try:
                 await pull_model(sources, invite, enrollment, state, slot, link)

@@ -56,10 +56,10 @@ from composer_prime.wire.node import (
 from composer_prime.wire.turns import HeldPrompts
 from composer_prime.wire.types import pack_floats, pack_ints
 from inference.engines.base import Engine
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.progress import ProgressStreams
 from inference.receiver import Receiver
-from inference.sources import Sources
+from inference.weight_sources import WeightSources
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class InferenceNode:
         *,
         max_context: int | None = None,
         device: ComputeDevice | None = None,
-        sources: Sources | None = None,
+        sources: WeightSources | None = None,
     ) -> None:
         """`max_context`: the most tokens of prompt and answer that `engine` can hold; None to report no limit.
 

@@ -24,7 +24,7 @@ from composer_prime.run.run_dir import write_atomic
 from composer_prime.run.weights import ChunkRef, Manifest, ModelFile
 from composer_prime.wire.enrollment import Invite
 from inference.enrolling import EnrolledNode, NodeState, check_room, model_files, newest
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.snapshot import Snapshot, save_snapshot
 from inference.versions import ChunkSource, VersionFolder
 

@@ -29,9 +29,9 @@ from composer_prime.wire.node import ComputeDevice
 
 if TYPE_CHECKING:
     from inference.engines.base import Engine
-    from inference.link import GatewayLink
+    from inference.gateway_link import GatewayLink
     from inference.receiver import Receiver
-    from inference.sources import Sources
+    from inference.weight_sources import WeightSources
 
 FAILED, LOST = 1, 3
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     from composer_prime.wire.node import ToNode
     from inference.audit import Auditor
     from inference.engines.choice import build_engine
-    from inference.link import GatewayLink
+    from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
 
     inference = assignment.inference
@@ -147,7 +147,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
 
 def _build_receiver(
     assignment: Assignment, engine: Engine, link: GatewayLink, folder: Path, tolerance: float, stack: AsyncExitStack
-) -> tuple[Receiver, Sources | None]:
+) -> tuple[Receiver, WeightSources | None]:
     """Return the receiver of `engine`'s weights, and its remote sources.
 
     If the run's directory is on this machine, the receiver reads its store. Otherwise the gateway's link is the last of
@@ -155,12 +155,12 @@ def _build_receiver(
     """
     from composer_prime.run.weights import WeightStore
     from inference.receiver import Receiver
-    from inference.sources import Sources
     from inference.versions import FolderSource
+    from inference.weight_sources import WeightSources
 
     inference, run_dir, sources = assignment.inference, assignment.run_dir, None
     if run_dir is None:
-        sources = Sources(link, inference.chunk_timeout_s, inference.weights_from)
+        sources = WeightSources(link, inference.chunk_timeout_s, inference.weights_from)
         stack.push_async_callback(sources.close)
         source = sources
     else:

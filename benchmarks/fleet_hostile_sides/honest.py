@@ -23,7 +23,7 @@ from composer_prime.wire.node import Sampling
 from inference.engines.base import EngineStats
 from inference.engines.local.engine import LocalEngine
 from inference.enrolling import NodeState, enroll
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
 

@@ -186,7 +186,7 @@ async def _run_node(
 
     from inference.engines.choice import build_engine
     from inference.engines.local.engine import LocalEngine
-    from inference.link import GatewayLink
+    from inference.gateway_link import GatewayLink
     from inference.node import InferenceNode
     from inference.receiver import Receiver
     from inference.versions import FolderSource

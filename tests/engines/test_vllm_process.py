@@ -22,7 +22,7 @@ from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
 from composer_prime.errors import DeadlineError, EngineError, ModelNotFoundError
 from composer_prime.wire.node import Sampling
 from inference.engines.vllm.engine import VllmEngine
-from inference.engines.vllm.messages import LENGTH, Failed, ReadParameters, from_child
+from inference.engines.vllm.messages import LENGTH, Ask, Failed, ReadParameters, from_child
 from inference.engines.vllm.server import NodePipe, Server
 from tests.engines.models import MAX_CONTEXT, make_model
 
@@ -77,7 +77,7 @@ def test_parameters_that_cannot_be_read_leave_the_child_alive() -> None:
     child._link, child.core = NodePipe.__new__(NodePipe), Unreadable()
     child._link._sock = theirs
     with ours, theirs:
-        child._handle(ReadParameters(call=7, names=["a"]))
+        child._handle(Ask(call=7, question=ReadParameters(names=["a"])))
         answer = from_child(ours.recv(4096)[LENGTH.size :])
     assert isinstance(answer, Failed) and answer.call == 7 and "no parameter a" in answer.error
 
@@ -184,8 +184,6 @@ import asyncio, sys
 from pathlib import Path
 from composer_prime.config.inference import InferenceConfig
 from inference.engines.vllm.engine import VllmEngine
-from inference.engines.vllm.messages import LENGTH, Failed, ReadParameters, from_child
-from inference.engines.vllm.server import NodePipe, Server
 
 async def main():
     engine = VllmEngine(Path(sys.argv[1]), InferenceConfig(engine="vllm"), 256)

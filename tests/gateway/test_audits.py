@@ -20,7 +20,7 @@ from composer_prime.wire.node import Sampling, ToNode
 from inference.audit import Auditor
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
 

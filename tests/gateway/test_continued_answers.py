@@ -17,7 +17,7 @@ from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
 from orchestrator.gateway.waits import reclaim_stalled

@@ -29,7 +29,7 @@ from composer_prime.wire.turns import TokenHash
 from composer_prime.wire.types import floats, ints, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT

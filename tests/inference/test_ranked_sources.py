@@ -13,8 +13,8 @@ from aiohttp import web
 from composer_prime.run.bucket import Bucket
 from composer_prime.run.weights import WeightStore
 from inference.joining import join_config, join_parser
-from inference.sources import Sources
 from inference.versions import PIECE_BYTES, FolderSource
+from inference.weight_sources import WeightSources
 from tests.inference.test_weight_sources import TIMEOUT_S, Lacking, Untouchable, scripted
 
 
@@ -51,7 +51,7 @@ def ranged(store: WeightStore, clock: Clock, seconds: float = 0.1, limit: int = 
     return handler
 
 
-async def pull_one_by_one(sources: Sources, refs: list) -> None:
+async def pull_one_by_one(sources: WeightSources, refs: list) -> None:
     for ref in refs:
         data = b""
         while len(data) < ref.size and (piece := await sources.read(ref.sha256, len(data))):
@@ -67,7 +67,7 @@ def test_the_fastest_source_is_asked(tmp_path, caplog):
         store, clock = WeightStore(tmp_path, chunk_bytes=1024), Clock()
         refs = store.put_chunks(random.Random(0).randbytes(10 * 1024))
         async with scripted(slowed(store, clock, 9.0)) as slow, scripted(slowed(store, clock, 0.1)) as fast:
-            sources = Sources(Untouchable(), TIMEOUT_S, [slow, fast], clock=clock)
+            sources = WeightSources(Untouchable(), TIMEOUT_S, [slow, fast], clock=clock)
             await pull_one_by_one(sources, refs)
             assert sources.bytes_by_source() == {slow: 1024, fast: 9 * 1024}
             await sources.close()
@@ -103,7 +103,7 @@ def test_a_trickling_copy_does_not_stall_a_pull(tmp_path, has_copy):
 
         async with scripted(handler) as slow, scripted(ranged(store, clock)) as copy:
             last = Untouchable() if has_copy else FolderSource(store)
-            sources = Sources(last, TIMEOUT_S, [slow, copy] if has_copy else [slow], clock=clock)
+            sources = WeightSources(last, TIMEOUT_S, [slow, copy] if has_copy else [slow], clock=clock)
             await pull_one_by_one(sources, refs)
             assert len(asked) == 1
             await sources.close()
@@ -114,7 +114,7 @@ def test_a_trickling_copy_does_not_stall_a_pull(tmp_path, has_copy):
 # A chunk that several gave: all of them may have given the wrong part.
 def test_who_gave_a_part_of_a_wrong_chunk_is_put_aside(caplog):
     async def scenario() -> None:
-        sources = Sources(Lacking(), TIMEOUT_S, ["http://one", "http://two", "http://three"], clock=Clock())
+        sources = WeightSources(Lacking(), TIMEOUT_S, ["http://one", "http://two", "http://three"], clock=Clock())
         one, two, three = sources._copies.values()
         for offset, giver in enumerate([one, two, None]):
             sources._note_giver("a" * 64, offset, giver)
@@ -137,7 +137,7 @@ def test_a_failing_source_is_put_aside_for_a_while(tmp_path):
             return web.Response(status=500) if broken else await slowed(store, clock, 1.0)(request)
 
         async with scripted(handler) as url:
-            sources = Sources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
+            sources = WeightSources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
             for pause_s in (0, 4, 2, 9, 2):
                 clock.now += pause_s
                 await pull_one_by_one(sources, [ref])
@@ -168,7 +168,7 @@ def test_parallel_failures_count_once(tmp_path, status, headers, pause_s, failur
             return web.Response(status=status, headers=headers)
 
         async with scripted(handler) as url:
-            sources = Sources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
+            sources = WeightSources(FolderSource(store), TIMEOUT_S, [url], clock=clock)
             await asyncio.gather(*(pull_one_by_one(sources, [ref]) for _ in range(4)))
             (copy,) = sources._copies.values()
             assert (copy.aside_until - clock.now, copy.failures) == (pause_s, failures)
@@ -187,7 +187,7 @@ def test_a_slow_copy_is_measured_again(tmp_path):
             return await slowed(store, clock, pause_s)(request)
 
         async with scripted(handler) as url, scripted(slowed(store, clock, 0.5)) as fast:
-            sources = Sources(Untouchable(), TIMEOUT_S, [url, fast], clock=clock)
+            sources = WeightSources(Untouchable(), TIMEOUT_S, [url, fast], clock=clock)
             await pull_one_by_one(sources, [ref for refs in chunks[:4] for ref in refs])
             slow = sources._copies[url]
             assert slow.num_bytes == PIECE_BYTES
@@ -206,7 +206,7 @@ def test_a_copy_may_lag(tmp_path):
     async def scenario() -> None:
         store, bucket = WeightStore(tmp_path / "weights"), Bucket((tmp_path / "bucket").as_uri())
         (ref,) = store.put_chunks(b"x" * 100)
-        sources = Sources(Untouchable(), TIMEOUT_S, [bucket.url], clock=Clock())
+        sources = WeightSources(Untouchable(), TIMEOUT_S, [bucket.url], clock=Clock())
         pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
         await asyncio.sleep(0.05)
         assert not pull.done()
@@ -222,7 +222,7 @@ def test_the_gateway_is_asked_last(tmp_path):
         store, clock = WeightStore(tmp_path / "weights"), Clock()
         (ref,) = store.put_chunks(b"x" * 100)
         async with scripted(slowed(WeightStore(tmp_path / "empty"), clock, 4.0)) as url:
-            sources = Sources(FolderSource(store), TIMEOUT_S, clock=clock)
+            sources = WeightSources(FolderSource(store), TIMEOUT_S, clock=clock)
             sources.learn([url], "127.0.0.1")
             await pull_one_by_one(sources, [ref])
             await sources.close()
@@ -235,7 +235,7 @@ def test_the_gateway_is_asked_last(tmp_path):
 # and what this machine was given stays.
 def test_sources_are_learned(caplog):
     async def scenario() -> None:
-        sources = Sources(Lacking(), TIMEOUT_S, ["http://own"])
+        sources = WeightSources(Lacking(), TIMEOUT_S, ["http://own"])
         for _ in range(2):
             sources.learn(["http://*:5700", "ftp://odd"], "gate.example")
         assert list(sources._copies) == ["http://own", "http://gate.example:5700"]

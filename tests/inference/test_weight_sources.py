@@ -19,11 +19,11 @@ from aiohttp import web
 from composer_prime.errors import ConfigError, CorruptWeightsError, DeadlineError
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
 from inference.engines.local.engine import LocalEngine
-from inference.link import GatewayLink
+from inference.gateway_link import GatewayLink
 from inference.node import InferenceNode
 from inference.receiver import Receiver
-from inference.sources import BucketSource, HttpSource, Sources
 from inference.versions import PIECE_BYTES, ChunkSource, FolderSource, VersionFolder
+from inference.weight_sources import BucketSource, HttpSource, WeightSources
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.test_versions import Training, size_of
@@ -54,8 +54,8 @@ def training(tmp_path):
 @asynccontextmanager
 async def pulling(
     folder: Path, last: ChunkSource, urls: list[str], **options: object
-) -> AsyncIterator[tuple[VersionFolder, Sources]]:
-    sources = Sources(last, TIMEOUT_S, urls, **options)
+) -> AsyncIterator[tuple[VersionFolder, WeightSources]]:
+    sources = WeightSources(last, TIMEOUT_S, urls, **options)
     node = VersionFolder(sources, folder)
     try:
         yield node, sources
@@ -138,7 +138,7 @@ def test_a_hostile_source_is_refused(training, tmp_path, kind, how):
             spoil(training, how)
             manifest, before = training.written[1][0], node.bytes_pulled
             async with served(kind, training.store.root) as url:
-                hostile = Sources(Lacking(), TIMEOUT_S, [url])
+                hostile = WeightSources(Lacking(), TIMEOUT_S, [url])
                 node._source = hostile
                 with pytest.raises(CorruptWeightsError, match="chunk"):
                     await node.fetch(training.written[2][0])
@@ -276,7 +276,7 @@ def test_an_answer_is_bounded():
 @pytest.mark.parametrize("url", ["ftp://host/x", "http://", "https://host/x?token=1", "s3://", "simplecache::s3://b/x"])
 def test_urls_are_checked(url):
     with pytest.raises(ConfigError, match="expected"):
-        Sources(Lacking(), TIMEOUT_S, [url])
+        WeightSources(Lacking(), TIMEOUT_S, [url])
 
 
 # A bucket whose driver hangs is given up after the deadline, also when all its threads hang.
@@ -307,7 +307,7 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         engine = LocalEngine(folder, config, MAX_CONTEXT)
         await engine.start()
         link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), config.chunk_timeout_s)
-        sources = Sources(link, TIMEOUT_S)
+        sources = WeightSources(link, TIMEOUT_S)
         receiver = Receiver(engine, sources, folder, config.canary_tolerance)
         node = InferenceNode("node-a", engine, link, receiver, config, sources=sources)
         async with served("server", publisher.store.root) as url:

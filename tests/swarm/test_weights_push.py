@@ -22,7 +22,7 @@ from composer_prime.run.bucket import Bucket
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, create_run_id
 from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore, sign
-from inference.sources import HttpSource
+from inference.weight_sources import HttpSource
 from orchestrator.swarm.weight_service import BucketPush, _serve, main
 
 

@@ -25,7 +25,7 @@ from composer_prime.model_source import tensor_shapes
 from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.vllm.messages import EngineProgress, Generate, Score, Setup
+from inference.engines.vllm.messages import EngineProgress, GenerateTokens, Score, Setup
 from inference.engines.vllm.rank_sums import fold
 from inference.engines.vllm.worker_extension import rule_arguments
 
@@ -41,7 +41,7 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 class _Running:
     """A call in progress."""
 
-    question: Generate | Score
+    question: GenerateTokens | Score
     internal_id: str
     """vLLM's own id of the request."""
 
@@ -89,9 +89,9 @@ class Core:
     def busy(self) -> bool:
         return self._llm.has_unfinished_requests()
 
-    def add(self, call: int, question: Generate | Score) -> None:
+    def add(self, call: int, question: GenerateTokens | Score) -> None:
         """Start a request. Raises BadRequestError when vLLM refuses it."""
-        is_generate = isinstance(question, Generate)
+        is_generate = isinstance(question, GenerateTokens)
         prompt = question.prompt_ids if is_generate else question.token_ids
         salted = tokens_input(prompt, cache_salt=str(self._first_load(question)))
         try:
@@ -104,7 +104,7 @@ class Core:
         if is_generate and question.sampling.stop and question.sampling.resumed:
             self._resume_text(internal_id, question)
 
-    def _first_load(self, question: Generate | Score) -> int:
+    def _first_load(self, question: GenerateTokens | Score) -> int:
         """Return the first load whose cache blocks a call may reuse. As a salt it keeps older ones out."""
         if isinstance(question, Score) or not self._keeps_conversations:
             return self._loads
@@ -123,7 +123,7 @@ class Core:
         if running is None:
             return None
         state = self._state(running)
-        answer = _part(state, 0, "cancelled") if state and isinstance(running.question, Generate) else None
+        answer = _part(state, 0, "cancelled") if state and isinstance(running.question, GenerateTokens) else None
         self._finished_tokens += len(answer.token_ids) if answer else 0
         self._llm.abort_request([running.internal_id], internal=True)
         return answer
@@ -158,7 +158,7 @@ class Core:
         self._llm.engine_core.shutdown()
 
     def parts(self, sent: dict[int, int]) -> dict[int, Answer]:
-        """Return by call what each Generate has sampled beyond its first `sent[call]` tokens, if anything."""
+        """Return by call what each GenerateTokens has sampled beyond its first `sent[call]` tokens, if anything."""
         states = {call: self._state(self._calls[call]) for call in sent if call in self._calls}
         return {
             call: _part(state, sent[call], "running")
@@ -179,7 +179,7 @@ class Core:
     def _warm_up(self) -> None:
         # The first steps take seconds (lazy imports, kernels). No rollout and no canary should wait for them.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
-        self.add(0, Generate(session="", prompt_ids=[0, 1, 2], sampling=sampling))
+        self.add(0, GenerateTokens(session="", prompt_ids=[0, 1, 2], sampling=sampling))
         self.add(1, Score(token_ids=[0, 1, 2]))
         while self.busy:
             self.step()
@@ -199,7 +199,7 @@ class Core:
             prompt_cached=output.num_cached_tokens or 0,
         )
 
-    def _resume_text(self, internal_id: str, question: Generate) -> None:
+    def _resume_text(self, internal_id: str, question: GenerateTokens) -> None:
         """Put the text that another node sampled before the request's own: a stop string may begin there."""
         window = max(len(stop.encode()) for stop in question.sampling.stop) + _SLACK_TOKENS
         tail = question.prompt_ids[-min(window, question.sampling.resumed) :]

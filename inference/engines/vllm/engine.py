@@ -113,7 +113,7 @@ class VllmEngine:
         room = self._max_context - len(prompt_ids)
         clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         self._generating[request_id] = number = next(self._numbers)
-        question = messages.Generate(session=session, prompt_ids=prompt_ids, sampling=clipped)
+        question = messages.GenerateTokens(session=session, prompt_ids=prompt_ids, sampling=clipped)
         try:
             return await self._ask(question, Answer, number=number)
         except asyncio.CancelledError:
@@ -168,7 +168,9 @@ class VllmEngine:
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
         """See Engine. Raises DeadlineError after vllm.swap_timeout_s."""
-        parts = await self._ask(messages.ReadBack(names=names), list[tuple[list[str], str, str]], "read its parameters")
+        parts = await self._ask(
+            messages.ReadParameters(names=names), list[tuple[list[str], str, str]], "read its parameters"
+        )
         return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in parts]
 
     async def score(self, token_ids: list[int]) -> list[float]:

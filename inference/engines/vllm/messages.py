@@ -30,7 +30,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     """The [inference] section as JSON."""
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+class GenerateTokens(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Reply: an Answer."""
 
     session: str
@@ -55,7 +55,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """A safetensors file of whole tensors."""
 
 
-class ReadBack(msgspec.Struct, frozen=True, kw_only=True, tag="read_back"):
+class ReadParameters(msgspec.Struct, frozen=True, kw_only=True, tag="read_back"):
     """Reply: names, type and checksum of each parameter. The checksum is hexadecimal: it has 64 bits without a sign."""
 
     names: list[str]
@@ -66,10 +66,10 @@ class ReadAnswers(msgspec.Struct, frozen=True, kw_only=True, tag="read_answers")
     """Reply: by call, an Answer with what it has beyond the tokens that the node has. Of calls without more, none."""
 
     sent: dict[int, int]
-    """How many tokens of each Generate the node has."""
+    """How many tokens of each GenerateTokens the node has."""
 
 
-Question = Generate | Score | Load | ReadBack | ReadAnswers
+Question = GenerateTokens | Score | Load | ReadParameters | ReadAnswers
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):

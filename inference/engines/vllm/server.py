@@ -26,7 +26,7 @@ import msgspec
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
-from inference.engines.vllm.messages import Abort, Ask, Generate, Load, ReadAnswers, ReadBack, Score, Setup
+from inference.engines.vllm.messages import Abort, Ask, GenerateTokens, Load, ReadAnswers, ReadParameters, Score, Setup
 
 PROGRESS_S = 0.1
 EXIT_GRACE_S = 5.0
@@ -108,7 +108,7 @@ class Server:
 
     def _handle(self, message: messages.ToChild) -> None:
         match message:
-            case Ask(call=call, question=Generate() | Score() as question):
+            case Ask(call=call, question=GenerateTokens() | Score() as question):
                 try:
                     self.core.add(call, question)
                 except BadRequestError as error:
@@ -118,7 +118,7 @@ class Server:
                 self._reply(call, None)
             case Ask(call=call, question=ReadAnswers(sent=sent)):
                 self._reply(call, self.core.parts(sent))
-            case Ask(call=call, question=ReadBack(names=names)):
+            case Ask(call=call, question=ReadParameters(names=names)):
                 try:
                     self._reply(call, self.core.read_back(names))
                 except Exception as error:  # Sampling continues.

@@ -1,6 +1,6 @@
 """Where weight chunks come from: copies of the store over HTTP or in buckets, and last the gateway's own link.
 
-    Sources.read --fastest per open read--> HttpSource | BucketSource
+    WeightSources.read --fastest per open read--> HttpSource | BucketSource
          none of them gives the chunk, after a short wait --> GatewayLink
 
 No source is trusted. Each answer is bounded in bytes and time, and VersionFolder hashes every chunk. A source that
@@ -203,7 +203,7 @@ class _Copy:
     num_bytes: int = 0
 
 
-class Sources(ChunkSource):
+class WeightSources(ChunkSource):
     """Reads from the fastest of several copies of the store, and from `last` what none of them gives."""
 
     def __init__(
