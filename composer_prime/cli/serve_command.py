@@ -162,9 +162,12 @@ class _Stream:
         return stream
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send what `message` adds to what was sent."""
+        """Send what `message` adds to what was sent. White space at its beginning is left out.
+
+        A chat format strips it from half a message or keeps it, by whether a call has begun.
+        """
         for name in _TEXTS:
-            text, sent = message.get(name) or "", self._sent[name]
+            text, sent = (message.get(name) or "").lstrip(), self._sent[name]
             if text.startswith(sent) and text != sent:
                 self._sent[name] = text
                 await self._choice({name: text[len(sent) :]})
