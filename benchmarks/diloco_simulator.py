@@ -7,7 +7,6 @@ with measured links. Goodput is utilization less what slow and failing peers cos
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 from composer_prime.config.diloco import CodecConfig, wrong_schedule
@@ -87,20 +86,6 @@ def tables(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def plot(path: Path, options: argparse.Namespace) -> None:
-    """Draw utilization against bandwidth for each number of peers."""
-    from composer_prime.stats.plot import line_chart, save
-
-    series = {
-        f"{peers} peers": [
-            (gbit, forecast_link(joint_run(options, peers), gbit, latency_s=options.latency_ms / 1e3).utilization)
-            for gbit in LINKS_GBIT
-        ]
-        for peers in options.peers
-    }
-    save(line_chart(f"{options.parameters:.3g} parameters, {options.step_s:g} s a step", "Gbit/s", series), path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
@@ -120,7 +105,6 @@ def main() -> int:
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8, 16, 64, 512], help="clusters, each 2 or more")
     parser.add_argument("--relay-gbit", type=float, help="the rendezvous' link (default: as a peer's)")
     parser.add_argument("--mtbf-h", type=float, help="hours between a peer's failures (default: none)")
-    parser.add_argument("--plot", type=Path, help="write utilization against bandwidth as SVG or PNG")
     parser.add_argument("--quick", action="store_true", help="two and four peers only")
     options = parser.parse_args()
     options.peers = [2, 4] if options.quick else options.peers
@@ -128,8 +112,6 @@ def main() -> int:
     if wrong is not None or min(options.peers) < 2:
         parser.error(wrong or "--peers: a joint run has 2 or more")
     print("\n".join(tables(options)))
-    if options.plot is not None:
-        plot(options.plot, options)
     return 0
 
 

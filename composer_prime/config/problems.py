@@ -164,16 +164,6 @@ def _key_types() -> dict[str, Any]:
     return types_by_key
 
 
-def settings_by_key() -> dict[str, Any]:
-    """Return the type of every key that a flag can set: no sections, no elements of lists."""
-    lists = [key for key, kind in _key_types().items() if any(get_origin(member) is list for member in _members(kind))]
-    return {
-        key: kind
-        for key, kind in _key_types().items()
-        if _inner_model(kind) is None and not key.startswith(tuple(f"{name}." for name in lists))
-    }
-
-
 def leaf_keys() -> list[str]:
     """Return every key that holds a value, with those of elements of lists once."""
     return [key for key, kind in _key_types().items() if _inner_model(kind) is None]

@@ -1,9 +1,9 @@
-"""Charts as .svg or .png files, drawn by matplotlib: the extra `plot`."""
+"""The reward curve as a .svg or .png file, drawn by matplotlib: the extra `plot`."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -15,21 +15,7 @@ from composer_prime.stats.intervals import Interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MARK = "drawn by composer-prime"
-"""In the first bytes of every chart, so that a chart of ours may be replaced and another file is left alone."""
 _MEAN_STEPS = 10
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, inches. Raises ConfigError, which names the extra, where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"charts need matplotlib, which cannot be imported ({error}): run `uv sync --extra plot`, or "
-            "`pip install matplotlib`"
-        ) from None
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -37,45 +23,31 @@ def save(figure: Figure, path: Path) -> None:
 
     Raises ConfigError for another suffix, OSError.
     """
-    check_suffix(path)
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("svg", "png"):
+        raise ConfigError(f"{path} is neither .svg nor .png: name a chart with one of these suffixes")
     from matplotlib import rc_context
 
-    kind = path.suffix.lower().removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else {"Software": _MARK}
     content = io.BytesIO()
     with rc_context({"svg.hashsalt": "composer-prime", "svg.fonttype": "none"}):
-        figure.savefig(content, format=kind, dpi=150, metadata=metadata)
-    data = content.getvalue()
-    write_atomic(path, f"<!-- {_MARK} -->\n".encode() + data[data.index(b"<svg") :] if kind == "svg" else data)
-
-
-def check_suffix(path: Path) -> None:
-    """Raise ConfigError for a chart that `save` would refuse, before there is a figure."""
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise ConfigError(f"{path} is neither .svg nor .png: name a chart with one of these suffixes")
-
-
-def line_chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Return lines over a logarithmic axis. `series`: name -> points (x > 0, share in 0..1, drawn in percent)."""
-    from matplotlib.ticker import PercentFormatter
-
-    figure = new_figure(9, 4.6)
-    axes = figure.subplots()
-    for name, points in series.items():
-        axes.plot(*zip(*points, strict=True), label=name)
-    axes.set(title=title, xlabel=x_label, xscale="log", ylim=(0, 1))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.grid(color="#ddd")
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
+        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    write_atomic(path, content.getvalue())
 
 
 def reward_curve(title: str, rewards: Mapping[int, float], evaluations: Mapping[int, Interval]) -> Figure:
     """Return a run's reward by step, its ten-step mean, and its held-out evaluations with their intervals.
 
-    `rewards`: mean reward of each trained step. `evaluations`: mean reward on held-out tasks, by step.
+    `rewards`: mean reward of each trained step. `evaluations`: mean reward on held-out tasks, by step. Raises
+    ConfigError, which names the extra, where matplotlib is missing.
     """
-    figure = new_figure(8, 4)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"charts need matplotlib, which cannot be imported ({error}): run `uv sync --extra plot`, or "
+            "`pip install matplotlib`"
+        ) from None
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     steps = sorted(rewards)
     values = [rewards[step] for step in steps]
