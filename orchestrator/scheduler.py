@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _FILTERED_TOO_MANY = (
     "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks are too easy "
     "or too hard; change the task set or add --orchestrator.curriculum.import_path "
-    "orchestrator.tasks.curriculum:Frontier; to look: %s try MODULE -n 32"
+    "frontier; to look: %s try MODULE -n 32"
 )
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""

@@ -212,13 +212,22 @@ class AuditConfig(BaseConfig):
     """How long a node gets no requests after a failed audit; doubles each time."""
 
 
+_SHIPPED_CURRICULA = ("orchestrator.tasks.curriculum:Shuffled", "orchestrator.tasks.curriculum:Frontier")
+
+
 class CurriculumConfig(BaseConfig):
     """The class that chooses the next task of a source."""
 
-    import_path: str = "orchestrator.tasks.curriculum:Shuffled"
-    """`module:Class` of the curriculum; see the protocol in orchestrator/tasks/curriculum.py."""
+    import_path: str = "shuffled"
+    """shuffled, frontier, or `module:Class` of your own; see the protocol in orchestrator/tasks/curriculum.py."""
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
+
+    @field_validator("import_path")
+    @classmethod
+    def _short(cls, path: str) -> str:
+        """Shorten a shipped curriculum's path, as older files and runs name it."""
+        return path.removeprefix("orchestrator.tasks.curriculum:").lower() if path in _SHIPPED_CURRICULA else path
 
 
 class WeightServiceConfig(BaseConfig):

@@ -172,8 +172,8 @@ def _modules(config: Config, findings: Findings) -> None:
                 find_plugin(kind, table, key)
             except EnvironmentNotInstalledError as error:
                 findings.problems.append(str(error))
-    module = config.orchestrator.curriculum.import_path.partition(":")[0]
-    if module_file(module) is None:
+    module, colon, _ = config.orchestrator.curriculum.import_path.partition(":")
+    if colon and module_file(module) is None:
         findings.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
     if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
         findings.problems.append(

@@ -1,15 +1,13 @@
 """Which task of a source comes next: the hook, a default and an adaptive one.
 
-`orchestrator.curriculum.import_path` names a curriculum (`module:Class`). Each source gets one, built as
-`Class(num_tasks=…, seed=…, **kwargs)`, with `difficulty=…` where it takes that. Its state is part of every checkpoint.
-After a crash the journal replays the calls since then in their order, so a curriculum without randomness of its own
-continues exactly.
+`orchestrator.curriculum.import_path` names a curriculum: `shuffled`, `frontier` or `module:Class`. Each source gets
+one, built as `Class(num_tasks=…, seed=…, **kwargs)`, with `difficulty=…` where it takes that. Its state is part of
+every checkpoint. After a crash the journal replays the calls since then in their order, so a curriculum without randomness of
+its own continues exactly.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -18,8 +16,15 @@ from typing import Any, Protocol
 
 from composer_prime.config.orchestrator import CurriculumConfig
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import build_part
 from orchestrator.rollouts.groups import FinishedGroup, derive_seed
 from orchestrator.tasks.difficulty import DifficultyModel
+
+CURRICULA = {
+    "shuffled": "orchestrator.tasks.curriculum:Shuffled",
+    "frontier": "orchestrator.tasks.curriculum:Frontier",
+}
+"""By short name."""
 
 
 class Curriculum(Protocol):
@@ -102,7 +107,7 @@ class Frontier:
         if self.num_tasks is None:
             raise ConfigError(
                 "orchestrator.curriculum is Frontier, which returns to tasks, but the task set never ends: "
-                "limit the task set or use orchestrator.tasks.curriculum:Shuffled"
+                "limit the task set or use shuffled"
             )
         if self.candidates < 1 or self.window < 1 or not 0 <= self.explore <= 1:
             raise ConfigError(
@@ -165,20 +170,9 @@ def build_curriculum(
 
     Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.
     """
-    module_name, _, class_name = config.import_path.partition(":")
     where = f"orchestrator.curriculum.import_path is {config.import_path!r}"
-    try:
-        factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where}, which cannot be imported: {error}; give `module:Class`") from None
-    try:
-        signature = inspect.signature(factory)
-        estimates = {"difficulty": difficulty} if "difficulty" in signature.parameters else {}
-        arguments = {**estimates, **config.kwargs}
-        signature.bind(num_tasks=num_tasks, seed=seed, **arguments)
-    except TypeError as error:
-        raise ConfigError(f"{where}; its class does not take orchestrator.curriculum.kwargs: {error}") from None
-    curriculum = factory(num_tasks=num_tasks, seed=seed, **arguments)
+    given = {"num_tasks": num_tasks, "seed": seed, "difficulty": difficulty}
+    curriculum = build_part(config.import_path, config.kwargs, CURRICULA, "orchestrator.curriculum.import_path", given)
     missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
     if missing:
         raise ConfigError(f"{where}; its class lacks {missing}: see orchestrator/tasks/curriculum.py for the protocol")

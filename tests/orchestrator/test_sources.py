@@ -111,7 +111,7 @@ def test_an_effort_penalty_fails_no_task_in_the_frontiers_eyes():
     [
         ({"import_path": "orchestrator.tasks.curriculum:Nothing"}, "cannot be imported"),
         ({"import_path": "no_such_module:X"}, "cannot be imported"),
-        ({"kwargs": {"speed": 3}}, "does not take orchestrator.curriculum.kwargs.*speed"),
+        ({"kwargs": {"speed": 3}}, "does not take.*speed"),
         ({"import_path": "collections:Counter"}, "lacks \\['next_task'"),
         ({"import_path": "orchestrator.tasks.curriculum:Frontier", "kwargs": {"window": 0}}, "at least 1"),
     ],
