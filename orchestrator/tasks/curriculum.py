@@ -2,8 +2,8 @@
 
 `orchestrator.curriculum.import_path` names a curriculum: `shuffled`, `frontier` or `module:Class`. Each source gets
 one, built as `Class(num_tasks=…, seed=…, **kwargs)`, with `difficulty=…` where it takes that. Its state is part of
-every checkpoint. After a crash the journal replays the calls since then in their order, so a curriculum without randomness of
-its own continues exactly.
+every checkpoint. After a crash the journal replays the calls since then in their order, so a curriculum
+without randomness of its own continues exactly.
 """
 
 from __future__ import annotations
