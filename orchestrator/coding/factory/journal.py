@@ -155,20 +155,6 @@ class MakingJournal:
         os.replace(new, path)
 
 
-def read_making(folder: Path) -> tuple[dict[str, dict[str, Any]], list[CandidateVerdict]]:
-    """Return the settings by source, and the verdicts, of a folder that another run may be writing to."""
-    settings: dict[str, dict[str, Any]] = {}
-    verdicts = []
-    content = (folder / MAKING_FILE).read_bytes()
-    for line in content[: content.rfind(b"\n") + 1].splitlines():
-        try:
-            header = msgspec.json.decode(line, type=_Header)
-            settings[header.begun] = header.settings
-        except msgspec.ValidationError:
-            verdicts.append(msgspec.json.decode(line, type=CandidateVerdict))
-    return settings, verdicts
-
-
 class _TaskId(msgspec.Struct):
     id: str
 
