@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from composer_prime.address import reachable
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
-from composer_prime.errors import CheckpointError, ComposerError
+from composer_prime.errors import CheckpointError, ComposerError, WireError
 from composer_prime.monitor.events import event
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
@@ -362,7 +362,13 @@ class Pipeline:
             raise CheckpointError(
                 f"the trainer announced policy version {version}, but {self.store.root} has no manifest of it"
             ) from None
-        self.gateway.publish(signed)
+        try:
+            self.gateway.publish(signed)
+        except WireError as error:
+            if required:
+                raise
+            logger.warning("weights v%d in %s are left to the trainer, which publishes them anew: %s",
+                           version, self.store.root, error)  # fmt: skip
 
     async def _checkpoint(self, step: int) -> None:
         training = await asyncio.shield(self._loaded)
