@@ -59,7 +59,7 @@ class NoAnswerError(EndpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where and how a model is asked."""
+    """An endpoint, and how it is asked."""
 
     name: str
     """In messages and in the cost ledger."""
