@@ -24,9 +24,10 @@ import torch
 from composer_prime.config import Config
 from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import pack, totals
+from composer_prime.packing.row import Row
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.data.rows import Documents, documents_of, unpack
+from trainer.data.rows import checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.model.policy import Policy
 from trainer.step import LossSettings, loss_of
@@ -71,7 +72,7 @@ def measure(bench: Bench, context: int, turn: int, repeats: int) -> None:
     samples = samples_of(context, turn, bench.policy.vocabulary)
     budget = sum(2 * (context + turn) + HINT for _ in samples)
     ((batch,),) = pack(samples, run_id="benchmark", step=1, world_size=1, max_tokens=budget)
-    found = documents_of(batch, bench.policy.vocabulary)
+    found = checked_row(batch, bench.policy.vocabulary)
     flops = dict(zip((True, False), bench.cost.of_teachers(found, share=True), strict=True))
     (taken,) = teachers_in_row([found], bench.settings.channels, bench.cost, share=True)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -90,12 +91,12 @@ def measure(bench: Bench, context: int, turn: int, repeats: int) -> None:
     )
 
 
-def one_step(bench: Bench, found: Documents, samples: list[Sample], in_row: bool) -> float:
+def one_step(bench: Bench, found: Row, samples: list[Sample], in_row: bool) -> float:
     """Processor seconds."""
-    row = unpack(found, bench.device, share=True, distil=True, teacher_in_row=in_row)
+    row = unpack(found, bench.settings.terms, bench.device, share=True, teacher_in_row=in_row)
     bench.policy.zero_grad()
     begun = time.process_time()
-    (auxiliary,) = bench.teacher.prepare([row], 1)
+    (auxiliary,) = bench.teacher.prepare([row])
     parts, _ = loss_of(bench.policy, row, totals(samples), bench.settings, auxiliary=auxiliary)
     parts.total.backward()
     return time.process_time() - begun
@@ -117,7 +118,7 @@ def build(model: str, output: Path) -> Bench:
     return Bench(
         policy=policy,
         teacher=SelfTeacher(policy, config.channels, None),
-        settings=LossSettings(channels=config.channels, max_length=64),
+        settings=LossSettings(terms=config.channels.terms(64)),
         cost=ReadCost.of(policy.lm.config, config.trainer),
         device=world.device,
     )

@@ -34,7 +34,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.data.rows import documents_of, unpack
+from trainer.data.rows import checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
@@ -98,8 +98,8 @@ def main() -> int:
         optimizer.parts[0].register_step_pre_hook(lambda *_: times.append(time.monotonic()))
         samples = make_samples(options.samples, options.tokens)
         (batches,) = pack(samples, (), run_id="r", step=1, world_size=1, max_tokens=4096)
-        rows = [unpack(documents_of(batch, SHAPE["vocab_size"]), world.device) for batch in batches]
-        settings = LossSettings(channels=config.channels, max_length=2048)
+        settings = LossSettings(terms=config.channels.terms(2048))
+        rows = [unpack(checked_row(batch, SHAPE["vocab_size"]), settings.terms, world.device) for batch in batches]
         figures: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
         for step in range((options.rounds + 1) * len(WAYS)):
             way = WAYS[step % len(WAYS)]

@@ -1,15 +1,17 @@
-"""A policy objective of your own, in one file and one import path:
+r"""A policy objective of your own, in one file and one import path:
 
-    trainer @ configs/a1.toml --run.import_from '["examples"]' --channels.policy.import_path own_loss:tapered_loss
+    trainer @ configs/a1.toml --run.import_from '["examples"]' --channels.policy.import_path own_loss:tapered_loss \
+        --channels.policy.kwargs '{"negative_share": 0.25}'
     python examples/own_loss.py [--steps 30]                        in the loop of grpo_in_one_file.py
 
 `tapered_loss` follows TOPR (arXiv 2503.14286): good rollouts are imitated as they are, bad ones are unlearned with an
 importance weight that is cut at 1, so a token that the policy already avoids is left alone. It has the signature of
 composer_prime.channels.policy.policy_loss: pure, over the trained tokens of a micro-batch, with the counts of the whole
 step as denominators. Shares of micro-batches and ranks therefore add up. `config` is [channels.policy]; this loss needs
-none of it. Each of its sums becomes a metric: `tapered` is the mean `policy/tapered` over tokens.
+none of it. `negative_share` comes from channels.policy.kwargs. Each of its sums becomes a metric: `tapered` is the mean
+`policy/tapered` over tokens.
 
-Departures from the paper: weights are a token's, not a rollout's, and bad rollouts count by `NEGATIVE_SHARE`.
+Departures from the paper: weights are a token's, not a rollout's, and bad rollouts count by `negative_share`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import grpo_in_one_file
 import torch
 from torch import Tensor
 
-from composer_prime.channels.tokens import PolicyTokens, Sums, bounded_exp
-from composer_prime.config.policy import PolicyConfig
+from composer_prime.channels.policy import PolicyConfig
+from composer_prime.channels.term import Sums
+from composer_prime.channels.tokens import PolicyTokens, bounded_exp
 from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals
 

@@ -1,6 +1,6 @@
 """SFT's rows for each step: recorded conversations as the token ids that the policy reads, with what it imitates.
 
-    files -> rows (composer_prime/data/conversation_rows.py) -> renderer -> Demonstration -> step N
+    files -> rows (composer_prime/data/conversation_rows.py) -> renderer -> TermUnit -> step N
 
 Imitated are the tokens that the policy itself would sample in an assistant turn: content, thinking, tool calls and the
 token that ends the turn. The template's opening of a turn, and everything that others say, is context.
@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from composer_prime.channels.sft import NAME as SFT
 from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.data.conversation_rows import ConversationRow, digest, read_rows
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.monitor.events import event
-from composer_prime.wire.types import Demonstration, pack_flags, pack_ints
+from composer_prime.wire.types import TermUnit, pack_flags, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.rollouts.groups import derive_seed
 
@@ -36,8 +37,8 @@ class DemonstrationRows:
 
     def __init__(
         self,
-        rows: Sequence[Demonstration | None],
-        held_out: Sequence[Demonstration] = (),
+        rows: Sequence[TermUnit | None],
+        held_out: Sequence[TermUnit] = (),
         *,
         per_step: int,
         seed: int,
@@ -60,7 +61,7 @@ class DemonstrationRows:
         """Serve no rows of `names` from now on: they made a step not finite."""
         self._left_out |= names
 
-    def of_step(self, step: int) -> list[Demonstration]:
+    def of_step(self, step: int) -> list[TermUnit]:
         """Return the rows of `step` (from 1): each row once a pass, in an order of that pass."""
         if not self._rows:
             return []
@@ -68,7 +69,7 @@ class DemonstrationRows:
         order = list(range(len(self._rows)))
         random.Random(derive_seed(self._seed, "demonstrations", number)).shuffle(order)
         chosen = (self._rows[index] for index in order[place * self._per_step : (place + 1) * self._per_step])
-        return [row for row in chosen if row is not None and f"row {row.name}" not in self._left_out]
+        return [row for row in chosen if row is not None and row.name not in self._left_out]
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the figures of `step` for the trainer's line."""
@@ -107,7 +108,7 @@ class RowTokenizer:
         self.cut = 0
         """Rows that were cut so far."""
 
-    def demonstration(self, row: ConversationRow) -> Demonstration | None:
+    def demonstration(self, row: ConversationRow) -> TermUnit | None:
         """Return the row as ids; None where it is skipped.
 
         Raises ConfigError: the template cannot render it, or not mark what an assistant wrote, or it is too long.
@@ -138,7 +139,7 @@ class RowTokenizer:
             if True not in mask:
                 return None
             self.cut += 1
-        return Demonstration(name=row.name, input_ids=pack_ints(ids), loss_mask=pack_flags(mask))
+        return TermUnit(term=SFT, name=f"row {row.name}", documents=[pack_ints(ids)], masks=[pack_flags(mask)])
 
     def _marked(self, row: ConversationRow) -> tuple[list[int], list[bool]]:
         messages = [{key: value for key, value in each.items() if key != "weight"} for each in row.messages]

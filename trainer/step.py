@@ -22,16 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from composer_prime.channels.policy import PolicyLoss, policy_loss
-from composer_prime.channels.replay_dpo import PairTokens
-from composer_prime.channels.sdpo import SdpoTokens
-from composer_prime.channels.tokens import PolicyTokens, sum_by
-from composer_prime.channels.total import ChannelInputs, LossParts, channel_metrics, total_loss
-from composer_prime.config.channels import ChannelsConfig
+from composer_prime.channels.term import TaughtTokens, Term, TermTokens
+from composer_prime.channels.total import LossParts, channel_metrics, total_loss
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import NonFiniteStepError
 from composer_prime.wire.types import StepTotals
-from trainer.data.rows import PackedRow, PairsRow
+from trainer.data.rows import PackedRow
 from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TokenStatistics
 from trainer.model.policy import Policy
@@ -43,11 +39,8 @@ from trainer.world import gather_texts
 class LossSettings:
     """What the loss needs besides the row."""
 
-    channels: ChannelsConfig
-    max_length: int
-    """dr_grpo's length divisor, tokens."""
-    policy: PolicyLoss = policy_loss
-    """That of `channels`."""
+    terms: Sequence[Term]
+    """The terms that are on, the policy loss first."""
     reduce_each: bool = False
     """Sum gradients over ranks after each row instead of after the last."""
     figures: TokenFigures | None = None
@@ -97,7 +90,7 @@ def train_step(
     lr = optimizer.step(ratio, norm)
     return (
         {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
-        | channel_metrics(values)
+        | channel_metrics(settings.terms, values)
         | {
             "tokens/trained": values["policy/tokens"] + values.get("sft/tokens", 0.0),
             "optim/grad_norm": grad_norm,
@@ -135,10 +128,13 @@ def loss_of(
     """Return one row's share of the step's loss, and how many statistics of each of its documents are not finite."""
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
-    inputs = channel_inputs(row, statistics, auxiliary, settings.channels)
+    inputs = {
+        term.name: term.inputs(_tokens(term, row, statistics, auxiliary.references.get(term.name)))
+        for term in settings.terms
+    }
     if settings.figures is not None:
         settings.figures.note(inputs)
-    parts = total_loss(inputs, totals, settings.channels, settings.max_length, step, settings.policy)
+    parts = total_loss(settings.terms, inputs, totals, step)
     bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
     if statistics.divergence_D is not None:
         bad_R[len(bad_R) - len(statistics.divergence_D) :] |= ~torch.isfinite(statistics.divergence_D.detach())
@@ -146,52 +142,24 @@ def loss_of(
     return parts, not_finite
 
 
-def channel_inputs(
-    row: PackedRow, statistics: TokenStatistics, auxiliary: AuxiliaryLogprobs, channels: ChannelsConfig
-) -> ChannelInputs:
-    """Return the inputs of the loss terms that are on; one without tokens in this row is empty but has a gradient."""
-    chosen = slice(None) if row.policy_T is None else row.policy_T
-    return ChannelInputs(
-        policy=PolicyTokens(
-            logprobs_T=statistics.logprobs_R[chosen],
-            sampler_logprobs_T=row.sampler_logprobs_T,
-            advantages_T=row.advantages_T,
-            entropy_T=statistics.entropy_R[chosen],
-            sequence_T=row.sequence_T,
-            sequences=row.sequences,
-            reference_logprobs_T=auxiliary.reference_logprobs_T,
-        ),
-        sdpo=_sdpo_tokens(row, statistics) if channels.sdpo.weight > 0 else None,
-        replay_dpo=None if row.pairs is None else _pair_tokens(row.pairs, statistics, auxiliary.reference_S),
-        sft_logprobs_E=None if row.demonstrated_E is None else statistics.logprobs_R[row.demonstrated_E],
-    )
-
-
-def _sdpo_tokens(row: PackedRow, statistics: TokenStatistics) -> SdpoTokens:
-    """Take the head's last D rows. All of them were sampled, whether or not the policy loss trains them."""
-    empty, divergence_D = statistics.logprobs_R[:0], statistics.divergence_D
-    return SdpoTokens(
-        divergence_D=empty if divergence_D is None else divergence_D,
-        logprobs_D=statistics.logprobs_R[len(statistics.logprobs_R) - len(row.turn_D) :],
-        sampler_logprobs_D=row.sampler_logprobs_D,
-        weight_D=row.weight_D,
-        turn_D=row.turn_D,
-        turns=row.turns,
-        teacher_entropy_D=empty.detach() if divergence_D is None else statistics.teacher_entropy_D,
-        teacher_logprobs_D=empty.detach() if divergence_D is None else statistics.teacher_logprobs_D,
-    )
-
-
-def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, reference_S: Tensor | None) -> PairTokens:
-    sums_S = sum_by(statistics.logprobs_R[pairs.answer_A], pairs.side_A, len(pairs.length_S))
-    return PairTokens(
-        chosen_logprobs_P=sums_S[0::2],
-        rejected_logprobs_P=sums_S[1::2],
-        chosen_length_P=pairs.length_S[0::2],
-        rejected_length_P=pairs.length_S[1::2],
-        reference_chosen_P=None if reference_S is None else reference_S[0::2],
-        reference_rejected_P=None if reference_S is None else reference_S[1::2],
-        epsilon_P=pairs.epsilon_P,
+def _tokens(term: Term, row: PackedRow, statistics: TokenStatistics, reference: Tensor | None) -> TermTokens:
+    """Return the statistics of the term's own tokens; without any in this row they are empty, but have a gradient."""
+    own, taught = row.terms[term.name], None
+    chosen = slice(None) if own.head_rows is None else own.head_rows
+    if term.is_taught and statistics.divergence_D is not None:
+        assert statistics.teacher_entropy_D is not None and statistics.teacher_logprobs_D is not None
+        taught = TaughtTokens(
+            divergence=statistics.divergence_D,
+            teacher_entropy=statistics.teacher_entropy_D,
+            teacher_logprobs=statistics.teacher_logprobs_D,
+        )
+    return TermTokens(
+        logprobs=statistics.logprobs_R[chosen],
+        entropy=statistics.entropy_R[chosen],
+        arrays=own.arrays,
+        counts=own.counts,
+        reference=reference,
+        taught=taught,
     )
 
 

@@ -21,9 +21,10 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 
-from composer_prime.channels.policy import load_policy_loss
+from composer_prime.channels.sft import SftConfig
 from composer_prime.config import Config, load
 from composer_prime.config.channels import weight_sets
 from composer_prime.errors import (
@@ -41,10 +42,10 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.types import RunFinished, StepReply
+from composer_prime.wire.types import RunFinished, StepReply, StepTotals
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data.rows import PackedRow, documents_of, unpack
+from trainer.data.rows import PackedRow, checked_row, unpack
 from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch, wait_together
 from trainer.data.token_figures import TokenFigures
 from trainer.model.build import build_policy
@@ -83,12 +84,9 @@ class Trainer:
         self.optimizer = build_optimizer(self.policy, trainer.optim)
         self.outer = self._build_outer()
         self.read_cost = ReadCost.of(self.policy.lm.config, trainer)
-        reduce_each = trainer.reduce_each_micro_batch
         self.settings = LossSettings(
-            channels=channels,
-            max_length=config.completion_length,
-            policy=load_policy_loss(channels.policy),
-            reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
+            terms=channels.terms(config.completion_length),
+            reduce_each=self.world.device.type == "cuda",
             figures=TokenFigures() if config.monitor.tokens else None,
         )
         self.publisher = Publisher(
@@ -210,11 +208,11 @@ class Trainer:
 
     def _train_one_step(self, client: StepClient, reply: StepReply, step: int, asked_at: float) -> None:
         config, received_at = self.config, time.monotonic()
-        rows = self._rows(reply)
+        rows, totals = self._rows(reply)
         if step == 1 and reply.held_out and (scores := self._score(reply)) and self.world.first:
             self.metrics.log(0, scores)
         run_step = self.outer.run_step if self.outer else step
-        auxiliary = self.teacher.prepare(rows, run_step)
+        auxiliary = self.teacher.prepare(rows)
         read_at = time.monotonic()
         ratio = rate(run_step, config.trainer.schedule, config.run.max_steps)
         if self.outer:
@@ -222,7 +220,7 @@ class Trainer:
         left_out: list[str] = []
         try:
             metrics = train_step(
-                self.policy, self.optimizer, rows, reply.totals, self.settings, step=run_step, ratio=ratio,
+                self.policy, self.optimizer, rows, totals, self.settings, step=run_step, ratio=ratio,
                 auxiliary=auxiliary,
             )  # fmt: skip
             self._skipped = 0
@@ -262,33 +260,30 @@ class Trainer:
         except OSError as error:
             logger.error("the token figures of step %d could not be written: %s", step, error)
 
-    def _rows(self, reply: StepReply) -> list[PackedRow]:
-        channels, lora = self.config.channels, self.config.trainer.lora
-        share = self.policy.shares_prefixes
-        documents = [documents_of(batch, self.policy.vocabulary) for batch in reply.micro_batches]
-        dropout, max_tokens = lora is not None and lora.dropout > 0, self.config.trainer.micro_batch_tokens
-        in_row = teachers_in_row(
-            documents, channels, self.read_cost, share=share, dropout=dropout, max_tokens=max_tokens
-        )
-        return [
-            unpack(
-                of_batch,
-                self.world.device,
-                share=share,
-                distil=channels.sdpo.weight > 0,
-                prefer=channels.replay_dpo.weight > 0,
-                imitate=channels.sft.weight > 0,
-                teacher_in_row=teacher_in_row,
-                max_tokens=max_tokens,
-            )
-            for of_batch, teacher_in_row in zip(documents, in_row, strict=True)
+    def _rows(self, reply: StepReply) -> tuple[list[PackedRow], StepTotals]:
+        """Return the rows of this rank, and the step's totals with what the user's own terms count."""
+        share, max_tokens = self.policy.shares_prefixes, self.config.trainer.micro_batch_tokens
+        terms = self.settings.terms
+        rows = [checked_row(batch, self.policy.vocabulary) for batch in reply.micro_batches]
+        in_row = teachers_in_row(rows, self.config.channels, self.read_cost, share=share, max_tokens=max_tokens)
+        totals = reply.totals
+        if self.config.channels.own:
+            counts = [sum(term.count(row) for row in rows) for term in terms]
+            over_ranks = map(sum, zip(*worlds.gather_words(counts), strict=True))
+            own = {term.name: count for term, count in zip(terms, over_ranks, strict=True)}
+            totals = msgspec.structs.replace(totals, own=own)
+        device = self.world.device
+        packed = [
+            unpack(row, terms, device, share=share, teacher_in_row=reads_teacher, max_tokens=max_tokens)
+            for row, reads_teacher in zip(rows, in_row, strict=True)
         ]
+        return packed, totals
 
     def _score(self, reply: StepReply) -> dict[str, float]:
         """Return the metrics of the step's held-out demonstrations; empty if it has none."""
-        share, device = self.policy.shares_prefixes, self.world.device
-        documents = [documents_of(batch, self.policy.vocabulary) for batch in reply.held_out]
-        rows = [unpack(each, device, share=share, imitate=True) for each in documents]
+        held_out = [checked_row(batch, self.policy.vocabulary) for batch in reply.held_out]
+        imitated, share = [SftConfig().term()], self.policy.shares_prefixes
+        rows = [unpack(row, imitated, self.world.device, share=share) for row in held_out]
         return score_held_out(self.policy, rows) if rows else {}
 
     def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ Per token, with ratio r, advantage A, weight w of the off-policy correction and 
 
 B and T count the sequences and trained tokens of the whole step (all ranks, all micro-batches). They are known before
 the first backward pass, so the loss does not depend on how the step was cut into micro-batches; bnpo's does, by
-definition. L_i counts the trained tokens of sequence i. The dual clip bounds r by c where A < 0 (arXiv 1912.09729).
+definition. L_i counts the trained tokens of sequence i.
 
 Off-policy corrections close the gap between three roles, always kept apart:
 
@@ -23,11 +23,8 @@ Off-policy corrections close the gap between three roles, always kept apart:
 With rho = pi / mu, detached:
 
     none    old = mu; r and its clip carry the whole correction
-    opsm    old = mu; drops sequences with A < 0 and mean log(1 / rho) > delta    DeepSeek-V3.2, arXiv 2512.02556 eq. 9
     dppo    old = mu; drops tokens outside a trust region, caps r elsewhere, no clip    arXiv 2602.04879
     tis     old = pi; weight min(rho, C)                                                arXiv 1802.01561 (rho-bar)
-    mis     old = pi; weight rho where rho <= C, else 0
-    icepop  old = pi; weight rho where low <= rho <= high, else 0                       IcePop, arXiv 2510.18855
 
 old = pi means the trainer's own value of pi. A batch is used once, so r is 1 in value and only has a gradient; with
 old = mu the gap would count twice.
@@ -46,32 +43,123 @@ ratio, r in k3 r is capped alike.
 Departures from the papers:
 1. r compares with the sampler's log-probabilities or the trainer's own, depending on the correction.
 2. A sequence is a root-to-leaf branch of a rollout; tokens that branches share are trained in one of them.
-3. Objective, denominator, ratio level and correction are separate settings; an objective's name sets their defaults.
-4. High-entropy tokens (arXiv 2506.01939) are chosen by a floor in nats. A quantile of the micro-batch would make the
-   loss depend on how the step was cut.
-5. DAPO leaves out answers that a limit cut short. Here the orchestrator does so (orchestrator.train_truncated).
-6. dppo replaces the ratio clip. A token that it does not drop may still have any ratio (pi - mu <= 0.2 holds for
+3. Objective, denominator and correction are separate settings; an objective's name sets their defaults.
+4. DAPO leaves out answers that a limit cut short. Here the orchestrator does so (orchestrator.train_truncated).
+5. dppo replaces the ratio clip. A token that it does not drop may still have any ratio (pi - mu <= 0.2 holds for
    pi = 0.2, mu = 1e-5). prime-rl lets it count 20 000 times (`dppo_ratio_cap = None`). The paper (section 5.4) and verl
    truncate the ratio at a large value, and so does the default here, by a detached factor: the gradient is
    min(r, cap) A grad log pi.
-7. Log ratios are clamped to +-20 before exp, so that one broken token gives a large number and not an infinity.
-8. k1 reduces the advantage of its own token, not of the tokens before it in the sequence as well.
+6. Log ratios are clamped to +-20 before exp, so that one broken token gives a large number and not an infinity.
+7. k1 reduces the advantage of its own token, not of the tokens before it in the sequence as well.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
 
-from composer_prime.channels.tokens import PolicyTokens, Sums, bounded, bounded_exp, capped, mean_by, sum_by
-from composer_prime.config.policy import PolicyConfig
+from composer_prime.channels.later import torch, without_gradient
+from composer_prime.channels.term import Sums, Term, TermRows, TermTokens
+from composer_prime.channels.tokens import PolicyTokens, bounded, bounded_exp, capped, mean_by, sum_by
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import find_part
+from composer_prime.packing.row import Row
 from composer_prime.wire.types import StepTotals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DPPO_THRESHOLD = 0.2
+"""dppo drops a token whose probability already moved this far in the direction of its advantage."""
+CISPO_CAP = 5.0
+"""The absolute upper bound of cispo's detached ratio; there is no lower bound."""
+
+Objective = Literal["dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo"]
+AdvantageScaling = Literal["none", "std"]
+OF_OBJECTIVE: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"denominator": "constant", "advantage_scaling": "none", "correction": "dppo"},
+    "grpo": {"denominator": "sequence"},
+    "bnpo": {"denominator": "micro_batch"},
+    "dapo": {"denominator": "tokens", "clip_high": 0.28},
+    "gspo": {"denominator": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"denominator": "tokens"},
+}
+"""Settings of each objective's paper; a value in the configuration wins."""
+_OTHERS = {"advantage_scaling": "std", "correction": "none"}
+
+
+class KlConfig(BaseConfig):
+    """A KL penalty to a reference policy, estimated from log-probabilities of the sampled tokens."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """Factor of the penalty; 0 computes no reference."""
+    estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k1"
+    """k1 is subtracted from the advantage (Composer 2); k2, k3 and k3_ratio (k3 times the ratio, as in TRL) are added
+    to the loss.
+    """
+    reference: Literal["frozen", "ema"] = "frozen"
+    """The initial weights, or a moving average of the trained ones."""
+    ema_rate: float = Field(default=0.01, gt=0, le=1)
+    """ema: share of the trained weights added to the average at each step."""
+
+
+class PolicyConfig(BaseConfig):
+    """Policy optimization on verifiable rewards. Defaults marked * are dr_grpo's; other objectives set their own."""
+
+    objective: Objective = "dr_grpo"
+    """Which policy loss; sets the defaults of the keys marked *."""
+    import_path: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Your own policy loss: `module:function` with the parameters (tokens, totals, config, max_length) and the result
+    type of composer_prime.channels.policy.policy_loss. None uses the objective.
+    """
+    kwargs: dict[str, Any] = Field(default={})
+    """Settings of your own policy loss, which it takes as further keyword arguments."""
+    advantage_scaling: AdvantageScaling = "none"
+    """* Whether advantages are divided by their group's standard deviation (dr_grpo: none; others: std)."""
+    denominator: Literal["constant", "sequence", "tokens", "micro_batch"] = "constant"
+    """* constant: B x max_completion_length; sequence: the sequence's length, then B (grpo, gspo); tokens (dapo,
+    cispo); micro_batch: its tokens, then the number of micro-batches (bnpo).
+    """
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """denominator = constant: the length divisor in tokens. None uses the maximum that a rollout can sample:
+    orchestrator.sampling.max_tokens times the harness's max_turns, at most model.max_context. A resume keeps the
+    original value.
+    """
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """* The ratio is clipped to >= 1 - clip_low (gspo: 0.0003)."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """* The ratio is clipped to <= 1 + clip_high (dapo: 0.28, gspo: 0.0004)."""
+    correction: Literal["none", "dppo", "tis"] = "dppo"
+    """* Off-policy correction between the sampler's and the trainer's policy (none except for dr_grpo)."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """tis: cap of the detached importance weight."""
+    dppo_ratio_cap: float | None = Field(default=20.0, gt=1)
+    """dppo: cap of the importance ratio of kept tokens; None: no cap (as in prime-rl)."""
+    kl: KlConfig = KlConfig()
+    """KL penalty to a reference policy."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_objective(cls, values: Any) -> Any:
+        objective = values.get("objective", "dr_grpo") if isinstance(values, dict) else None
+        if not isinstance(objective, str) or objective not in OF_OBJECTIVE:
+            return values
+        return _OTHERS | OF_OBJECTIVE[objective] | values
+
+    @model_validator(mode="after")
+    def _own_settings_have_an_own_loss(self) -> PolicyConfig:
+        if self.kwargs and self.import_path is None:
+            raise ValueError(
+                f"channels.policy.kwargs is {self.kwargs}, but channels.policy.import_path names no loss of your own: "
+                "set import_path, or remove kwargs"
+            )
+        return self
 
 
 class PolicyLoss(Protocol):
@@ -87,6 +175,102 @@ class PolicyLoss(Protocol):
     ) -> tuple[Tensor, Sums]: ...
 
 
+class PolicyTerm(Term):
+    """The policy loss as a term; its weight is 1."""
+
+    name = "policy"
+
+    def __init__(self, config: PolicyConfig, max_length: int) -> None:
+        """`max_length` is dr_grpo's length divisor, in tokens. Raises ConfigError as `load_policy_loss` does."""
+        self._config = config
+        self._loss = load_policy_loss(config)
+        self._max_length = max_length
+
+    def weight_at(self, step: int) -> float:
+        return 1.0
+
+    def rows(self, row: Row) -> TermRows:
+        trained = row.trained
+        arrays = {
+            "sampler_logprobs": row.sampler_logprobs[trained],
+            "advantages": row.advantages[trained],
+            "sequence": row.document_of(trained),
+        }
+        return TermRows(positions=trained, arrays=arrays, counts={"sequences": row.samples})
+
+    def inputs(self, tokens: TermTokens) -> PolicyTokens:
+        return PolicyTokens(
+            logprobs_T=tokens.logprobs,
+            sampler_logprobs_T=tokens.arrays["sampler_logprobs"],
+            advantages_T=tokens.arrays["advantages"],
+            entropy_T=tokens.entropy,
+            sequence_T=tokens.arrays["sequence"],
+            sequences=tokens.counts["sequences"],
+            reference_logprobs_T=tokens.reference,
+        )
+
+    def loss(self, inputs: PolicyTokens, totals: StepTotals) -> tuple[Tensor, Sums]:
+        return self._loss(inputs, totals, self._config, self._max_length)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return policy_metrics(sums)
+
+
+def load_policy_loss(config: PolicyConfig) -> PolicyLoss:
+    """Return the policy loss of `config`: `policy_loss`, or the function that `import_path` names.
+
+    Raises ConfigError when there is no such function, or when it does not take policy_loss's arguments and `kwargs`.
+    """
+    if config.import_path is None:
+        return policy_loss
+    function: Callable[..., tuple[Tensor, Sums]] = find_part(config.import_path, {}, "channels.policy.import_path")
+    try:
+        inspect.signature(function).bind(tokens=None, totals=None, config=config, max_length=1, **config.kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"channels.policy.import_path is {config.import_path!r}; it does not take (tokens, totals, config, "
+            f"max_length) and channels.policy.kwargs {sorted(config.kwargs)}: {error}; see "
+            "composer_prime.channels.policy.policy_loss"
+        ) from None
+    return partial(_own_loss, partial(function, **config.kwargs))
+
+
+def _own_loss(
+    function: Callable[..., tuple[Tensor, Sums]],
+    tokens: PolicyTokens,
+    totals: StepTotals,
+    config: PolicyConfig,
+    max_length: int,
+) -> tuple[Tensor, Sums]:
+    """Return what the user's function gives, with the sums that every policy loss reports."""
+    loss, sums = function(tokens=tokens, totals=totals, config=config, max_length=max_length)
+    plain = torch.ones_like(tokens.sampler_logprobs_T)
+    return loss, _sums(tokens, plain, torch.zeros_like(plain)) | {key: sum_.detach() for key, sum_ in sums.items()}
+
+
+def policy_loss(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> tuple[Tensor, Sums]:
+    """Return this micro-batch's share of the step's policy loss (a scalar; shares add up) and its metric sums.
+
+    Without tokens the loss is a zero that is attached to the graph: every rank runs its backward pass. Raises
+    ConfigError when reference log-probabilities are configured, but missing.
+    """
+    reference_T = _reference(tokens, config)
+    advantages_T = tokens.advantages_T
+    if reference_T is not None and config.kl.estimator == "k1":
+        advantages_T = advantages_T - config.kl.weight * estimate("k1", tokens.logprobs_T.detach(), reference_T)
+    correction = _correct(tokens, advantages_T, config)
+    log_ratio_T = correction.log_ratio_T
+    if config.objective == "gspo":  # GSPO eq. 7
+        log_ratio_T = mean_by(log_ratio_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
+    ratio_T = bounded_exp(log_ratio_T)
+    gain_T, binds_T = _surrogate(tokens, advantages_T, ratio_T, correction, config)
+    token_loss_T = -(correction.weight_T * gain_T)
+    if reference_T is not None and config.kl.estimator != "k1":
+        token_loss_T = token_loss_T + _kl_loss(tokens, reference_T, ratio_T, correction, config)
+    loss = (token_loss_T * _token_scale(tokens, totals, config, max_length)).sum()
+    return loss, _sums(tokens, correction.weight_T, binds_T)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
     """How tokens enter the objective. All tensors are [T]."""
@@ -97,71 +281,6 @@ class Correction:
     """Detached factor of the token's loss; 0 drops the token."""
     clips: bool
     """Whether the objective's ratio clip applies."""
-
-
-def load_policy_loss(config: PolicyConfig) -> PolicyLoss:
-    """Return the policy loss of `config`: `policy_loss`, or the function that `import_path` names.
-
-    Raises ConfigError when there is no such function, or when it does not take policy_loss's arguments.
-    """
-    if config.import_path is None:
-        return policy_loss
-    module_name, _, name = config.import_path.partition(":")
-    where = f"channels.policy.import_path is {config.import_path!r}"
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{where}, which cannot be imported: {error}; give `module:function`, and the module's folder in "
-            "run.import_from"
-        ) from None
-    try:
-        inspect.signature(function).bind(tokens=None, totals=None, config=config, max_length=1)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{where}; it does not take (tokens, totals, config, max_length): {error}; see "
-            "composer_prime.channels.policy.policy_loss"
-        ) from None
-
-    def own_loss(
-        tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int
-    ) -> tuple[Tensor, Sums]:
-        loss, sums = function(tokens=tokens, totals=totals, config=config, max_length=max_length)
-        plain = torch.ones_like(tokens.sampler_logprobs_T)
-        return loss, _sums(tokens, plain, torch.zeros_like(plain)) | {key: sum_.detach() for key, sum_ in sums.items()}
-
-    return own_loss
-
-
-def policy_loss(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> tuple[Tensor, Sums]:
-    """Return this micro-batch's share of the step's policy loss (a scalar; shares add up) and its metric sums.
-
-    Without tokens the loss is a zero that is attached to the graph: every rank runs its backward pass. Raises
-    ConfigError when reference log-probabilities or an entropy gradient are configured, but missing.
-    """
-    reference_T = _reference(tokens, config)
-    advantages_T = tokens.advantages_T
-    if reference_T is not None and config.kl.estimator == "k1":
-        advantages_T = advantages_T - config.kl.weight * estimate("k1", tokens.logprobs_T.detach(), reference_T)
-    correction = _correct(tokens, advantages_T, config)
-    log_ratio_T = correction.log_ratio_T
-    if config.ratio_level == "sequence":  # GSPO eq. 7
-        log_ratio_T = mean_by(log_ratio_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
-    ratio_T = bounded_exp(log_ratio_T)
-    gain_T, binds_T = _surrogate(tokens, advantages_T, ratio_T, correction, config)
-    weight_T = correction.weight_T
-    if config.entropy_floor > 0:
-        weight_T = weight_T * (tokens.entropy_T.detach() >= config.entropy_floor)
-    token_loss_T = -(weight_T * gain_T)
-    if reference_T is not None and config.kl.estimator != "k1":
-        token_loss_T = token_loss_T + _kl_loss(tokens, reference_T, ratio_T, correction, config)
-    if config.drift_weight > 0:
-        drift_T = (tokens.logprobs_T - tokens.sampler_logprobs_T).square()
-        token_loss_T = token_loss_T + config.drift_weight * drift_T
-    loss = (token_loss_T * _token_scale(tokens, totals, config, max_length)).sum()
-    if config.entropy_weight > 0:
-        loss = loss - config.entropy_weight * _entropy(tokens).sum() / max(totals.tokens, 1)
-    return loss, _sums(tokens, weight_T, binds_T)
 
 
 def _correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -> Correction:
@@ -176,27 +295,12 @@ def _correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -
     match config.correction:
         case "none":
             return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T, clips=True)
-        case "opsm":
-            keep_T = ~_opsm_drops(tokens, advantages_T, config.opsm_threshold)
-            return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * keep_T, clips=True)
         case "dppo":
-            drops_T = _dppo_drops(frozen_T, tokens.sampler_logprobs_T, advantages_T, config.dppo_threshold)
+            drops_T = _dppo_drops(frozen_T, tokens.sampler_logprobs_T, advantages_T, DPPO_THRESHOLD)
             return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * ~drops_T, clips=False)
-        case _:
-            weight_T = _importance(tokens, config)
+        case "tis":
+            weight_T = bounded_exp(frozen_T - tokens.sampler_logprobs_T).clamp(max=config.tis_cap)
             return Correction(log_ratio_T=tokens.logprobs_T - frozen_T, weight_T=weight_T, clips=True)
-
-
-def _importance(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
-    """Return the detached weight [T] of tis, mis and icepop."""
-    log_rho_T = tokens.logprobs_T.detach() - tokens.sampler_logprobs_T
-    if config.correction == "icepop":
-        rho_T = bounded_exp(log_rho_T)
-        return rho_T * ((rho_T >= config.icepop_low) & (rho_T <= config.icepop_high))
-    if config.correction_level == "sequence":
-        log_rho_T = sum_by(log_rho_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
-    rho_T = bounded_exp(log_rho_T)
-    return rho_T.clamp(max=config.tis_cap) if config.correction == "tis" else rho_T * (rho_T <= config.mis_cap)
 
 
 def _dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, threshold: float) -> Tensor:
@@ -209,29 +313,20 @@ def _dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Te
     return torch.where(advantages_T > 0, moved_T > threshold, moved_T < -threshold)
 
 
-def _opsm_drops(tokens: PolicyTokens, advantages_T: Tensor, threshold: float) -> Tensor:
-    """Return the tokens (bool [T]) with A < 0 in a sequence whose mean log(mu / pi) is above `threshold` nats."""
-    gap_T = tokens.sampler_logprobs_T - tokens.logprobs_T.detach()
-    far = mean_by(gap_T, tokens.sequence_T, tokens.sequences) > threshold
-    return (advantages_T < 0) & far[tokens.sequence_T]
-
-
 def _surrogate(
     tokens: PolicyTokens, advantages_T: Tensor, ratio_T: Tensor, correction: Correction, config: PolicyConfig
 ) -> tuple[Tensor, Tensor]:
     """Return each token's gain before its weight [T], and where a bound of the ratio binds (bool [T])."""
     if config.objective == "cispo":
         frozen_T = ratio_T.detach()
-        gain_T = frozen_T.clamp(max=config.cispo_cap) * advantages_T * tokens.logprobs_T  # CISPO, 2506.13585 eq. 4-5
-        return gain_T, frozen_T > config.cispo_cap
+        gain_T = frozen_T.clamp(max=CISPO_CAP) * advantages_T * tokens.logprobs_T  # CISPO, 2506.13585 eq. 4-5
+        return gain_T, frozen_T > CISPO_CAP
     if not correction.clips:
         capped_T = capped(ratio_T, config.dppo_ratio_cap)
         return capped_T * advantages_T, capped_T.detach() < ratio_T.detach()
-    bounded_T = ratio_T if config.dual_clip is None else ratio_T.clamp(max=config.dual_clip)  # 1912.09729
-    gain_T = bounded_T * advantages_T
+    gain_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
-    binds_T = (clipped_T.detach() < gain_T.detach()) | (bounded_T.detach() < ratio_T.detach())
-    return torch.minimum(gain_T, clipped_T), binds_T  # PPO, 1707.06347 eq. 7
+    return torch.minimum(gain_T, clipped_T), clipped_T.detach() < gain_T.detach()  # PPO, 1707.06347 eq. 7
 
 
 def _reference(tokens: PolicyTokens, config: PolicyConfig) -> Tensor | None:
@@ -284,17 +379,7 @@ def _token_scale(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig,
     return scale_T if tokens.weight_T is None else scale_T * tokens.weight_T
 
 
-def _entropy(tokens: PolicyTokens) -> Tensor:
-    """Return the entropies [T] after a check for a gradient."""
-    if tokens.logprobs_T.requires_grad and not tokens.entropy_T.requires_grad:
-        raise ConfigError(
-            "channels.policy.entropy_weight is above 0, but the entropies came without a gradient: set it to 0, or "
-            "compute the entropies with one"
-        )
-    return tokens.entropy_T
-
-
-@torch.no_grad()
+@without_gradient
 def _sums(tokens: PolicyTokens, weight_T: Tensor, binds_T: Tensor) -> Sums:
     gap_T = bounded(tokens.logprobs_T - tokens.sampler_logprobs_T)
     importance_T = gap_T.exp()
@@ -317,7 +402,7 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
 
     policy/mismatch_kl is k3(mu, pi) = E_mu[pi/mu - log(pi/mu) - 1], nats a token: an estimate of KL(mu || pi) that is
     never negative (http://joschu.net/blog/kl-approx.html). policy/ess is (sum w)^2 / (T sum w^2) of w = pi/mu, in 0..1.
-    policy/clip_fraction counts tokens where the clip, the dual clip or a cap of the ratio binds.
+    policy/clip_fraction counts tokens where the clip or a cap of the ratio binds.
     """
     count = sums["tokens"]
     if count == 0:

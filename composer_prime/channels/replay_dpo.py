@@ -21,17 +21,113 @@ Departures:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
+from pydantic import Field, model_validator
 
-from composer_prime.channels.tokens import Sums
-from composer_prime.config.channels import ReplayDpoConfig
-from composer_prime.errors import ConfigError
-from composer_prime.wire.types import StepTotals
+from composer_prime.channels.later import torch, without_gradient
+from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
+from composer_prime.channels.tokens import sum_by
+from composer_prime.errors import ConfigError, RunMismatchError
+from composer_prime.packing.prefixes import joined
+from composer_prime.packing.row import Row, span_positions
+from composer_prime.wire.types import Preference, StepTotals, TermUnit, ints, pack_flags
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "replay_dpo"
+SIMPO_MARGIN = 0.5
+"""SimPO's gamma, the target margin of the chosen answer's reward."""
 ROBUST_EPSILON_MAX = 0.45
+
+
+class ReplayDpoConfig(TermConfig):
+    """Replay-DPO: direct preference optimization on pairs of answers to a recorded state (this project's own)."""
+
+    loss: Literal["cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo"] = "cdpo"
+    """Loss function of a pair's margin; cdpo and robust use the pair's epsilon. simpo has no reference: no initial
+    weights are kept, and dpo/displacement is not reported.
+    """
+    temperature: float = Field(default=0.1, gt=0)
+    """beta of DPO: scale of the log-ratio to the reference (ipo: tau). The default for simpo is 2.0, because its margin
+    is a mean per token; 0.1 would hardly separate answers.
+    """
+    nll_weight: float = Field(default=0.05, ge=0)
+    """Factor of the chosen answer's negative log-likelihood per token, which keeps its probability from falling."""
+
+    def term(self) -> ReplayDpoTerm:
+        return ReplayDpoTerm(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_of_simpo(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("loss") == "simpo":
+            return {"temperature": 2.0} | values  # SimPO, arXiv 2405.14734: beta of 2.0 to 2.5
+        return values
+
+
+class ReplayDpoTerm(Term):
+    """Reads the pairs of a row: units of two documents, the chosen side and the rejected one."""
+
+    name = NAME
+    prefix = "dpo"
+    is_scored = True
+
+    def rows(self, row: Row) -> TermRows:
+        pairs = row.units(NAME)
+        lengths = np.array([end - start for pair in pairs for ((start, end),) in pair.spans], dtype=np.int64)
+        arrays = {
+            "side": np.repeat(np.arange(len(lengths)), lengths),
+            "length": lengths.astype(np.float32),
+            "epsilon": np.array([pair.value for pair in pairs], dtype=np.float32),
+        }
+        return TermRows(positions=joined(map(span_positions, pairs)), arrays=arrays)
+
+    def inputs(self, tokens: TermTokens) -> PairTokens:
+        length_S, reference_S = tokens.arrays["length"], tokens.reference
+        sums_S = sum_by(tokens.logprobs, tokens.arrays["side"], len(length_S))
+        return PairTokens(
+            chosen_logprobs_P=sums_S[0::2],
+            rejected_logprobs_P=sums_S[1::2],
+            chosen_length_P=length_S[0::2],
+            rejected_length_P=length_S[1::2],
+            reference_chosen_P=None if reference_S is None else reference_S[0::2],
+            reference_rejected_P=None if reference_S is None else reference_S[1::2],
+            epsilon_P=tokens.arrays["epsilon"],
+        )
+
+    def loss(self, inputs: PairTokens, totals: StepTotals) -> tuple[Tensor, Sums]:
+        return replay_dpo_loss(inputs, totals.units.get(NAME, 0), self._config)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return replay_dpo_metrics(sums)
+
+
+def pair_unit(pair: Preference) -> TermUnit:
+    """Return what a preference pair trains: the answers of its two sides.
+
+    Raises RunMismatchError for a pair that was cut, or whose sides differ within their context.
+    """
+    chosen, rejected = ints(pair.chosen_ids), ints(pair.rejected_ids)
+    where = f"preference pair {pair.pair_id}"
+    if not 1 <= pair.context < min(len(chosen), len(rejected)):
+        raise RunMismatchError(
+            f"{where}: {pair.context} tokens of context, {len(chosen)} tokens with the chosen answer, {len(rejected)} "
+            "with the rejected one: context and answers need a token each; was a side cut?"
+        )
+    if not np.array_equal(chosen[: pair.context], rejected[: pair.context]):
+        raise RunMismatchError(f"{where}: its sides differ within the {pair.context} tokens of their common context")
+    if not 0.0 <= pair.epsilon <= 0.5:
+        raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, it must be in 0 to 0.5")
+    return TermUnit(
+        term=NAME,
+        name=f"pair {pair.pair_id}",
+        documents=[pair.chosen_ids, pair.rejected_ids],
+        masks=[pack_flags(np.arange(len(side)) >= pair.context) for side in (chosen, rejected)],
+        value=pair.epsilon,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +150,17 @@ class PairTokens:
     """float [P], under the frozen base."""
 
 
-def replay_dpo_loss(pairs: PairTokens, totals: StepTotals, config: ReplayDpoConfig) -> tuple[Tensor, Sums]:
-    """Return this micro-batch's share of the replay-DPO loss (scalar, before beta) and its metric sums.
+def replay_dpo_loss(pairs: PairTokens, count: int, config: ReplayDpoConfig) -> tuple[Tensor, Sums]:
+    """Return this micro-batch's share of the replay-DPO loss (scalar, before its weight) and its metric sums.
 
-    Without pairs the loss is a zero that is attached to the graph. Raises ConfigError when the loss needs a reference
-    and the pairs have none.
+    `count`: pairs of the whole step. Without pairs the loss is a zero that is attached to the graph. Raises ConfigError
+    when the loss needs a reference and the pairs have none.
     """
     margin_P = _margin(pairs, config)
     pair_loss_P = _pair_loss(margin_P, pairs.epsilon_P, config)
     if config.nll_weight > 0:
         pair_loss_P = pair_loss_P - config.nll_weight * pairs.chosen_logprobs_P / pairs.chosen_length_P
-    return (pair_loss_P / max(totals.pairs, 1)).sum(), _sums(pairs, margin_P)
+    return (pair_loss_P / max(count, 1)).sum(), _sums(pairs, margin_P)
 
 
 def _margin(pairs: PairTokens, config: ReplayDpoConfig) -> Tensor:
@@ -83,21 +179,22 @@ def _margin(pairs: PairTokens, config: ReplayDpoConfig) -> Tensor:
 
 
 def _pair_loss(z_P: Tensor, epsilon_P: Tensor, config: ReplayDpoConfig) -> Tensor:
+    logsigmoid = torch.nn.functional.logsigmoid
     match config.loss:
         case "cdpo":
-            return -(1 - epsilon_P) * F.logsigmoid(z_P) - epsilon_P * F.logsigmoid(-z_P)
+            return -(1 - epsilon_P) * logsigmoid(z_P) - epsilon_P * logsigmoid(-z_P)
         case "robust":
             noise_P = epsilon_P.clamp(max=ROBUST_EPSILON_MAX)
-            return (-(1 - noise_P) * F.logsigmoid(z_P) + noise_P * F.logsigmoid(-z_P)) / (1 - 2 * noise_P)
+            return (-(1 - noise_P) * logsigmoid(z_P) + noise_P * logsigmoid(-z_P)) / (1 - 2 * noise_P)
         case "ipo":
             return (z_P / config.temperature - 1 / (2 * config.temperature)).square()
         case "simpo":
-            return -F.logsigmoid(z_P - config.simpo_margin)
+            return -logsigmoid(z_P - SIMPO_MARGIN)
         case "sigmoid" | "sigmoid_norm":
-            return -F.logsigmoid(z_P)
+            return -logsigmoid(z_P)
 
 
-@torch.no_grad()
+@without_gradient
 def _sums(pairs: PairTokens, margin_P: Tensor) -> Sums:
     sums = {
         "pairs": torch.ones_like(margin_P).sum(),

@@ -1,10 +1,9 @@
 """SDPO: self-distillation at error turns, over the tokens of the turns that got a hint.
 
-    L = 1/D sum_d  w_d  min(rho_d, c)  e_d  divergence_d                     rho = pi / mu, detached
+    L = 1/D sum_d  w_d  min(rho_d, 2)  divergence_d                          rho = pi / mu, detached
 
 D counts the hinted turns' tokens of the whole step. With denominator = turns, a token counts 1 / (its turn's tokens)
-and D counts the step's hinted turns. w is the turn's weight; e is the entropy weight exp(-H_teacher / scale) when it is
-configured.
+and D counts the step's hinted turns. w is the turn's weight.
 
 The divergence is the distance between student and teacher at each token, from logits:
 
@@ -16,19 +15,14 @@ the binary entropy of beta, ln 2 at 1/2. The teacher never has a gradient.
 Variants: the whole vocabulary; the student's likeliest K tokens plus one bucket for the rest (never above the whole,
 equal to it at K = V - 1); the sampled token alone, an estimate of KL(S || T).
 
-Options: the target moves from the student to the teacher during training (TAID, arXiv 2501.16937 eq. 3). Tokens at
-which the target is unsure take KL(T || S), which keeps its modes (entropy-aware on-policy distillation). With both, T
-and its entropy are those of the TAID target, until it has arrived at the teacher.
-
 Departures from SDPO (arXiv 2601.20802) and OPSD (arXiv 2601.18734):
 1. The mask is the turn's tokens, thinking included. The papers take whole samples; Composer 2.5's blog takes one
    message.
-2. The entropy weight e is this project's own.
-3. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The
+2. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The
    gradient, log S/T * grad log S, is theirs.
-4. `skip_endorsed` is this project's own: a turn that the hint makes likelier weighs 0, because it went wrong and there
+3. `skip_endorsed` is this project's own: a turn that the hint makes likelier weighs 0, because it went wrong and there
    the teacher teaches the mistake. It still counts in D.
-5. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
+4. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
    an infinite KL.
 """
 
@@ -36,17 +30,112 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
 
-from composer_prime.channels.tokens import Sums, bounded_exp, mean_by, sum_by
-from composer_prime.config.channels import SdpoConfig
+from composer_prime.channels.later import torch, without_gradient
+from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
+from composer_prime.channels.tokens import bounded_exp, mean_by, sum_by
 from composer_prime.errors import ConfigError
+from composer_prime.packing.prefixes import joined
+from composer_prime.packing.row import Row
 from composer_prime.wire.types import StepTotals
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IMPORTANCE_CAP = 2.0
+"""The cap of a token's detached importance weight pi / mu, in every group."""
 LOG_FLOOR = -1e4
 LOGIT_FLOOR = -1e30
+
+
+class SelfTeacherConfig(BaseConfig):
+    """The weights of the teacher, which sees the hint."""
+
+    kind: Literal["live", "ema", "frozen", "trust_region"] = "live"
+    """The trained weights, their moving average, the initial weights, or a mix of the live and initial distributions.
+    """
+    rate: float = Field(default=0.05, gt=0, le=1)
+    """ema: share of the trained weights added to the average at each step."""
+    mix: float = Field(default=0.05, gt=0, lt=1)
+    """trust_region: share of the live logits in the mix with the initial weights' logits."""
+
+
+class SdpoConfig(TermConfig):
+    """SDPO: the policy with a hint teaches the policy without it, at the turn where the error happened."""
+
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher). Between them it is the generalized JSD,
+    which vanishes toward both ends: use 0, 1, or 0.05..0.95.
+    """
+    kind: Literal["full", "top_k", "sampled"] = "full"
+    """Compare the full vocabulary, the student's most likely tokens plus a tail, or only the sampled token (needs beta
+    = 1).
+    """
+    top_k: int = Field(default=100, ge=1)
+    """top_k: number of the student's tokens to compare one by one."""
+    denominator: Literal["tokens", "turns"] = "tokens"
+    """Average over all distilled tokens of the step, or over the means of its turns."""
+    skip_endorsed: bool = False
+    """Give weight 0 to error turns that the hint makes more likely, where the teacher would teach the mistake. They
+    still count in the denominator.
+    """
+    teacher: SelfTeacherConfig = SelfTeacherConfig()
+    """The self-teacher."""
+
+    def term(self) -> SdpoTerm:
+        return SdpoTerm(self)
+
+    @model_validator(mode="after")
+    def _sampled_is_reverse(self) -> SdpoConfig:
+        if self.kind == "sampled" and self.beta != 1.0:
+            raise ValueError(
+                f"channels.sdpo.beta is {self.beta}, but kind = sampled estimates KL(student || teacher) from the "
+                "student's own tokens: set beta = 1, or kind = full or top_k"
+            )
+        return self
+
+
+class SdpoTerm(Term):
+    """Reads the hinted turns of a row. Their tokens were sampled, whether or not the policy loss trains them."""
+
+    name = "sdpo"
+    is_taught = True
+
+    def rows(self, row: Row) -> TermRows:
+        turns = row.batch.turns
+        counts = np.array([turn.count for turn in turns], dtype=np.int64)
+        hinted = joined(np.arange(turn.student, turn.student + turn.count) for turn in turns)
+        turn_D = np.repeat(np.arange(len(turns)), counts)
+        arrays = {
+            "sampler_logprobs": row.sampler_logprobs[hinted],
+            "weight": np.array([turn.weight for turn in turns], dtype=np.float32)[turn_D],
+            "turn": turn_D,
+        }
+        return TermRows(positions=hinted, arrays=arrays, counts={"turns": len(turns)})
+
+    def inputs(self, tokens: TermTokens) -> SdpoTokens:
+        taught, empty = tokens.taught, tokens.logprobs[:0]
+        return SdpoTokens(
+            divergence_D=taught.divergence if taught else empty,
+            logprobs_D=tokens.logprobs,
+            sampler_logprobs_D=tokens.arrays["sampler_logprobs"],
+            weight_D=tokens.arrays["weight"],
+            turn_D=tokens.arrays["turn"],
+            turns=tokens.counts["turns"],
+            teacher_entropy_D=taught.teacher_entropy if taught else empty.detach(),
+            teacher_logprobs_D=taught.teacher_logprobs if taught else empty.detach(),
+        )
+
+    def loss(self, inputs: SdpoTokens, totals: StepTotals) -> tuple[Tensor, Sums]:
+        return sdpo_loss(inputs, totals, self._config)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return sdpo_metrics(sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +155,7 @@ class SdpoTokens:
     turns: int
     """Hinted turns in the micro-batch."""
     teacher_entropy_D: Tensor | None = None
-    """float [D], nats; needed where `entropy_weighting` is not none."""
+    """float [D], nats; for the metrics."""
     teacher_logprobs_D: Tensor | None = None
     """float [D]: log-probability of the sampled token with the hint; needed for `skip_endorsed`."""
 
@@ -75,15 +164,11 @@ def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tup
     """Return this micro-batch's share of the SDPO loss (scalar, before alpha) and its metric sums.
 
     Without tokens the loss is a zero that is attached to the graph. Raises ConfigError when a turn has no tokens, or
-    when the configured entropy weight lacks its entropy.
+    when `skip_endorsed` lacks the teacher's log-probabilities.
     """
     _check(tokens, config)
-    weight_D = tokens.weight_D
     importance_D = bounded_exp(tokens.logprobs_D.detach() - tokens.sampler_logprobs_D)
-    if config.is_clip is not None:
-        weight_D = weight_D * importance_D.clamp(max=config.is_clip)
-    if config.entropy_weighting == "confident" and tokens.teacher_entropy_D is not None:
-        weight_D = weight_D * torch.exp(-tokens.teacher_entropy_D.detach() / config.entropy_scale)
+    weight_D = tokens.weight_D * importance_D.clamp(max=IMPORTANCE_CAP)
     if config.skip_endorsed:
         weight_D = weight_D * (_hint_log_ratio(tokens) <= 0)[tokens.turn_D]
     if config.denominator == "turns":
@@ -92,7 +177,7 @@ def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tup
     else:
         scale_D = torch.full_like(weight_D, 1.0 / max(totals.distilled_tokens, 1))
     loss = (weight_D * tokens.divergence_D * scale_D).sum()
-    return loss, _sums(tokens, importance_D, config)
+    return loss, _sums(tokens, importance_D)
 
 
 def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
@@ -102,11 +187,6 @@ def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
             f"SDPO got {tokens.turns} turns, but {count} tokens of them: a turn needs at least one token in its "
             "mask (thinking counts); leave out turns without any"
         )
-    if config.entropy_weighting != "none" and tokens.teacher_entropy_D is None:
-        raise ConfigError(
-            f"channels.sdpo.entropy_weighting is {config.entropy_weighting}, but the tokens came without the teacher's "
-            "entropy: set it to none, or compute the entropy"
-        )
     if config.skip_endorsed and tokens.teacher_logprobs_D is None:
         raise ConfigError(
             "channels.sdpo.skip_endorsed is true, but the tokens came without the teacher's log-probabilities: set it "
@@ -114,23 +194,22 @@ def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
         )
 
 
-@torch.no_grad()
+@without_gradient
 def _hint_log_ratio(tokens: SdpoTokens) -> Tensor:
     """Return log T(turn) - log S(turn) of each turn, in nats: above 0, the hint makes the turn likelier."""
     assert tokens.teacher_logprobs_D is not None
     return sum_by(tokens.teacher_logprobs_D - tokens.logprobs_D, tokens.turn_D, tokens.turns)
 
 
-@torch.no_grad()
-def _sums(tokens: SdpoTokens, importance_D: Tensor, config: SdpoConfig) -> Sums:
+@without_gradient
+def _sums(tokens: SdpoTokens, importance_D: Tensor) -> Sums:
     divergence_D = tokens.divergence_D.detach()
-    clip = float("inf") if config.is_clip is None else config.is_clip
     sums = {
         "tokens": torch.ones_like(divergence_D).sum(),
         "turns": torch.full_like(divergence_D.sum(), float(tokens.turns)),
         "jsd": divergence_D.sum(),
         "turn_jsd": mean_by(divergence_D, tokens.turn_D, tokens.turns).sum(),
-        "is_clip_fraction": (importance_D > clip).to(divergence_D.dtype).sum(),
+        "is_clip_fraction": (importance_D > IMPORTANCE_CAP).to(divergence_D.dtype).sum(),
     }
     if tokens.teacher_entropy_D is not None:
         sums["teacher_entropy"] = tokens.teacher_entropy_D.sum()
@@ -158,24 +237,13 @@ def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
     return counts | {f"sdpo/{name}": sums[name] / divisor for name, divisor in divisors.items()}
 
 
-def divergence(
-    student_logits_CV: Tensor,
-    teacher_logits_CV: Tensor,
-    config: SdpoConfig,
-    targets_C: Tensor,
-    *,
-    step: int | None = None,
-) -> Tensor:
+def divergence(student_logits_CV: Tensor, teacher_logits_CV: Tensor, config: SdpoConfig, targets_C: Tensor) -> Tensor:
     """Return the divergence of each token [C] in nats, differentiable in the student.
 
-    Logits [C, V] are already divided by the temperature. `targets_C` int64 [C] are the sampled tokens. `step` (from 1)
-    sets the TAID target; None takes the teacher itself.
+    Logits [C, V] are already divided by the temperature. `targets_C` int64 [C] are the sampled tokens.
     """
     student_CV = student_logits_CV.clamp(min=LOGIT_FLOOR)
     teacher_CV = teacher_logits_CV.detach().clamp(min=LOGIT_FLOOR)
-    share = 1.0 if step is None else config.teacher_share(step)
-    if share < 1.0:
-        teacher_CV = torch.lerp(student_CV.detach(), teacher_CV, share)
     if config.kind == "sampled":
         return _sampled(student_CV, teacher_CV, targets_C)
     if config.kind == "top_k" and config.top_k < student_CV.shape[-1] - 1:
@@ -183,11 +251,7 @@ def divergence(
         log_student, log_teacher = _with_tail(student_CV, likeliest_CK), _with_tail(teacher_CV, likeliest_CK)
     else:
         log_student, log_teacher = _log_softmax(student_CV), _log_softmax(teacher_CV)
-    divergence_C = generalized_jsd(log_student, log_teacher, config.beta)
-    if config.forward_above_entropy is not None:
-        unsure_C = entropy(teacher_CV) > config.forward_above_entropy
-        divergence_C = torch.where(unsure_C, _kl(log_teacher, log_student), divergence_C)
-    return divergence_C
+    return generalized_jsd(log_student, log_teacher, config.beta)
 
 
 def generalized_jsd(log_student: Tensor, log_teacher: Tensor, beta: float) -> Tensor:
@@ -198,12 +262,6 @@ def generalized_jsd(log_student: Tensor, log_teacher: Tensor, beta: float) -> Te
         return _kl(log_student, log_teacher)
     log_mixture = torch.logaddexp(log_student + math.log1p(-beta), log_teacher + math.log(beta))
     return beta * _kl(log_teacher, log_mixture) + (1.0 - beta) * _kl(log_student, log_mixture)
-
-
-def entropy(logits_CV: Tensor) -> Tensor:
-    """Return the entropy [C] of softmax(logits), nats; differentiable."""
-    logprobs_CV = _log_softmax(logits_CV)
-    return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -8,22 +8,54 @@ assistant_only_loss, whose mean is over the tokens of a step too.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from composer_prime.channels.tokens import Sums
+from composer_prime.channels.later import torch
+from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
+from composer_prime.packing.prefixes import joined
+from composer_prime.packing.row import Row, span_positions
 from composer_prime.wire.types import StepTotals
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def sft_loss(logprobs_E: Tensor, totals: StepTotals) -> tuple[Tensor, Sums]:
+NAME = "sft"
+
+
+class SftConfig(TermConfig):
+    """SFT: cross-entropy on the assistant tokens of recorded conversations."""
+
+    def term(self) -> SftTerm:
+        return SftTerm(self)
+
+
+class SftTerm(Term):
+    """Reads the demonstrations of a row: units of one document, whose mask says what is imitated."""
+
+    name = NAME
+
+    def rows(self, row: Row) -> TermRows:
+        return TermRows(positions=joined(map(span_positions, row.units(NAME))))
+
+    def inputs(self, tokens: TermTokens) -> Tensor:
+        return tokens.logprobs
+
+    def loss(self, inputs: Tensor, totals: StepTotals) -> tuple[Tensor, Sums]:
+        return sft_loss(inputs, totals.unit_tokens.get(NAME, 0))
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return sft_metrics(sums)
+
+
+def sft_loss(logprobs_E: Tensor, count: int) -> tuple[Tensor, Sums]:
     """Return this micro-batch's share of the loss (scalar, before its weight) and its metric sums.
 
-    `logprobs_E`: float [E], with gradient, at temperature 1; E may be 0. Without tokens the loss is a zero that is
-    attached to the graph.
+    `logprobs_E`: float [E], with gradient, at temperature 1; E may be 0. `count`: demonstrated tokens of the step.
+    Without tokens the loss is a zero that is attached to the graph.
     """
     nll = -logprobs_E.sum()
     tokens = torch.full_like(nll.detach(), float(logprobs_E.numel()))
-    return nll / max(totals.demonstrated_tokens, 1), {"tokens": tokens, "nll": nll.detach()}
+    return nll / max(count, 1), {"tokens": tokens, "nll": nll.detach()}
 
 
 def sft_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -7,12 +7,12 @@ one broken token gives a large number and not an infinity.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from composer_prime.channels.later import torch
 
-Sums = dict[str, Tensor]
-"""Scalars that add up over micro-batches and ranks. The names depend on the configuration alone."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class PolicyTokens:
     advantages_T: Tensor
     """float [T]."""
     entropy_T: Tensor
-    """float [T]: entropy of pi at the token, in nats; with gradient where `entropy_weight` > 0."""
+    """float [T]: entropy of pi at the token, in nats."""
     sequence_T: Tensor
     """int64 [T]: the token's sequence within the micro-batch."""
     sequences: int

@@ -48,8 +48,6 @@ class LoraConfig(BaseConfig):
     """Rank of the update."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the update, which is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input."""
     target_modules: str | list[str] = "all-linear"
     """Module names, or all-linear."""
 
@@ -90,10 +88,6 @@ class TrainerConfig(BaseConfig):
     once at first use. Both agree up to rounding."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step uses as many micro-batches as its samples need."""
-    reduce_each_micro_batch: bool | None = None
-    """Reduce gradients over ranks after each micro-batch, so each rank holds only its shard. Off: once per step, with
-    less traffic, but 4 bytes per parameter on every rank. None: on for CUDA, off for the CPU.
-    """
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()

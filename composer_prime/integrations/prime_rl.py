@@ -12,7 +12,8 @@ and divides by the step's trained tokens. So the denominator is always `tokens`,
 divides by the tokens of the step instead of a constant. Advantages come from prime-rl's algorithm: its grpo only
 subtracts the mean.
 
-Its own default loss is objective = "dr_grpo" with correction = "dppo", dppo_ratio_cap = None and drift_weight = 0.001.
+Its own default loss is objective = "dr_grpo" with correction = "dppo" and dppo_ratio_cap = None, with a small pull
+toward the sampler besides.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
-from composer_prime.channels import make_po_config
 from composer_prime.channels.policy import policy_loss
 from composer_prime.errors import ConfigError
+from composer_prime.integrations.objectives import make_po_config
 from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals
 
@@ -40,11 +41,6 @@ def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: An
         raise ConfigError(
             f"denominator is {config.denominator}, but prime-rl divides a custom loss by the tokens of the step: leave "
             "it out"
-        )
-    if config.entropy_weight > 0 or config.entropy_floor > 0:
-        raise ConfigError(
-            f"entropy_weight is {config.entropy_weight} and entropy_floor {config.entropy_floor}, but prime-rl passes "
-            "no entropies to a custom loss: set both to 0"
         )
 
     def row(values: torch.Tensor | None) -> torch.Tensor | None:

@@ -21,11 +21,10 @@ from torch import Tensor
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from composer_prime.channels.policy import load_policy_loss
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens
-from composer_prime.channels.total import ChannelInputs, channel_metrics, total_loss
+from composer_prime.channels.total import channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.integrations.padded import flat_tokens
@@ -61,10 +60,11 @@ class ComposerGRPOTrainer(GRPOTrainer):
         sdpo, replay_dpo = self.other_channels(model, inputs)
         tokens = self._policy_tokens(model, inputs)
         totals = self._totals(inputs, tokens, sdpo, replay_dpo)
-        channel_inputs = ChannelInputs(policy=tokens, sdpo=sdpo, replay_dpo=replay_dpo)
-        parts = total_loss(channel_inputs, totals, self.channels, self._max_length(), self.state.global_step + 1,
-                           load_policy_loss(self.channels.policy))  # fmt: skip
-        metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
+        terms = self.channels.terms(self._max_length())
+        given = {"policy": tokens, "sdpo": sdpo, "replay_dpo": replay_dpo}
+        given = {name: value for name, value in given.items() if value is not None}
+        parts = total_loss(terms, given, totals, self.state.global_step + 1)
+        metrics = channel_metrics(terms, {name: value.item() for name, value in parts.sums.items()})
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return parts.total * self.accelerator.num_processes  # TRL's ranks average their gradients
@@ -117,7 +117,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
             tokens=round(float(inputs["num_items_in_batch"]) * share),
             distilled_tokens=0 if sdpo is None else sdpo.divergence_D.numel() * parts,
             distilled_turns=0 if sdpo is None else sdpo.turns * parts,
-            pairs=0 if pairs is None else pairs.epsilon_P.numel() * parts,
+            units={} if pairs is None else {"replay_dpo": pairs.epsilon_P.numel() * parts},
             micro_batches=parts,
         )
 

@@ -11,7 +11,7 @@ verl's interface sets the limits:
 1. mu is verl's `old_log_probs`: the actor's own at the start of the step, or the engine's in its bypass mode.
 2. Rollout-correction weights that verl computed multiply each token's loss.
 3. Advantages come from verl's estimator: set algorithm.norm_adv_by_std_in_grpo as the objective needs it.
-4. KL and entropy terms are verl's own (actor.use_kl_loss, actor.entropy_coeff); a policy with ours is refused.
+4. KL and entropy terms are verl's own (actor.use_kl_loss, actor.entropy_coeff); a policy with our KL is refused.
 5. bnpo needs the number of micro-batches, which verl does not pass; it is refused as well.
 """
 
@@ -23,10 +23,9 @@ from typing import Any
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from composer_prime.channels import make_po_config
-from composer_prime.channels.policy import policy_loss, policy_metrics
-from composer_prime.config.policy import PolicyConfig
+from composer_prime.channels.policy import PolicyConfig, policy_loss, policy_metrics
 from composer_prime.errors import ConfigError
+from composer_prime.integrations.objectives import make_po_config
 from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals
 
@@ -41,8 +40,6 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
     refused = {
         "denominator = micro_batch (bnpo)": policy.denominator == "micro_batch",
         "kl.weight > 0 (use actor.use_kl_loss)": policy.kl.weight > 0,
-        "entropy_weight > 0 (use actor.entropy_coeff)": policy.entropy_weight > 0,
-        "entropy_floor > 0": policy.entropy_floor > 0,
     }
     for setting, is_set in refused.items():
         if is_set:

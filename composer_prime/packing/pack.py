@@ -8,24 +8,25 @@ rank of each round: rows of a round should cost the same. Siblings in one row le
 prompt once (prefixes.py). Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller
 estimate wins. Torch-free and deterministic; the orchestrator calls it.
 
-A unit is what must share a row: a sample with its hinted turns, both sides of a preference pair, or a demonstration.
+A bundle's parts are what must share a row: a sample with its hinted turns, or a term's unit (TermUnit).
 Teacher documents take no room in the row, so a long sample keeps all its hints: the trainer reads them in the row where
 they fit, and otherwise in passes of their own without a gradient.
 
     sample                    context ── turn ── tool ── turn
     teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
-    preference pair           context ── chosen                 replay-DPO compares the two answers
+    replay-DPO's unit         context ── chosen                 the two answers are compared
                               context ── rejected
-    demonstration             a recorded conversation           SFT imitates its assistant turns
+    SFT's unit                a recorded conversation           its assistant turns are imitated
 
-    row     | sample | ... | chosen | rejected | ... | demonstration | ...  + what each teacher document adds
+    row     | sample | ... | documents of a unit | ...          + what each teacher document adds
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,13 @@ import numpy as np
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.prefixes import FlopCost, common_prefix, prefix_layout
 from composer_prime.wire.types import (
-    Demonstration,
-    DemonstrationInRow,
     HintedTurn,
     HintedTurnInRow,
     MicroBatch,
-    PairInRow,
-    Preference,
     Sample,
     StepTotals,
+    TermUnit,
+    UnitInRow,
     flags,
     ints,
     pack_flags,
@@ -52,49 +51,47 @@ from composer_prime.wire.types import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """What shares a row; exactly one of `sample`, `preference` and `demonstration` is set."""
+class Part:
+    """What shares a row; exactly one of `sample` and `unit` is set."""
 
     name: str
     documents: tuple[np.ndarray, ...]
-    """Token ids, int32 [T_i] each: the sample and its teacher documents, or the chosen and the rejected side."""
+    """Token ids, int32 [T_i] each: the sample and its teacher documents, or the unit's."""
     sample: Sample | None = None
     hinted_turns: tuple[HintedTurn, ...] = ()
     """One for each document but the first."""
-    preference: Preference | None = None
-    demonstration: Demonstration | None = None
+    unit: TermUnit | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens in the row; teacher documents are not in it."""
-        return sum(map(len, self.documents)) if self.preference else len(self.documents[0])
+        return sum(map(len, self.documents)) if self.unit else len(self.documents[0])
 
     @property
     def group(self) -> str:
-        """The group of rollouts; its units start alike."""
+        """The group of rollouts; its samples start alike."""
         return self.sample.group_id if self.sample else self.name
 
 
-Bundle = list[Unit]
-"""Units that go into one row together."""
+Bundle = list[Part]
+"""Parts that go into one row together."""
 
 
 @dataclass(slots=True)
 class _Row:
-    units: Bundle = field(default_factory=list)
+    parts: Bundle = field(default_factory=list)
     tokens: int = 0
     flops: float = 0.0
 
     def put(self, bundle: Bundle, flops: float) -> None:
-        self.units += bundle
+        self.parts += bundle
         self.tokens += _tokens(bundle)
         self.flops += flops
 
 
 def pack(
     samples: Sequence[Sample],
-    preferences: Sequence[Preference] = (),
-    demonstrations: Sequence[Demonstration] = (),
+    units: Sequence[TermUnit] = (),
     *,
     run_id: str,
     step: int,
@@ -104,34 +101,31 @@ def pack(
     flops_per_token: float = 1.0,
     flops_per_pair: float = 0.0,
 ) -> list[list[MicroBatch]]:
-    """Return the micro-batches of each rank: [world_size][same count], sealed; each sample, pair and
-    demonstration is in exactly one.
+    """Return the micro-batches of each rank: [world_size][same count], sealed; each sample and unit is in exactly one.
 
-    Pass no `preferences` in a step where replay-DPO has weight 0, no `demonstrations` where SFT has it, and `distil`
-    False where SDPO has it: the rows are
-    then those of the policy loss alone. T tokens cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
+    Pass no units of a term in a step where it has weight 0, and `distil` False where SDPO has it: the rows are then
+    those of the policy loss alone. T tokens cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
     both). Ranks without enough rows get dummy micro-batches of one masked token.
 
-    Rows, teacher documents and pairs have at most `max_tokens` each.
+    Rows, teacher documents and units have at most `max_tokens` each.
 
     Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
-    hinted turn or a pair that is cut or does not match), each naming the sample or pair.
+    hinted turn or a unit that is cut or does not match), each naming the sample or unit.
     """
-    units = _units(samples, preferences, demonstrations, distil=distil, max_tokens=max_tokens)
+    parts = _parts(samples, units, distil=distil, max_tokens=max_tokens)
     cost = FlopCost(per_token=flops_per_token, per_pair=flops_per_pair)
-    together = _rows(_siblings(units, max_tokens), cost, world_size, max_tokens)
-    apart = _rows([[unit] for unit in units], cost, world_size, max_tokens) if world_size > 1 else together
+    together = _rows(_siblings(parts, max_tokens), cost, world_size, max_tokens)
+    apart = _rows([[part] for part in parts], cost, world_size, max_tokens) if world_size > 1 else together
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
     return [
-        [_micro_batch(row.units, run_id, step, rank, index) for index, row in enumerate(rank_rows)]
+        [_micro_batch(row.parts, run_id, step, rank, index) for index, row in enumerate(rank_rows)]
         for rank, rank_rows in enumerate(_deal(rows, world_size))
     ]
 
 
 def totals(
     samples: Sequence[Sample],
-    preferences: Sequence[Preference] = (),
-    demonstrations: Sequence[Demonstration] = (),
+    units: Sequence[TermUnit] = (),
     *,
     distil: bool = True,
     micro_batches: int = 1,
@@ -142,13 +136,18 @@ def totals(
     """
     trained = [sample for sample in samples if sample.num_trained > 0]
     turns = [turn for sample in samples for turn in sample.distillations] if distil else []
+    unit_counts: Counter[str] = Counter()
+    unit_tokens: Counter[str] = Counter()
+    for unit in units:
+        unit_counts[unit.term] += 1
+        unit_tokens[unit.term] += unit.num_trained
     return StepTotals(
         samples=len(trained),
         tokens=sum(sample.num_trained for sample in trained),
         distilled_tokens=sum(turn.end - turn.start for turn in turns),
         distilled_turns=len(turns),
-        pairs=len(preferences),
-        demonstrated_tokens=sum(each.num_trained for each in demonstrations),
+        units=dict(unit_counts),
+        unit_tokens=dict(unit_tokens),
         micro_batches=micro_batches,
     )
 
@@ -168,27 +167,19 @@ def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
     return 2.0 * (layers * block + hidden * config["vocab_size"]), 2.0 * layers * heads * head
 
 
-def _units(
-    samples: Iterable[Sample],
-    preferences: Iterable[Preference],
-    demonstrations: Iterable[Demonstration],
-    *,
-    distil: bool,
-    max_tokens: int,
-) -> list[Unit]:
+def _parts(samples: Iterable[Sample], units: Iterable[TermUnit], *, distil: bool, max_tokens: int) -> list[Part]:
     """Return everything that a step trains, checked; raises as `pack`."""
-    units = [_of_sample(sample, distil) for sample in samples] + [_of_pair(pair) for pair in preferences]
-    units += [_of_demonstration(each) for each in demonstrations]
+    parts = [_of_sample(sample, distil) for sample in samples] + [_of_unit(unit) for unit in units]
     seen: set[str] = set()
-    for unit in units:
-        if unit.name in seen:
-            raise ConfigError(f"{unit.name} was given twice for one step")
-        seen.add(unit.name)
-        _check_room(unit, max_tokens)
-    return units
+    for part in parts:
+        if part.name in seen:
+            raise ConfigError(f"{part.name} was given twice for one step")
+        seen.add(part.name)
+        _check_room(part, max_tokens)
+    return parts
 
 
-def check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.ndarray) -> None:
+def _check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.ndarray) -> None:
     """Raise RunMismatchError with the first difference unless both hold the same token ids."""
     if len(student) == len(teacher) and np.array_equal(student, teacher):
         return
@@ -202,15 +193,19 @@ def check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.ndar
     )
 
 
-def _of_sample(sample: Sample, distil: bool) -> Unit:
+def _of_sample(sample: Sample, distil: bool) -> Part:
     ids = ints(sample.input_ids)
     if len(ids) and flags(sample.loss_mask)[0]:
         raise ConfigError(f"sample {sample.sample_id} trains its first token, which has no context to predict it")
     hinted_turns = tuple(sample.distillations) if distil else ()
     for turn in hinted_turns:
         _check_hinted_turn(sample.sample_id, ids, turn)
+    by_start = sorted(hinted_turns, key=lambda turn: turn.start)
+    for turn, after in pairwise(by_start):
+        if after.start < turn.end:
+            raise RunMismatchError(f"sample {sample.sample_id}: turn {after.turn} overlaps another hinted turn")
     documents = (ids, *(ints(turn.teacher_ids) for turn in hinted_turns))
-    return Unit(name=f"sample {sample.sample_id}", documents=documents, sample=sample, hinted_turns=hinted_turns)
+    return Part(name=f"sample {sample.sample_id}", documents=documents, sample=sample, hinted_turns=hinted_turns)
 
 
 def _check_hinted_turn(sample_id: str, ids: np.ndarray, turn: HintedTurn) -> None:
@@ -220,70 +215,55 @@ def _check_hinted_turn(sample_id: str, ids: np.ndarray, turn: HintedTurn) -> Non
             f"{where}: {name} is tokens {turn.start}..{turn.end} of {len(ids)}, from token {turn.teacher_start} "
             "of its teacher document: a turn needs a token and a context on both sides"
         )
-    check_same_turn(where, name, ids[turn.start : turn.end], ints(turn.teacher_ids)[turn.teacher_start :])
+    _check_same_turn(where, name, ids[turn.start : turn.end], ints(turn.teacher_ids)[turn.teacher_start :])
 
 
-def _of_pair(pair: Preference) -> Unit:
-    chosen, rejected = ints(pair.chosen_ids), ints(pair.rejected_ids)
-    where = f"preference pair {pair.pair_id}"
-    if not 1 <= pair.context < min(len(chosen), len(rejected)):
-        raise RunMismatchError(
-            f"{where}: {pair.context} tokens of context, {len(chosen)} tokens with the chosen answer, {len(rejected)} "
-            "with the rejected one: context and answers need a token each; was a side cut?"
-        )
-    if not np.array_equal(chosen[: pair.context], rejected[: pair.context]):
-        raise RunMismatchError(f"{where}: its sides differ within the {pair.context} tokens of their common context")
-    if not 0.0 <= pair.epsilon <= 0.5:
-        raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, it must be in 0 to 0.5")
-    return Unit(name=where, documents=(chosen, rejected), preference=pair)
+def _of_unit(unit: TermUnit) -> Part:
+    for raw_ids, raw_mask in zip(unit.documents, unit.masks, strict=True):
+        ids, mask = ints(raw_ids), flags(raw_mask)
+        if len(ids) != len(mask) or not mask.any() or mask[0]:
+            raise RunMismatchError(
+                f"{unit.name}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: a "
+                "document trains at least one token, and not its first, which has no context to predict it"
+            )
+    return Part(name=unit.name, documents=tuple(map(ints, unit.documents)), unit=unit)
 
 
-def _of_demonstration(each: Demonstration) -> Unit:
-    ids, mask = ints(each.input_ids), flags(each.loss_mask)
-    where = f"row {each.name}"
-    if len(ids) != len(mask) or not mask.any() or mask[0]:
-        raise RunMismatchError(
-            f"{where}: {len(ids)} tokens with a mask of {len(mask)}, {int(mask.sum())} of them trained: a row trains "
-            "at least one token, and not its first, which has no context to predict it"
-        )
-    return Unit(name=where, documents=(ids,), demonstration=each)
-
-
-def _check_room(unit: Unit, max_tokens: int) -> None:
-    longest = max(map(len, unit.documents))
-    if max(unit.tokens, longest) <= max_tokens:
+def _check_room(part: Part, max_tokens: int) -> None:
+    longest = max(map(len, part.documents))
+    if max(part.tokens, longest) <= max_tokens:
         return
     limit = f"but trainer.micro_batch_tokens is {max_tokens}: raise trainer.micro_batch_tokens to at least"
-    if unit.preference is not None:
-        raise ConfigError(f"{unit.name} has {unit.tokens} tokens on its two sides, {limit} {unit.tokens}")
-    if len(unit.documents[0]) > max_tokens:
+    if len(part.documents) > 1 and part.unit is not None:
+        raise ConfigError(f"{part.name} has {part.tokens} tokens in its documents, {limit} {part.tokens}")
+    if len(part.documents[0]) > max_tokens:
         raise ConfigError(
-            f"{unit.name} has {len(unit.documents[0])} tokens, {limit} the longest sample (model.max_context)"
+            f"{part.name} has {len(part.documents[0])} tokens, {limit} the longest sample (model.max_context)"
         )
     raise ConfigError(
-        f"{unit.name} has a hinted turn with {longest} tokens of context and turn, {limit} {longest}, or shorten hints"
+        f"{part.name} has a hinted turn with {longest} tokens of context and turn, {limit} {longest}, or shorten hints"
     )
 
 
-def _siblings(units: Sequence[Unit], max_tokens: int) -> list[Bundle]:
-    """Bundle the units of each group, like beginnings side by side; cut where they outgrow a row."""
+def _siblings(parts: Sequence[Part], max_tokens: int) -> list[Bundle]:
+    """Bundle the parts of each group, like beginnings side by side; cut where they outgrow a row."""
     bundles: list[Bundle] = []
-    ordered = sorted(units, key=lambda unit: (unit.group, unit.documents[0].tobytes(), unit.name))
-    for _, group in groupby(ordered, key=lambda unit: unit.group):
+    ordered = sorted(parts, key=lambda part: (part.group, part.documents[0].tobytes(), part.name))
+    for _, group in groupby(ordered, key=lambda part: part.group):
         bundle: Bundle = []
-        for unit in group:
-            if bundle and _tokens(bundle) + unit.tokens > max_tokens:
+        for part in group:
+            if bundle and _tokens(bundle) + part.tokens > max_tokens:
                 bundles.append(bundle)
                 bundle = []
-            bundle.append(unit)
+            bundle.append(part)
         bundles.append(bundle)
     return bundles
 
 
 def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: int) -> list[_Row]:
     """Put all bundles into rows, a multiple of `world_size` in number."""
-    # Common beginnings of units that share a row count once.
-    layouts = [prefix_layout([document for unit in bundle for document in unit.documents]) for bundle in bundles]
+    # Common beginnings of parts that share a row count once.
+    layouts = [prefix_layout([document for part in bundle for document in part.documents]) for bundle in bundles]
     by_cost = [(cost(layout.trees), bundle) for layout, bundle in zip(layouts, bundles, strict=True)]
     by_cost.sort(key=lambda pair: (-pair[0], pair[1][0].name))
     rows = _first_fit(by_cost, max_tokens)
@@ -292,7 +272,7 @@ def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: in
 
 
 def _tokens(bundle: Bundle) -> int:
-    return sum(unit.tokens for unit in bundle)
+    return sum(part.tokens for part in bundle)
 
 
 def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:
@@ -336,10 +316,10 @@ def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
     return ranks
 
 
-def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index: int) -> MicroBatch:
-    """Return the sealed micro-batch of a row's units; one masked token when there are none."""
-    samples = [unit.sample for unit in units if unit.sample is not None]
-    documents, turns, pairs, demonstrations = _lay_out(units)
+def _micro_batch(parts: Sequence[Part], run_id: str, step: int, rank: int, index: int) -> MicroBatch:
+    """Return the sealed micro-batch of a row's parts; one masked token when there are none."""
+    samples = [part.sample for part in parts if part.sample is not None]
+    documents, turns, units = _lay_out(parts)
     lengths = [len(document) for document in documents]
     rest = sum(lengths) - sum(sample.num_tokens for sample in samples)
     temperatures = [sample.temperature for sample in samples]
@@ -353,7 +333,6 @@ def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index
             version_min=min((sample.version_min for sample in samples), default=step - 1),
             version_max=max((sample.version_max for sample in samples), default=step - 1),
             input_ids=pack_ints(np.concatenate(documents)),
-            position_ids=pack_ints(np.concatenate([np.arange(length) for length in lengths])),
             lengths=lengths,
             loss_mask=b"".join(sample.loss_mask for sample in samples) + pack_flags(np.zeros(rest)),
             logprobs=b"".join(sample.logprobs for sample in samples) + pack_floats(np.zeros(rest)),
@@ -362,39 +341,37 @@ def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index
             sample_ids=[sample.sample_id for sample in samples],
             task_ids=[sample.task_id for sample in samples],
             turns=turns,
-            pairs=pairs,
-            demonstrations=demonstrations,
+            units=units,
         )
     )
 
 
-def _lay_out(
-    units: Sequence[Unit],
-) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow], list[DemonstrationInRow]]:
-    """Return the documents in the order of the row, and where hinted turns, answers and imitated tokens are in it."""
+def _lay_out(parts: Sequence[Part]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[UnitInRow]]:
+    """Return the documents in the order of the row, and where hinted turns and the units' tokens are in it."""
     documents: list[np.ndarray] = []
-    turns, pairs, demonstrations, end = [], [], [], 0
-    for unit in units:
-        if unit.sample is None:
+    turns, units, end = [], [], 0
+    for part in parts:
+        if part.sample is None:
             continue
-        ids = unit.documents[0]
-        for turn, teacher in zip(unit.hinted_turns, unit.documents[1:], strict=True):
+        ids = part.documents[0]
+        for turn, teacher in zip(part.hinted_turns, part.documents[1:], strict=True):
             shared = common_prefix(ids[: turn.start + 1], teacher[: turn.teacher_start + 1])
             tail = pack_ints(teacher[shared:])
             turns.append(HintedTurnInRow(end + turn.start, turn.end - turn.start, turn.weight, shared, tail))
         documents.append(ids)
         end += len(ids)
-    for unit in units:
-        if (pair := unit.preference) is not None:
-            chosen_start, middle = end + pair.context, end + len(unit.documents[0])
-            end += unit.tokens
-            pairs.append(PairInRow(pair.pair_id, chosen_start, middle, middle + pair.context, end, pair.epsilon))
-            documents += unit.documents
-    for unit in units:
-        if (demonstration := unit.demonstration) is not None:
-            mask = np.concatenate([[0], flags(demonstration.loss_mask), [0]]).astype(np.int8)
-            spans = (end + np.flatnonzero(np.diff(mask))).reshape(-1, 2)
-            demonstrations.append(DemonstrationInRow(demonstration.name, [(int(a), int(b)) for a, b in spans]))
-            documents += unit.documents
-            end += unit.tokens
-    return documents or [np.zeros(1, dtype=np.int32)], turns, pairs, demonstrations
+    with_units = [part.unit for part in parts if part.unit is not None]
+    for unit in sorted(with_units, key=lambda unit: unit.term):  # one term's after another's
+        first, spans = len(documents), []
+        for ids, mask in zip(map(ints, unit.documents), map(flags, unit.masks), strict=True):
+            spans.append(_spans(mask, end))
+            documents.append(ids)
+            end += len(ids)
+        units.append(UnitInRow(unit.term, unit.name, first, spans, unit.value))
+    return documents or [np.zeros(1, dtype=np.int32)], turns, units
+
+
+def _spans(mask: np.ndarray, offset: int) -> list[tuple[int, int]]:
+    """Return where `mask` is 1, as spans that begin at `offset`."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(np.int8)))
+    return [(int(start), int(end)) for start, end in (offset + edges).reshape(-1, 2)]

@@ -106,19 +106,23 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True):
     """Probability that the label is wrong, in [0, 0.5]."""
 
 
-class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded conversation, for SFT."""
+class TermUnit(msgspec.Struct, frozen=True, kw_only=True):
+    """Documents that a loss term trains besides the samples: a demonstration, or both sides of a preference pair."""
 
+    term: str
+    """The term's table in [channels]."""
     name: str
-    """`FILE:LINE`."""
-    input_ids: bytes
-    """int32 [T]."""
-    loss_mask: bytes
-    """uint8 [T]: 1 where the token is imitated; never the first."""
+    """For messages: `pair ID`, or `row FILE:LINE`."""
+    documents: list[bytes]
+    """int32 [T_i] each."""
+    masks: list[bytes]
+    """uint8 [T_i] each: 1 where the term reads the token; never the first."""
+    value: float = 0.0
+    """The term's own figure of the unit (replay_dpo: epsilon)."""
 
     @property
     def num_trained(self) -> int:
-        return int(flags(self.loss_mask).sum())
+        return sum(int(flags(mask).sum()) for mask in self.masks)
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,30 +187,23 @@ class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
     """int32 [U - shared]: what the teacher reads after the shared beginning; the hint, and then at least the turn."""
 
 
-class PairInRow(msgspec.Struct, frozen=True, array_like=True):
-    """Both sides of a preference pair in one row: the answers are [start, end)."""
+class UnitInRow(msgspec.Struct, frozen=True, array_like=True):
+    """A loss term's unit in a row."""
 
-    pair_id: str
-    chosen_start: int
-    chosen_end: int
-    rejected_start: int
-    rejected_end: int
-    epsilon: float
-
-
-class DemonstrationInRow(msgspec.Struct, frozen=True, array_like=True):
-    """A demonstration in a row: tokens [start, end) of each span are imitated."""
-
+    term: str
     name: str
-    spans: list[tuple[int, int]]
+    document: int
+    """The first of its documents, counted in the row."""
+    spans: list[list[tuple[int, int]]]
+    """Of each document: the term reads tokens [start, end) of the row."""
+    value: float
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
-    A row holds first the samples, in the order of `sample_ids`, then both sides of each preference pair, then the
-    demonstrations. Only samples have mask, logprobs and advantages. SDPO's hinted contexts are not part of the row:
-    `turns` has what they add.
+    A row holds first the samples, in the order of `sample_ids`, then the documents of each unit. Only samples have
+    mask, logprobs and advantages. SDPO's hinted contexts are not part of the row: `turns` has what they add.
 
     A dummy micro-batch (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.
     """
@@ -221,8 +218,6 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     version_max: int
     input_ids: bytes
     """int32 [N]."""
-    position_ids: bytes
-    """int32 [N]; restarts at 0 with each sample."""
     lengths: list[int]
     """Token count of each document in the row; sums to N."""
     loss_mask: bytes
@@ -232,16 +227,14 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: bytes
     """float32 [N]."""
     temperatures: list[float]
-    """Sampling temperature of each document: a side of a pair and a demonstration have 1."""
+    """Sampling temperature of each document: those of units have 1."""
     sample_ids: list[str]
     task_ids: list[str] = []
     """The task of each sample, for messages."""
     turns: list[HintedTurnInRow] = []
     """SDPO: which tokens of the row learn from which."""
-    pairs: list[PairInRow] = []
-    """Replay-DPO."""
-    demonstrations: list[DemonstrationInRow] = []
-    """SFT."""
+    units: list[UnitInRow] = []
+    """What other loss terms train."""
     checksum: str = ""
     """blake2b-128 over every other field; set by `seal_batch`, checked by `verify_batch`."""
 
@@ -256,10 +249,12 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     distilled_tokens: int = 0
     """SDPO: tokens of all hinted turns."""
     distilled_turns: int = 0
-    pairs: int = 0
-    """Replay-DPO: preference pairs."""
-    demonstrated_tokens: int = 0
-    """SFT: tokens that are imitated."""
+    units: dict[str, int] = {}
+    """Units by term; replay_dpo's are preference pairs."""
+    unit_tokens: dict[str, int] = {}
+    """Tokens that units train, by term; sft's are those that are imitated."""
+    own: dict[str, int] = {}
+    """What terms of the user's count in rows (Term.count), filled in by the trainer."""
     micro_batches: int = 1
     """M: micro-batches that hold samples; dummies do not count."""
 

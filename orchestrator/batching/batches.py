@@ -28,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
 from composer_prime.errors import RunMismatchError
 from composer_prime.model_source import text_settings
@@ -332,9 +333,9 @@ class Batches:
     def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
         samples, sdpo, step = batch.samples, self.distils(batch.step), batch.step
         rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(layout.world_size)]
-        demonstrations = []
+        units = [pair_unit(pair) for pair in batch.preferences]
         if self.sft_active(self._run_step(step)):
-            demonstrations, metrics = rows.of_step(step), metrics | rows.metrics(step)
+            units, metrics = units + rows.of_step(step), metrics | rows.metrics(step)
         packed = partial(
             pack,
             run_id=self.run_id,
@@ -344,11 +345,11 @@ class Batches:
             flops_per_token=self.flops[0],
             flops_per_pair=self.flops[1],
         )
-        rows_by_rank = packed(samples, batch.preferences, demonstrations, distil=sdpo)
+        rows_by_rank = packed(samples, units, distil=sdpo)
         if rows.held_out and (step == 1 or self.eval_due(step, self.last_step)):
-            held_out = packed([], demonstrations=rows.held_out)
+            held_out = packed([], rows.held_out)
         trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
-        step_totals = totals(samples, batch.preferences, demonstrations, distil=sdpo, micro_batches=trained_rows)
+        step_totals = totals(samples, units, distil=sdpo, micro_batches=trained_rows)
         return [
             msgspec.msgpack.encode(
                 StepReply(

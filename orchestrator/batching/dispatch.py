@@ -26,8 +26,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from composer_prime.channels.policy import AdvantageScaling
 from composer_prime.config.orchestrator import OrchestratorConfig
-from composer_prime.config.policy import AdvantageScaling
 from composer_prime.console import COMPOSER
 from composer_prime.errors import NonFiniteError
 from composer_prime.monitor.events import event

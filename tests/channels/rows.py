@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_prime.channels.policy import policy_loss
+from composer_prime.channels.policy import PolicyConfig, policy_loss
 from composer_prime.channels.tokens import PolicyTokens
-from composer_prime.config.policy import PolicyConfig
 from composer_prime.wire.types import StepTotals
 
 ALL = (slice(None),)

@@ -10,53 +10,24 @@ from rows import Rows
 from test_policy import as_trl_names_it, same
 from trl_oracle import trl_loss
 
-from composer_prime.channels import make_po_config
 from composer_prime.channels.policy import estimate, policy_loss
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.errors import ConfigError
+from composer_prime.integrations.objectives import make_po_config
 from composer_prime.wire.types import StepTotals
 
 OBJECTIVES = ("dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo")
 
 
-def weights_of_trl(rows: Rows, correction: str, level: str) -> torch.Tensor:
-    """The importance weights [B, T] that TRL's vLLM correction makes, from its documented modes."""
-    log_rho_BT = rows.logprobs_BT - rows.sampler_BT
-    if level == "sequence":
-        log_rho_BT = (log_rho_BT * rows.mask_BT).sum(1, keepdim=True).expand_as(log_rho_BT)
-    rho_BT = log_rho_BT.exp()
-    if correction == "tis":
-        return rho_BT.clamp(max=2.0)
-    low, high = (0.5, 5.0) if correction == "icepop" else (0.0, 3.0)
-    return rho_BT.masked_fill((rho_BT < low) | (rho_BT > high), 0.0)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(
-    ("correction", "level"),
-    [("tis", "token"), ("tis", "sequence"), ("mis", "token"), ("mis", "sequence"), ("icepop", "token")],
-)
-def test_importance_weights_are_trl_s_truncation_and_masking(objective, correction, level):
-    # tis, mis and icepop equal TRL's correction (truncate or mask, token or sequence) to 1e-6 in float64.
+def test_importance_weights_are_trl_s_truncation(objective):
+    # tis equals TRL's correction by tokens (truncate) to 1e-6 in float64.
     rows = Rows(7, gap=0.9)
-    importance_BT = weights_of_trl(rows, correction, level)
+    importance_BT = (rows.logprobs_BT - rows.sampler_BT).exp().clamp(max=2.0)
     assert importance_BT[rows.mask_BT.bool()].unique().numel() > 2
-    config = make_po_config(objective, correction=correction, correction_level=level, clip_low=0.2, clip_high=0.2)
+    config = make_po_config(objective, correction="tis", clip_low=0.2, clip_high=0.2)
     theirs_BT = rows.logprobs_BT.clone().requires_grad_()
     theirs = trl_loss(theirs_BT, None, rows.advantages_B, rows.mask_BT, importance_BT=importance_BT,
-                      **as_trl_names_it(objective, 0.2, 0.2, 5.0))  # fmt: skip
-    same(rows.loss(config), theirs, theirs_BT)
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_opsm_is_trl_s_sequence_mask(objective):
-    # Sequences with A < 0 whose mean log(mu / pi) is above the threshold are dropped, as in TRL.
-    rows = Rows(12, batch=12, gap=0.6)
-    gap_B = ((rows.sampler_BT - rows.logprobs_BT) * rows.mask_BT).sum(1) / rows.mask_BT.sum(1)
-    assert ((gap_B > 0.1) & (rows.advantages_B < 0)).any() and ((gap_B > 0.1) & (rows.advantages_B >= 0)).any()
-    config = make_po_config(objective, correction="opsm", opsm_threshold=0.1, clip_low=0.2, clip_high=0.2)
-    theirs_BT = rows.logprobs_BT.clone().requires_grad_()
-    theirs = trl_loss(theirs_BT, rows.sampler_BT, rows.advantages_B, rows.mask_BT, opsm_threshold=0.1,
                       **as_trl_names_it(objective, 0.2, 0.2, 5.0))  # fmt: skip
     same(rows.loss(config), theirs, theirs_BT)
 
@@ -108,15 +79,6 @@ def test_dppo_uses_the_penalized_advantage():
     assert sums["masked_fraction"] == 0 and torch.allclose(gradient, expected, atol=1e-12)
 
 
-def test_opsm_uses_the_penalized_advantage():
-    # The same holds for opsm's A < 0: k1 pushes both tokens of a far sequence up, so neither is dropped.
-    penalty = {"weight": 1.0, "estimator": "k1"}
-    *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], [0.9, 0.9], kl=penalty, correction="opsm")
-    assert sums["masked_fraction"] == 0
-    *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], correction="opsm")
-    assert sums["masked_fraction"] == 2
-
-
 def test_k3_ratio_is_capped_where_dppo_caps_the_ratio():
     # For a token with r = 10 000 the penalty is cap * k3, and its gradient is bounded too.
     penalty = {"weight": 1.0, "estimator": "k3_ratio"}
@@ -126,16 +88,6 @@ def test_k3_ratio_is_capped_where_dppo_caps_the_ratio():
     assert math.isclose(gradient[0], 10.0 * (k3 + 1.0 - 2.0) / 10, rel_tol=1e-9)
     loss, *_ = four_tokens([0.1], [1e-5], [0.0], [0.2], kl=penalty, dppo_ratio_cap=None)
     assert math.isclose(loss, 1e4 * k3 / 10, rel_tol=1e-9)
-
-
-def test_the_drift_term_is_prime_rl_s():
-    # -keep A r + tau log^2 r, also for tokens that are dropped: prime-rl's default loss, written out.
-    pi, mu = torch.tensor([0.6, 0.5], dtype=torch.float64), torch.tensor([0.3, 0.6], dtype=torch.float64)
-    loss, gradient, _ = four_tokens(pi.tolist(), mu.tolist(), [1.0, 1.0], dppo_ratio_cap=None, drift_weight=1e-3)
-    log_ratio = pi.log() - mu.log()
-    expected = (-(0.5 / 0.6) + 1e-3 * log_ratio.square().sum()) / 10
-    assert math.isclose(loss, expected, abs_tol=1e-12)
-    assert torch.allclose(gradient, (torch.tensor([0.0, -0.5 / 0.6]) + 2e-3 * log_ratio) / 10, atol=1e-8)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -201,5 +153,5 @@ def test_mismatch_estimates_the_kl_by_enumeration():
 def test_a_penalty_without_reference_is_refused():
     # kl.weight > 0 and no reference log-probabilities: an error with both and the remedy, for every estimator.
     for estimator in ("k1", "k2", "k3", "k3_ratio"):
-        with pytest.raises(ConfigError, match=r"kl.weight is 0\.1, but the tokens came without reference"):
+        with pytest.raises(ConfigError, match=r"kl\.weight"):
             four_tokens([0.5], [0.5], [1.0], kl={"weight": 0.1, "estimator": estimator})

@@ -15,7 +15,6 @@ from trl_oracle import trl_pair_loss
 from composer_prime.channels.replay_dpo import PairTokens, replay_dpo_loss, replay_dpo_metrics
 from composer_prime.config.channels import ReplayDpoConfig
 from composer_prime.errors import ConfigError
-from composer_prime.wire.types import StepTotals
 
 LOSSES = ("cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo")
 
@@ -33,8 +32,8 @@ class Pairs:
         self.epsilon_P = torch.rand(count, **double) * 0.4
 
     @property
-    def totals(self) -> StepTotals:
-        return StepTotals(samples=0, tokens=0, pairs=len(self.chosen))
+    def totals(self) -> int:
+        return len(self.chosen)
 
     def leaves(self) -> list[torch.Tensor]:
         return [side.clone().requires_grad_() for side in self.chosen + self.rejected]
@@ -109,7 +108,7 @@ def test_simpo_is_trl_s():
     means = [torch.stack([leaf.mean() for leaf in side]) for side in (leaves[:4], leaves[4:])]
     losses, _, _ = CPOTrainer.cpo_loss(trainer, *means)
     losses.mean().backward()
-    config = ReplayDpoConfig(loss="simpo", temperature=2.0, simpo_margin=0.5, nll_weight=0.0)
+    config = ReplayDpoConfig(loss="simpo", temperature=2.0, nll_weight=0.0)
     ours = pairs.loss(config)
     same(ours, (losses.mean().detach(), [leaf.grad for leaf in leaves]))
     pairs.reference = pairs.reference * 7
@@ -136,7 +135,7 @@ def at_margin(z: float, loss: str, epsilon: float = 0.2):
     pairs = PairTokens(chosen_logprobs_P=chosen, rejected_logprobs_P=zero, chosen_length_P=one, rejected_length_P=one,
                        reference_chosen_P=zero, reference_rejected_P=zero, epsilon_P=epsilon * one)  # fmt: skip
     config = ReplayDpoConfig(loss=loss, nll_weight=0.0, temperature=0.1)
-    value, sums = replay_dpo_loss(pairs, StepTotals(samples=0, tokens=0, pairs=1), config)
+    value, sums = replay_dpo_loss(pairs, 1, config)
     value.backward()
     return value.item(), chosen.grad.item() / 0.1, sums
 
@@ -193,7 +192,7 @@ def test_metrics_by_hand():
                        chosen_length_P=column(2, 4), rejected_length_P=column(4, 1),
                        reference_chosen_P=column(-2.0, -3.0), reference_rejected_P=column(-4.0, -3.0),
                        epsilon_P=column(0.1, 0.1))  # fmt: skip
-    totals = StepTotals(samples=0, tokens=0, pairs=2)
+    totals = 2
     _, sums = replay_dpo_loss(pairs, totals, ReplayDpoConfig(temperature=0.1))
     metrics = replay_dpo_metrics({name: value.item() for name, value in sums.items()})
     expected = {"dpo/pairs": 2, "dpo/accuracy": 0.5, "dpo/margin": (0.4 - 0.1) / 2, "dpo/displacement": -0.125,

@@ -78,16 +78,13 @@ def test_the_is_clip_is_trl_s():
 
 
 def test_denominators_and_weights_by_hand():
-    # tokens: a mean over all tokens; turns: a mean of turn means; entropy_weighting multiplies exp(-H / scale).
+    # tokens: a mean over all tokens; turns: a mean of turn means.
     turns = Turns(1, [1, 3])
+    turns.sampler_D = turns.logprobs_D
     weighed = turns.weight_D * turns.divergence_D
-    plain = {"is_clip": None}
-    assert math.isclose(turns.loss(SdpoConfig(**plain))[0], weighed.mean(), abs_tol=1e-12)
+    assert math.isclose(turns.loss(SdpoConfig())[0], weighed.mean(), abs_tol=1e-12)
     by_turn = (weighed[0] + weighed[1:].mean()) / 2
-    assert math.isclose(turns.loss(SdpoConfig(denominator="turns", **plain))[0], by_turn, abs_tol=1e-12)
-    calm = (weighed * (-turns.entropy_D / 0.7).exp()).mean()
-    config = SdpoConfig(entropy_weighting="confident", entropy_scale=0.7, **plain)
-    assert math.isclose(turns.loss(config)[0], calm, abs_tol=1e-12)
+    assert math.isclose(turns.loss(SdpoConfig(denominator="turns"))[0], by_turn, abs_tol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,19 +101,19 @@ def test_the_split_does_not_matter(seed, lengths, cut, denominator):
 
 def test_a_weight_of_zero_drops_its_turn():
     # No gradient reaches the turn; the denominator still counts its tokens.
-    turns = Turns(2, [2, 2])
+    turns = Turns(2, [2, 2], gap=0.0)
     turns.weight_D[:2] = 0.0
-    _, gradient = turns.loss(SdpoConfig(is_clip=None))
+    _, gradient = turns.loss(SdpoConfig())
     assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
 
 
 def test_endorsed_turns_are_skipped():
     # A turn that the hint makes likelier, summed over its tokens, has no gradient, and its tokens still count. By
     # default every turn has one.
-    turns = Turns(2, [2, 2])
+    turns = Turns(2, [2, 2], gap=0.0)
     turns.teacher_D = turns.logprobs_D + torch.tensor([2.0, -1.0, -2.0, 1.0])
     assert turns.loss(SdpoConfig())[1].all()
-    _, gradient = turns.loss(SdpoConfig(is_clip=None, skip_endorsed=True))
+    _, gradient = turns.loss(SdpoConfig(skip_endorsed=True))
     assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
 
 
@@ -140,15 +137,13 @@ def test_metrics_by_hand():
     assert sdpo_metrics({name: value.item() for name, value in sums.items()}) == {"sdpo/turns": 0, "sdpo/tokens": 0}
 
 
-def test_missing_tokens_and_entropies_are_refused():
-    # A turn whose mask is empty, and an entropy weight without entropies: an error each, with the remedy.
+def test_missing_tokens_are_refused():
+    # A turn whose mask is empty, and endorsement without the teacher's log-probabilities: an error each.
     turns = Turns(4, [2])
     tokens = turns.tokens(turns.divergence_D, entropy=False)
-    with pytest.raises(ConfigError, match="without the teacher's entropy: set it to none"):
-        sdpo_loss(tokens, turns.totals, SdpoConfig(entropy_weighting="confident"))
-    with pytest.raises(ConfigError, match="without the teacher's log-probabilities: set it to false"):
+    with pytest.raises(ConfigError, match=r"channels\.sdpo\.skip_endorsed"):
         sdpo_loss(tokens, turns.totals, SdpoConfig(skip_endorsed=True))
     empty = Turns(4, [])
     none = dataclasses.replace(empty.tokens(empty.divergence_D), turns=1)
-    with pytest.raises(ConfigError, match=r"1 turns, but 0 tokens.*thinking counts"):
+    with pytest.raises(ConfigError, match="1 turns, but 0 tokens"):
         sdpo_loss(none, turns.totals, SdpoConfig())

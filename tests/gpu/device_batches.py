@@ -15,12 +15,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_prime.config import Config
+from composer_prime.config.channels import ChannelsConfig
 from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import pack, totals
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.data.rows import PackedRow, documents_of, unpack
+from trainer.data.rows import PackedRow, checked_row, unpack
 from trainer.model.build import build_policy
 from trainer.model.policy import Policy
 from trainer.optim import build_optimizer
@@ -78,8 +79,8 @@ def rows_for(
 ) -> list[PackedRow]:
     """Return this rank's rows."""
     ranks = pack(samples, run_id="check", step=1, world_size=world.size, max_tokens=tokens)
-    documents = [documents_of(batch, policy.vocabulary) for batch in ranks[world.rank]]
-    return [unpack(row, world.device, share=share) for row in documents]
+    documents = [checked_row(batch, policy.vocabulary) for batch in ranks[world.rank]]
+    return [unpack(row, ChannelsConfig().terms(64), world.device, share=share) for row in documents]
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def rank_step(device: str, folder: Path) -> dict[str, float]:
         optimizer = build_optimizer(policy, config.trainer.optim)
         samples = make_samples(policy.vocabulary, lengths)
         rows = rows_for(samples, policy, world, share=False, tokens=4 * sum(lengths))
-        settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+        settings = LossSettings(terms=config.channels.terms(lengths.reply))
         metrics = train_step(policy, optimizer, rows, totals(samples), settings, step=1, ratio=1.0)
         squares = [p.full_tensor().double().square().sum() for p in policy.parameters() if isinstance(p, DTensor)]
         return {"grad_norm": metrics["optim/grad_norm"], "weights": torch.stack(squares).sum().sqrt().item()}

@@ -42,7 +42,7 @@ def gradient_of(folder: Path, *, device: str, dtype: str, lengths: Lengths) -> t
         samples = make_samples(policy.vocabulary, lengths)
         loss = 0.0
         for row in rows_for(samples, policy, world, share=False, tokens=4096):
-            settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+            settings = LossSettings(terms=config.channels.terms(lengths.reply))
             parts, _ = loss_of(policy, row, totals(samples), settings)
             parts.total.backward()
             loss += parts.total.item()
@@ -108,7 +108,7 @@ def test_rows_that_share_a_prefix_have_equal_log_probabilities(place, tmp_path, 
     with joined_world(config) as world:
         policy = build_policy(config, model, world)
         samples = make_samples(policy.vocabulary, lengths)
-        settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+        settings = LossSettings(terms=config.channels.terms(lengths.reply))
         logprobs = []
         for share in (False, True):
             (row,) = rows_for(samples, policy, world, share=share, tokens=tokens)
@@ -179,7 +179,7 @@ def test_the_peak_of_a_step_is_near_the_plan(tmp_path):
         policy = build_policy(config, model, world)
         optimizer = build_optimizer(policy, config.trainer.optim)
         samples = make_samples(policy.vocabulary, lengths, groups=1)
-        settings = LossSettings(channels=config.channels, max_length=lengths.reply)
+        settings = LossSettings(terms=config.channels.terms(lengths.reply))
         rows = rows_for(samples, policy, world, share=False, tokens=row_tokens)
         train_step(policy, optimizer, rows, totals(samples), settings, step=1, ratio=1.0)
         measured = peak_bytes(world.device)

@@ -20,8 +20,8 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from composer_prime.channels import make_po_config
 from composer_prime.errors import ConfigError
+from composer_prime.integrations.objectives import make_po_config
 from composer_prime.integrations.verl import OBJECTIVES, register
 
 PROMPT, RESPONSE, ROWS = 3, 7, 6
@@ -147,8 +147,6 @@ def test_a_policy_learns_under_verl_s_ppo_loss(objective):
     [
         ("bnpo", {}, "denominator = micro_batch"),
         ("dapo", {"kl": {"weight": 0.1}}, "use actor.use_kl_loss"),
-        ("dapo", {"entropy_weight": 0.1}, "use actor.entropy_coeff"),
-        ("dapo", {"entropy_floor": 0.1}, "entropy_floor > 0"),
     ],
 )
 def test_what_verl_cannot_serve_is_refused_at_registration(objective, settings, words):

@@ -18,7 +18,7 @@ from composer_prime.config.root import Config
 from composer_prime.data.conversation_rows import count_rows, digest, read_rows, rollout_row
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.run import ledger
-from composer_prime.wire.types import Demonstration, StepReply, flags, ints, pack_flags, pack_ints
+from composer_prime.wire.types import StepReply, TermUnit, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import NO_ROWS, DemonstrationRows, RowTokenizer, build_demonstrations
 from tests.chat_models import chat
@@ -51,11 +51,11 @@ def tokenizer_of(name: str = "tiny", *, max_context: int = 4096, too_long: Any =
     return RowTokenizer(chat(name)[0], max_context=max_context, too_long=too_long)
 
 
-def imitated(name: str, row: Demonstration) -> list[str]:
+def imitated(name: str, row: TermUnit) -> list[str]:
     """The text of each run of imitated tokens."""
     texts, tokenizer = [], chat(name)[1]
     before = 0
-    for token, trained in zip(ints(row.input_ids), flags(row.loss_mask), strict=True):
+    for token, trained in zip(ints(row.documents[0]), flags(row.masks[0]), strict=True):
         if trained:
             texts += [] if before else [[]]
             texts[-1].append(int(token))
@@ -78,7 +78,7 @@ def test_imitated_are_the_assistants_tokens_and_the_end_of_each_turn(tmp_path, n
 def test_a_turn_is_what_a_rollout_would_sample(tmp_path):
     # Tokens up to a turn are those of the prompt that a rollout samples it after, id by id.
     (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS})
-    row_ids, mask = (lambda each: (list(ints(each.input_ids)), list(flags(each.loss_mask))))(
+    row_ids, mask = (lambda each: (list(ints(each.documents[0])), list(flags(each.masks[0]))))(
         tokenizer_of().demonstration(row)
     )
     for index in row.imitated:
@@ -119,8 +119,8 @@ def test_the_mask_is_that_of_a_template_with_generation_blocks(tmp_path, monkeyp
     monkeypatch.setattr(tokenizer, "chat_template", template)
     ours = RowTokenizer(ChatTemplateRenderer(tokenizer), max_context=999, too_long="refuse").demonstration(row)
     theirs = tokenizer.apply_chat_template(PLAIN, return_assistant_tokens_mask=True, return_dict=True)
-    assert list(ints(ours.input_ids)) == theirs["input_ids"]
-    assert list(flags(ours.loss_mask)) == theirs["assistant_masks"]
+    assert list(ints(ours.documents[0])) == theirs["input_ids"]
+    assert list(flags(ours.masks[0])) == theirs["assistant_masks"]
 
 
 def test_a_template_that_rewrites_history_is_refused(tmp_path):
@@ -165,13 +165,13 @@ def test_long_rows_are_refused_cut_or_skipped(tmp_path):
     # A cut row trains its beginning; one whose beginning has nothing to imitate is skipped. Both are counted.
     (row,) = rows_of(tmp_path, {"messages": TALK, "tools": TOOLS})
     whole = tokenizer_of().demonstration(row)
-    length = len(ints(whole.input_ids))
+    length = len(ints(whole.documents[0]))
     with pytest.raises(ConfigError, match=rf"has {length} tokens, but model.max_context is {length - 3}: .*'cut'"):
         tokenizer_of(max_context=length - 3).demonstration(row)
     assert tokenizer_of(max_context=length - 3, too_long="skip").demonstration(row) is None
     cutting = tokenizer_of(max_context=length - 3, too_long="cut")
     cut = cutting.demonstration(row)
-    assert (ints(cut.input_ids) == ints(whole.input_ids)[: length - 3]).all() and cutting.cut == 1
+    assert (ints(cut.documents[0]) == ints(whole.documents[0])[: length - 3]).all() and cutting.cut == 1
     assert 0 < cut.num_trained < whole.num_trained
     assert tokenizer_of(max_context=16, too_long="cut").demonstration(row) is None
 
@@ -213,7 +213,7 @@ def test_a_missing_file_and_one_of_bytes(tmp_path):
 
 def made(count: int, per_step: int = 4, **more: Any) -> DemonstrationRows:
     ids, mask = pack_ints([1, 2]), pack_flags([0, 1])
-    rows = [Demonstration(name=f"f:{number}", input_ids=ids, loss_mask=mask) for number in range(count)]
+    rows = [TermUnit(term="sft", name=f"row f:{number}", documents=[ids], masks=[mask]) for number in range(count)]
     return DemonstrationRows(rows, per_step=per_step, seed=7, **more)
 
 
@@ -225,7 +225,7 @@ def test_each_pass_has_each_row_once_in_an_order_of_its_own():
     # Ten rows, four a step: three steps a pass, the last with two. The step alone says which rows it has.
     rows = made(10)
     first, second = names(rows, 1, 2, 3), names(rows, 4, 5, 6)
-    assert len(rows.of_step(3)) == 2 and sorted(first) == sorted(second) == sorted(f"f:{n}" for n in range(10))
+    assert len(rows.of_step(3)) == 2 and sorted(first) == sorted(second) == sorted(f"row f:{n}" for n in range(10))
     assert first != second and names(made(10), 5) == names(rows, 5)
     assert rows.metrics(5) == {
         "sft/rows": 4, "sft/pass": 1, "sft/rows_in_files": 10, "sft/rows_cut": 0, "sft/rows_skipped": 0,
@@ -233,7 +233,7 @@ def test_each_pass_has_each_row_once_in_an_order_of_its_own():
 
 
 def test_rows_that_made_a_step_not_finite_are_left_out():
-    assert set(names(made(10), 1, 2, 3)) - set(names(made(10, left_out=frozenset({"row f:3"})), 1, 2, 3)) == {"f:3"}
+    assert set(names(made(10), 1, 2, 3)) - set(names(made(10, left_out=frozenset({"row f:3"})), 1, 2, 3)) == {"row f:3"}
 
 
 def test_no_files_no_rows():
@@ -429,7 +429,7 @@ async def test_without_rollouts_an_evaluation_is_played_with_its_own_weights(ope
 
 
 def served(reply: StepReply) -> list[str]:
-    return sorted(each.name for row in reply.micro_batches for each in row.demonstrations)
+    return sorted(each.name for row in reply.micro_batches for each in row.units)
 
 
 async def test_a_run_without_rollouts_serves_rows_and_resumes_with_the_next_ones(open_run, run_dir, tmp_path):
@@ -444,8 +444,8 @@ async def test_a_run_without_rollouts_serves_rows_and_resumes_with_the_next_ones
         replies += await trainer.train(3)
         assert [len(served(reply)) for reply in replies] == [3, 3, 3]
         assert all(reply.totals.samples == reply.totals.tokens == 0 for reply in replies)
-        assert all(reply.totals.demonstrated_tokens >= 6 for reply in replies)
-        assert [sum(len(row.demonstrations) for row in reply.held_out) for reply in replies] == [10, 10, 0]
+        assert all(reply.totals.unit_tokens["sft"] >= 6 for reply in replies)
+        assert [sum(len(row.units) for row in reply.held_out) for reply in replies] == [10, 10, 0]
         assert replies[2].metrics["sft/rows_in_files"] == 10
     async with (
         open_run(talking(tmp_path, resume=True), node=False) as run,

@@ -142,7 +142,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
         await trainer.attach(0)
         for step in (1, 2):
             [reply] = await trainer.train(step)
-            assert reply.totals.distilled_turns > 0 and reply.totals.pairs == 2
+            assert reply.totals.distilled_turns > 0 and reply.totals.units == {"replay_dpo": 2}
             assert reply.metrics["hints/hinted"] >= reply.totals.distilled_turns
             assert reply.metrics["rollout/turn_error_rate"] == 0.5
             for row in reply.micro_batches:
@@ -155,12 +155,12 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
         hints = {turn["hint"] for line in lines for turn in line["turns"]} - {None}
         assert hints == {"Reminder: Available tools are: add"}
         assert {line["status"] for line in lines} <= {"trained", "distilled", "filtered"}
-        before = [pair.pair_id for reply in trainer.steps[2] for row in reply.micro_batches for pair in row.pairs]
+        before = [pair.name for reply in trainer.steps[2] for row in reply.micro_batches for pair in row.units]
     config = both_losses(tmp_path, max_steps=3, resume_=True)
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(2)
         [reply] = await trainer.train(3)
-        after = [pair.pair_id for row in reply.micro_batches for pair in row.pairs]
+        after = [pair.name for row in reply.micro_batches for pair in row.units]
         assert len(after) == 2 and not set(after) & set(before)
 
 
@@ -171,33 +171,20 @@ async def test_with_weights_0_the_rows_are_those_of_the_policy_loss(open_run, ru
         await trainer.attach(0)
         [reply] = await trainer.train(1)
         assert reply.metrics["hints/hinted"] > 0
-        assert not any(row.turns or row.pairs for row in reply.micro_batches)
+        assert not any(row.turns or row.units for row in reply.micro_batches)
         assert reply.totals.distilled_turns == 0
 
 
-def scheduled(root, schedule: dict[str, int], **orchestrator: Any) -> Config:
+def distilling(root, **orchestrator: Any) -> Config:
     values = make_config(root, max_steps=4, **orchestrator).model_dump()
-    values["channels"]["sdpo"] |= {"weight": 0.5, "schedule": schedule}
+    values["channels"]["sdpo"] |= {"weight": 0.5}
     return Config.model_validate(values)
-
-
-async def test_hints_are_made_for_steps_with_a_weight(open_run, run_dir, tmp_path):
-    """SDPO begins with step 4: groups of the first batches are not hinted, and none joins a batch."""
-    config = scheduled(tmp_path, {"start_step": 4}, hints={}, max_staleness=0)
-    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
-        for step in (1, 2, 3):
-            [reply] = await trainer.train(step)
-            assert reply.metrics["groups/distilled"] == 0
-        assert "hints/hinted" not in trainer.steps[1][0].metrics
-        [reply] = await trainer.train(4)
-        assert reply.metrics["hints/hinted"] > 0 and reply.totals.distilled_turns > 0
 
 
 async def test_a_group_that_will_be_dropped_is_not_hinted(open_run, run_dir, tmp_path):
     """filtered_groups off: where all rewards are equal, no error turn is looked for and no hint is paid for."""
     pool = ToolPool(reward=lambda request: 1.0 if request.task_index % 2 else float(request.rollout_id[-1] in "02"))
-    config = scheduled(tmp_path, {}, hints={"filtered_groups": False})
+    config = distilling(tmp_path, hints={"filtered_groups": False})
     async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         for step in (1, 2, 3):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.data.pairs import Pair, PairFile, PairState, gate_file, resolve_pairs
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
@@ -69,8 +70,8 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert chosen[-1] == rejected[-1] == end and chosen[made.context :].count(end) == 1
     assert '"add"' in tokenizer.decode(chosen[made.context :])
-    [[row]] = pack([], [made], run_id="r", step=1, world_size=1, max_tokens=4096)
-    assert row.pairs[0].epsilon == 0.125
+    [[row]] = pack([], [pair_unit(made)], run_id="r", step=1, world_size=1, max_tokens=4096)
+    assert row.units[0].value == 0.125
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packing import sample
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify_batch
@@ -51,7 +52,7 @@ def test_teachers_share_their_sample_s_row_and_pairs_are_whole(samples, pair_cou
     # Every sample, hinted turn and pair is in exactly one row; a turn's teacher document can be made from its sample
     # and what the row adds; both answers of a pair are in its row; only samples are trained; and the order in
     # which samples and pairs arrive changes no byte.
-    pairs = [pair(index) for index in range(pair_count)]
+    pairs = [pair_unit(pair(index)) for index in range(pair_count)]
     options = {**ROW, "world_size": world_size, "max_tokens": budget}
     ranks = pack(samples, pairs, **options)
     order = np.random.default_rng(seed)
@@ -65,7 +66,6 @@ def test_teachers_share_their_sample_s_row_and_pairs_are_whole(samples, pair_cou
             samples_end = starts[len(batch.sample_ids)] if batch.sample_ids else 0
             assert len(ids) == starts[-1] <= budget and len(batch.temperatures) == len(batch.lengths)
             assert not flags(batch.loss_mask)[samples_end:].any() and not floats(batch.advantages)[samples_end:].any()
-            assert all(ints(batch.position_ids)[starts[:-1]] == 0)
             for turn in batch.turns:
                 home = np.searchsorted(starts, turn.student, "right") - 1
                 assert home < len(batch.sample_ids)
@@ -73,19 +73,22 @@ def test_teachers_share_their_sample_s_row_and_pairs_are_whole(samples, pair_cou
                     ids[starts[home] :][: turn.shared], ints(turn.tail)
                 ]
                 found.append((batch.sample_ids[home], int(turn.student - starts[home]), turn.count, turn.weight))
-            for side in batch.pairs:
-                assert (ids[side.chosen_start : side.chosen_end] == 1).all()
-                assert (ids[side.rejected_start : side.rejected_end] == 2).all()
-                seen_pairs.append((side.pair_id, side.chosen_end - side.chosen_start, side.epsilon))
+            for unit in batch.units:
+                ((chosen,), (rejected,)) = unit.spans
+                assert (ids[slice(*chosen)] == 1).all() and (ids[slice(*rejected)] == 2).all()
+                assert [starts[unit.document + 1], starts[unit.document + 2]] == [chosen[1], rejected[1]]
+                seen_pairs.append((unit.name, chosen[1] - chosen[0], unit.value))
             names += batch.sample_ids
     for one in samples:
         for turn in one.distillations:
             assert np.array_equal(sent[one.sample_id, turn.start], ints(turn.teacher_ids))
         wanted += [(one.sample_id, turn.start, turn.end - turn.start, turn.weight) for turn in one.distillations]
     assert sorted(names) == sorted(one.sample_id for one in samples) and sorted(found) == sorted(wanted)
-    assert sorted(seen_pairs) == [(f"pair-{index}", 4, pytest.approx(0.2)) for index in range(pair_count)]
+    assert sorted(seen_pairs) == [(f"pair pair-{index}", 4, pytest.approx(0.2)) for index in range(pair_count)]
     counted = totals(samples, pairs)
-    assert counted.distilled_turns == len(wanted) and counted.pairs == pair_count
+    assert counted.distilled_turns == len(wanted) and counted.units == (
+        {"replay_dpo": pair_count} if pair_count else {}
+    )
     assert counted.distilled_tokens == sum(count for _, _, count, _ in wanted)
 
 
@@ -110,11 +113,11 @@ def test_common_contexts_are_counted_once():
 def test_what_does_not_fit_names_both_numbers_and_the_remedy():
     # A sample that fits alone but whose hinted turn does not, and a pair: needed and allowed tokens are named.
     with pytest.raises(ConfigError, match=r"rollout-0/0 has a hinted turn with 63 tokens .* is 60: .* least 63"):
-        pack([hinted(0, 60, [(50, 55), (52, 60)])], **{**ROW, "max_tokens": 60})
-    with pytest.raises(ConfigError, match=r"pair-1 has 21 tokens on its two sides.* is 20: .* at least 21"):
-        pack([], [pair(1)], **{**ROW, "max_tokens": 20})
+        pack([hinted(0, 60, [(50, 55), (55, 60)])], **{**ROW, "max_tokens": 60})
+    with pytest.raises(ConfigError, match=r"pair-1 has 21 tokens .* is 20: .* at least 21"):
+        pack([], [pair_unit(pair(1))], **{**ROW, "max_tokens": 20})
     with pytest.raises(ConfigError, match="pair-1 was given twice"):
-        pack([], [pair(1), pair(1)], **ROW)
+        pack([], [pair_unit(pair(1))] * 2, **ROW)
 
 
 def test_turns_and_pairs_that_do_not_match_are_refused_by_name():
@@ -132,6 +135,9 @@ def test_turns_and_pairs_that_do_not_match_are_refused_by_name():
     refused("10 tokens in the sample and 9 in the teacher document: was it cut", teacher_ids=pack_ints(ids[:-1]))
     refused("turn 0 is tokens 10..31 of 30", end=31)
     refused("a token and a context on both sides", teacher_start=0)
+    twice = [good.distillations[0], msgspec.structs.replace(good.distillations[0], turn=1)]
+    with pytest.raises(RunMismatchError, match="rollout-0/0: turn 1 overlaps"):
+        pack([msgspec.structs.replace(good, distillations=twice)], **ROW)
     other_context = pack_ints(np.r_[np.arange(5), 9, 1])
     pairs = {
         "was a side cut": pair(0, chosen=0),
@@ -140,4 +146,4 @@ def test_turns_and_pairs_that_do_not_match_are_refused_by_name():
     }
     for match, bad in pairs.items():
         with pytest.raises(RunMismatchError, match=f"pair-0.*{match}"):
-            pack([], [bad], **ROW)
+            pair_unit(bad)

@@ -10,11 +10,15 @@ import numpy as np
 import torch
 from rank_process import RankProcess, start_ranks
 
+from composer_prime.channels.policy import PolicyConfig, PolicyTerm
+from composer_prime.channels.replay_dpo import ReplayDpoConfig, pair_unit
+from composer_prime.channels.sdpo import SdpoConfig
+from composer_prime.channels.sft import SftConfig
 from composer_prime.config import Config, load
 from composer_prime.packing.pack import pack
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.types import MicroBatch, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
-from trainer.data.rows import PackedRow, documents_of, unpack
+from trainer.data.rows import PackedRow, checked_row, unpack
 
 VOCABULARY = 96
 
@@ -51,12 +55,19 @@ def _sample(rng: np.random.Generator, step: int, index: int, version: int, tempe
 
 def rows_of(samples, device: torch.device, budget: int = 4096, pairs=(), **options) -> list[PackedRow]:
     """All rows of `samples` (and preference pairs) on one rank; `options` as for `row_of`."""
-    (batches,) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=budget)
+    units = [pair_unit(pair) for pair in pairs]
+    (batches,) = pack(samples, units, run_id="r", step=1, world_size=1, max_tokens=budget)
     return [row_of(batch, device, **options) for batch in batches]
 
 
-def row_of(batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, **options) -> PackedRow:
-    return unpack(documents_of(batch, vocabulary), device, **options)
+def row_of(
+    batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, *, distil: bool = False,
+    prefer: bool = False, imitate: bool = False, **options,
+) -> PackedRow:  # fmt: skip
+    """`batch` for the policy loss, and SDPO, replay-DPO or SFT; other options as for `unpack`."""
+    others = {SdpoConfig: distil, ReplayDpoConfig: prefer, SftConfig: imitate}
+    terms = [PolicyTerm(PolicyConfig(), 64), *(make().term() for make, is_on in others.items() if is_on)]
+    return unpack(checked_row(batch, vocabulary), terms, device, **options)
 
 
 def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Config:

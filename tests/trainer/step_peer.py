@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.packing.pack import pack, totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, read_run_id, write_atomic
@@ -142,10 +143,10 @@ class StepPeer:
         if request.step in self.not_ready_first:
             self.not_ready_first.remove(request.step)
             return BatchNotReady(step=request.step, waiting_for="3 of 8 groups")
-        samples, pairs = self.samples_of(request.step), self.pairs_of(request.step)
-        ranks = pack(samples, pairs, run_id=self.run_id, step=request.step, world_size=request.world_size,
+        samples, units = self.samples_of(request.step), [pair_unit(pair) for pair in self.pairs_of(request.step)]
+        ranks = pack(samples, units, run_id=self.run_id, step=request.step, world_size=request.world_size,
                      max_tokens=request.max_tokens, distil=self.distil)  # fmt: skip
         trained = sum(1 in row.loss_mask for own in ranks for row in own)
-        counts = totals(samples, pairs, distil=self.distil, micro_batches=trained)
+        counts = totals(samples, units, distil=self.distil, micro_batches=trained)
         return StepReply(step=request.step, rank=request.rank, totals=counts, micro_batches=ranks[request.rank],
                          metrics={"reward/mean": 0.5})  # fmt: skip

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from small_runs import VOCABULARY, make_samples, row_of, rows_of
 from torch import Tensor
 
-from composer_prime.channels.replay_dpo import PairTokens
+from composer_prime.channels.replay_dpo import PairTokens, pair_unit
 from composer_prime.channels.sdpo import SdpoTokens, divergence
 from composer_prime.channels.tokens import PolicyTokens
-from composer_prime.channels.total import ChannelInputs, total_loss
+from composer_prime.channels.total import total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
-from composer_prime.wire.types import flags, floats, ints, pack_floats, pack_ints
+from composer_prime.wire.types import StepTotals, flags, floats, ints, pack_floats, pack_ints
 from trainer.data.token_figures import TokenFigures
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.attention import PACKED
@@ -33,7 +33,7 @@ from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
 CPU = torch.device("cpu")
 CHANNELS = three_channels()
-SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
+SETTINGS = LossSettings(terms=CHANNELS.terms(64))
 ON = {"distil": True, "prefer": True, "share": True}
 
 
@@ -73,25 +73,25 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             span, teacher_ids = slice(turn.start, turn.end), ints(turn.teacher_ids)
             with torch.no_grad():
                 hinted = logits_of(teacher_ids)[turn.teacher_start :] / sample.temperature
-            value = divergence(scores[span], hinted, CHANNELS.sdpo, torch.tensor(ids[span]).long(), step=1)
+            value = divergence(scores[span], hinted, CHANNELS.sdpo, torch.tensor(ids[span]).long())
             distil.append((value, logprobs[span].detach(), old[span], turn.weight))
     sides = [picked(logits_of(ints(ids)), ints(ids))[pair.context :] for pair in pairs
              for ids in (pair.chosen_ids, pair.rejected_ids)]  # fmt: skip
     join = lambda parts: torch.cat(parts) if parts else torch.zeros(0)
     numbers = [torch.full((len(part[0]),), index) for index, part in enumerate(distil)]
-    inputs = ChannelInputs(
-        policy=PolicyTokens(
+    inputs = {
+        "policy": PolicyTokens(
             logprobs_T=join([part[0] for part in policy]), sampler_logprobs_T=join([part[1] for part in policy]),
             advantages_T=join([part[2] for part in policy]), entropy_T=torch.zeros(sum(len(p[0]) for p in policy)),
             sequence_T=join([torch.full((len(part[0]),), part[3]) for part in policy]).long(), sequences=len(samples),
         ),
-        sdpo=SdpoTokens(
+        "sdpo": SdpoTokens(
             divergence_D=join([part[0] for part in distil]), logprobs_D=join([part[1] for part in distil]),
             sampler_logprobs_D=join([part[2] for part in distil]),
             weight_D=join([torch.full((len(part[0]),), part[3]) for part in distil]),
             turn_D=join(numbers).long(), turns=len(distil),
         ),
-        replay_dpo=PairTokens(
+        "replay_dpo": PairTokens(
             chosen_logprobs_P=torch.stack([side.sum() for side in sides[0::2]]),
             rejected_logprobs_P=torch.stack([side.sum() for side in sides[1::2]]),
             chosen_length_P=torch.tensor([float(len(side)) for side in sides[0::2]]),
@@ -99,8 +99,12 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             reference_chosen_P=references[0::2], reference_rejected_P=references[1::2],
             epsilon_P=torch.tensor([pair.epsilon for pair in pairs]),
         ),
-    )  # fmt: skip
-    return total_loss(inputs, totals(samples, pairs), CHANNELS, 64, 1).total
+    }  # fmt: skip
+    return total_loss(SETTINGS.terms, inputs, counts(samples, pairs)).total
+
+
+def counts(samples, pairs) -> StepTotals:
+    return totals(samples, [pair_unit(pair) for pair in pairs])
 
 
 REFERENCES = torch.linspace(-40, -20, 6)
@@ -112,13 +116,13 @@ def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
     names = [name for name in row.names if name in order]
     sides = [REFERENCES[2 * order[name] + place % 2] for place, name in enumerate(names)]
     teacher = None
-    if row.turns:
+    if row.taught and row.taught.turns:
         with torch.no_grad():
-            states = [policy.states(reading) for reading in row.teacher_readings]
-        measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
+            states = [policy.states(reading) for reading in row.taught.readings]
+        measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
         part = TeacherPart(share=1.0, hidden_DH=torch.cat(states) if states else None, head=None)
         teacher = TeacherMixture(parts=(part,), divergence=measure)
-    return AuxiliaryLogprobs(teacher=teacher, reference_S=torch.stack(sides) if sides else torch.zeros(0))
+    return AuxiliaryLogprobs(teacher=teacher, references={"replay_dpo": torch.stack(sides) if sides else torch.zeros(0)})
 
 
 def packed_loss(samples, pairs, budget: int, **options) -> Tensor:
@@ -126,7 +130,7 @@ def packed_loss(samples, pairs, budget: int, **options) -> Tensor:
     parts = []
     for row in rows_of(samples, CPU, budget, pairs, **ON | options):
         parts.append(
-            loss_of(policy, row, totals(samples, pairs), SETTINGS, auxiliary=auxiliary_of(policy, row, pairs))[0].total
+            loss_of(policy, row, counts(samples, pairs), SETTINGS, auxiliary=auxiliary_of(policy, row, pairs))[0].total
         )
     return torch.stack(parts).sum()
 
@@ -178,9 +182,9 @@ def test_simpo_trains_without_a_reference():
     channels = ChannelsConfig.model_validate(
         {"policy": {"correction": "none"}, "replay_dpo": {"weight": 1.0, "loss": "simpo"}}
     )
-    settings = LossSettings(channels=channels, max_length=64)
+    settings = LossSettings(terms=channels.terms(64))
     parts, _ = loss_of(
-        Policy(MODEL, PACKED), row, totals(make_samples(3, 4), pairs), settings, auxiliary=AuxiliaryLogprobs()
+        Policy(MODEL, PACKED), row, counts(make_samples(3, 4), pairs), settings, auxiliary=AuxiliaryLogprobs()
     )
     assert parts.total.isfinite() and parts.sums["dpo/pairs"] == 3 and "dpo/displacement" not in parts.sums
 
@@ -214,34 +218,33 @@ def test_nothing_leaks_between_documents():
     own = torch.tensor([name == samples[0].sample_id for name in document])
     moved = (one.logprobs_R - other.logprobs_R).abs() > 1e-6
     assert moved[own].any() and not moved[~own].any()
-    assert (one.divergence_D - other.divergence_D).abs().max() < 1e-6 and row.turns == 4
+    assert (one.divergence_D - other.divergence_D).abs().max() < 1e-6 and row.taught.turns == 4
 
 
 def test_a_token_of_two_terms_is_one_row_of_the_head():
     # Policy tokens in hinted turns are computed once; each term's indices point at its own tokens.
     samples, pairs = make_hinted(2, 8), make_pairs(2)
-    ((batch,),) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=4096)
+    units = [pair_unit(pair) for pair in pairs]
+    ((batch,),) = pack(samples, units, run_id="r", step=1, world_size=1, max_tokens=4096)
     row, ids = row_of(batch, CPU, **ON), ints(batch.input_ids)
-    trained, answers = int(flags(batch.loss_mask).sum()), len(row.pairs.answer_A)
+    policy, sdpo, dpo = (row.terms[name] for name in ("policy", "sdpo", "replay_dpo"))
+    trained, answers = int(flags(batch.loss_mask).sum()), len(dpo.head_rows)
     hinted = sum(turn.count for turn in batch.turns)
-    assert len(row.targets_R) == trained + answers and len(row.policy_T) == trained
-    assert len(row.turn_D) == len(row.teacher_readings[0].source_R) == hinted
-    assert np.array_equal(row.targets_R[row.policy_T], ids[np.flatnonzero(flags(batch.loss_mask))])
+    assert len(row.targets_R) == trained + answers and len(policy.head_rows) == trained
+    assert len(sdpo.head_rows) == len(row.taught.readings[0].source_R) == hinted
+    assert np.array_equal(row.targets_R[policy.head_rows], ids[np.flatnonzero(flags(batch.loss_mask))])
     spans = [ids[turn.student : turn.student + turn.count] for turn in batch.turns]
     assert np.array_equal(row.targets_R[-hinted:], np.concatenate(spans))
-    sides = [ids[slice(*span)] for p in batch.pairs
-             for span in ((p.chosen_start, p.chosen_end), (p.rejected_start, p.rejected_end))]  # fmt: skip
-    assert np.array_equal(row.targets_R[row.pairs.answer_A], np.concatenate(sides))
-    assert row.pairs.length_S.tolist() == [len(side) for side in sides]
-    assert [len(d) - s for d, s in zip(row.pairs.documents, row.pairs.answer_starts, strict=True)] == list(
-        map(len, sides)
-    )
+    sides = [ids[start:end] for unit in batch.units for ((start, end),) in unit.spans]
+    assert np.array_equal(row.targets_R[dpo.head_rows], np.concatenate(sides))
+    assert dpo.arrays["length"].tolist() == [len(side) for side in sides]
+    assert [len(d) - s for d, s in zip(row.scored.ids, row.scored.starts, strict=True)] == list(map(len, sides))
 
 
 def test_terms_that_are_off_leave_no_trace():
     # With SDPO and replay-DPO off, a row with their documents gives the policy loss and its gradients to the last bit.
     hinted, pairs, bare = make_hinted(4, 6), make_pairs(4), make_samples(4, 6)
-    settings = LossSettings(channels=ChannelsConfig(policy=CHANNELS.policy), max_length=64)
+    settings = LossSettings(terms=ChannelsConfig(policy=CHANNELS.policy).terms(64))
     outcomes = []
     for samples, extra in ((hinted, pairs), (bare, ())):
         (row,) = rows_of(samples, CPU, 4096, extra, share=True)
@@ -251,43 +254,28 @@ def test_terms_that_are_off_leave_no_trace():
     assert torch.equal(one, other) and all(torch.equal(grads[name], expected[name]) for name in grads)
 
 
-def test_turns_and_pairs_that_do_not_match_are_refused():
-    # Ids that differ between teacher and student, cut turns, overlapping turns, cut answers: the sample or pair and the
-    # place are named before anything is computed.
-    ((batch,),) = pack(make_hinted(2, 8), make_pairs(2), run_id="r", step=1, world_size=1, max_tokens=4096)
-    turn, pair = batch.turns[0], batch.pairs[0]
-
-    def refused(match: str, **changes) -> None:
-        with pytest.raises(RunMismatchError, match=match):
+def test_what_the_packer_does_not_know_is_refused():
+    # Lengths that do not fit, and ids outside the model's vocabulary, also those of teacher documents.
+    ((batch,),) = pack(make_hinted(2, 8), run_id="r", step=1, world_size=1, max_tokens=4096)
+    turn = batch.turns[0]
+    beyond = msgspec.structs.replace(turn, tail=pack_ints(np.r_[VOCABULARY, ints(turn.tail)]))
+    for changes in ({"turns": [beyond]}, {"lengths": batch.lengths[1:]}, {"logprobs": batch.logprobs[4:]}):
+        with pytest.raises(RunMismatchError):
             row_of(msgspec.structs.replace(batch, **changes), CPU, **ON)
-
-    tail = ints(turn.tail).copy()
-    tail[1 - turn.count] = (tail[1 - turn.count] + 1) % VOCABULARY
-    other = r"sample s2-\d/0: turn at tokens \d+\.\.\d+ has id \d+ in the sample and \d+ .* its token 1"
-    change = lambda **values: [msgspec.structs.replace(turn, **values), *batch.turns[1:]]
-    refused(other, turns=change(tail=pack_ints(tail)))
-    refused("has id", turns=change(count=turn.count - 1))
-    refused("lies in no sample, or was cut", turns=change(student=sum(batch.lengths) - 2))
-    refused("in its teacher document: no context", turns=change(shared=0, tail=pack_ints(tail[-turn.count :])))
-    refused(r"10000 tokens of its sample's \d+ and", turns=change(shared=10_000))
-    refused("and 0 more", turns=change(tail=b""))
-    refused(rf"ids \d+\.\.{VOCABULARY}; the model's vocabulary", turns=change(tail=pack_ints(np.r_[VOCABULARY, tail])))
-    refused("overlaps another", turns=[*batch.turns, turn])
-    refused("pair p2-0 has an answer at tokens .* must not be cut", pairs=[
-        msgspec.structs.replace(pair, chosen_end=pair.chosen_end - 1), *batch.pairs[1:]])  # fmt: skip
 
 
 def test_figures_of_tokens_are_those_of_samples_alone(tmp_path):
     # What is written for the page from packed rows: each trained token's mismatch and each hinted token's divergence
     # equal those of its sample alone, and stand at its place.
     samples, pairs = make_hinted(3, 9, temperature=0.7), make_pairs(3)
-    (batches,) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=200)
+    units = [pair_unit(pair) for pair in pairs]
+    (batches,) = pack(samples, units, run_id="r", step=1, world_size=1, max_tokens=200)
     policy, figures = Policy(MODEL, PACKED), TokenFigures()
     assert len(batches) > 1
     for batch in batches:
         row = row_of(batch, CPU, **ON, teacher_in_row=True)
-        settings = LossSettings(channels=CHANNELS, max_length=64, figures=figures)
-        loss_of(policy, row, totals(samples, pairs), settings, auxiliary=auxiliary_of(policy, row, pairs))
+        settings = LossSettings(terms=CHANNELS.terms(64), figures=figures)
+        loss_of(policy, row, counts(samples, pairs), settings, auxiliary=auxiliary_of(policy, row, pairs))
     figures.write(tmp_path / "figures.jsonl", batches)
     found = {line["sample_id"]: line for line in map(json.loads, (tmp_path / "figures.jsonl").read_text().splitlines())}
     assert found.keys() == {sample.sample_id for sample in samples}
@@ -302,5 +290,5 @@ def test_figures_of_tokens_are_those_of_samples_alone(tmp_path):
         for (_, values), turn, teacher in zip(line["divergence"], sample.distillations, hinted, strict=True):
             span = slice(turn.start, turn.end)
             targets = torch.tensor(ids[span]).long()
-            expected = divergence(scores[span], teacher / sample.temperature, CHANNELS.sdpo, targets, step=1)
+            expected = divergence(scores[span], teacher / sample.temperature, CHANNELS.sdpo, targets)
             np.testing.assert_allclose(values, expected, atol=2e-5)

@@ -48,7 +48,7 @@ def trained(run, folder, world, *, thaw: str | None = None):
             parameter.requires_grad_(True)
     optimizer = build_optimizer(policy, run.config.trainer.optim)
     samples = make_samples(1)
-    settings = LossSettings(channels=run.config.channels, max_length=32)
+    settings = LossSettings(terms=run.config.channels.terms(32))
     train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), settings, step=1, ratio=1.0)
     teacher = SelfTeacher(policy, run.config.channels, None)
     checkpoints = Checkpoints(

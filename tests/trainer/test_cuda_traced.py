@@ -34,12 +34,12 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, te
             samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True, teacher_in_row=teacher_in_row
         )
         assert {row.input_ids.device, row.source_R.device, row.sampler_logprobs_T.device} == {CUDA}
-        states = None if teacher_in_row else policy.states(row.teacher_readings[0])
-        measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
+        states = None if teacher_in_row else policy.states(row.taught.readings[0])
+        measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
         part = TeacherPart(share=1.0, hidden_DH=states, head=None)
         teacher = TeacherMixture(parts=(part,), divergence=measure)
-        auxiliary = AuxiliaryLogprobs(teacher=teacher, reference_S=torch.zeros(2 * len(pairs), device=CUDA))
-        settings = LossSettings(channels=CHANNELS, max_length=64)
+        auxiliary = AuxiliaryLogprobs(teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)})
+        settings = LossSettings(terms=CHANNELS.terms(64))
         parts, broken = loss_of(policy, row, totals(samples, pairs), settings, auxiliary=auxiliary)
         assert {parts.total.device, broken.device, *(value.device for value in parts.sums.values())} == {CUDA}
         assert parts.total.requires_grad and parts.total.dtype == torch.float32

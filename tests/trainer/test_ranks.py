@@ -38,7 +38,6 @@ def moved(run) -> float:
 VARIANTS = {
     "adamw": {"optim": {"lr": 1e-3, "weight_decay": 0.01}},
     "muon": {"optim": {"type": "muon", "lr": 1e-3}, "activation_checkpointing": True},
-    "reduced": {"reduce_each_micro_batch": True, "optim": {"lr": 1e-3}},
     "lora": {"lora": {"rank": 4}, "optim": {"lr": 1e-3}, "activation_checkpointing": True},
 }
 

@@ -11,6 +11,7 @@ from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import make_config, rows_of
 from transformers import AutoModelForCausalLM
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.errors import NonFiniteError
 from composer_prime.packing.pack import totals
 from composer_prime.wire.types import ints
@@ -69,9 +70,10 @@ def taught(model_folder, tmp_path, world, kind: str, **trainer):
     (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True, share=True)
     copies = [copy_of(policy, world)]
     for step in (1, 2, 3):
-        auxiliary = teacher.prepare([row], step)
+        auxiliary = teacher.prepare([row])
+        counts = totals(samples, [pair_unit(pair) for pair in pairs])
         if step < 3:
-            train_step(policy, optimizer, [row], totals(samples, pairs), LossSettings(channels=channels, max_length=64),
+            train_step(policy, optimizer, [row], counts, LossSettings(terms=channels.terms(64)),
                        step=step, ratio=1.0, auxiliary=auxiliary)  # fmt: skip
             teacher.follow()
             copies.append(copy_of(policy, world))
@@ -126,7 +128,7 @@ def test_with_adapters_the_frozen_teacher_is_the_base(model_folder, tmp_path, wo
     moved = [torch.equal(a, b) for a, b in zip(copies[2].parameters(), base.parameters(), strict=True)]
     assert not all(moved)
     expected = answer_sums(base, make_pairs(1))
-    assert sorted(of_row.reference_S.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+    assert sorted(of_row.references["replay_dpo"].tolist()) == pytest.approx(sorted(expected), abs=1e-4)
     assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
 
 
@@ -153,15 +155,15 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
     # With a KL penalty the auxiliary log-probabilities are those of the policy loss's tokens under the start weights,
     # and the step reports the distance to them.
     channels = three_channels("live", kl={"weight": 0.1, "estimator": "k3"})
-    settings = LossSettings(channels=channels, max_length=64)
+    settings = LossSettings(terms=channels.terms(64))
     samples, pairs = make_hinted(1, 8), make_pairs(1)
     policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-2})
     teacher = SelfTeacher(policy, channels, cache_of(model_folder, tmp_path, world))
     (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True)
     distances = []
     for step in (1, 2):
-        auxiliary = teacher.prepare([row], step)
-        start = auxiliary[0].reference_logprobs_T
+        auxiliary = teacher.prepare([row])
+        start = auxiliary[0].references["policy"]
         assert start.shape == row.advantages_T.shape and not start.requires_grad
         counts = totals(samples, pairs)
         metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, auxiliary=auxiliary)
@@ -177,25 +179,25 @@ def test_reference_logprobs_are_computed_once(model_folder, tmp_path, world):
     pairs = make_pairs(1)
     (row,) = rows_of([], world.device, 4096, pairs, prefer=True)
     cache = cache_of(model_folder, tmp_path, world)
-    assert cache.missing([row.pairs]) == [True]
+    assert cache.missing([row.scored]) == [True]
     with torch.no_grad():
-        cache.compute(policy, [row.pairs])
+        cache.compute(policy, [row.scored])
         expected = answer_sums(AutoModelForCausalLM.from_pretrained(model_folder), pairs)
-    assert sorted(cache.of(row.pairs).tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+    assert sorted(cache.of(row.scored).tolist()) == pytest.approx(sorted(expected), abs=1e-4)
     again = cache_of(model_folder, tmp_path, world)
-    assert again.missing([row.pairs]) == [False] and torch.equal(again.of(row.pairs), cache.of(row.pairs))
+    assert again.missing([row.scored]) == [False] and torch.equal(again.of(row.scored), cache.of(row.scored))
 
     path = tmp_path / "reference" / "logprobs.jsonl"
     lines = path.read_text().splitlines()
     entry = json.loads(lines[0])
     path.write_text("\n".join([json.dumps({**entry, "logprob": entry["logprob"] + 1}), *lines[1:], '{"key": "torn']))
     damaged = cache_of(model_folder, tmp_path, world)
-    assert damaged.missing([row.pairs]) == [True]
+    assert damaged.missing([row.scored]) == [True]
     with torch.no_grad():
-        damaged.compute(policy, [row.pairs])
+        damaged.compute(policy, [row.scored])
     assert sorted(path.read_text().splitlines()) == sorted(lines)
     half = cache_of(model_folder, tmp_path, dataclasses.replace(world, compute_dtype=torch.bfloat16))
-    assert half.missing([row.pairs]) == [True]
+    assert half.missing([row.scored]) == [True]
 
 
 def test_reference_logprobs_of_later_pairs_are_appended(model_folder, tmp_path, world):
@@ -207,14 +209,14 @@ def test_reference_logprobs_of_later_pairs_are_appended(model_folder, tmp_path, 
     for step in (1, 2):
         (row,) = rows_of([], world.device, 4096, make_pairs(step), prefer=True)
         with torch.no_grad():
-            cache.compute(policy, [row.pairs])
-            cache.compute(policy, [row.pairs])
+            cache.compute(policy, [row.scored])
+            cache.compute(policy, [row.scored])
         seen.append((path.stat().st_ino, path.read_text()))
     (first_file, first), (second_file, second) = seen
     assert first_file == second_file and second.startswith(first)
     assert len(first.splitlines()) == 6 and len(second.splitlines()) == 12
     path.write_text(second + '{"key": "torn')
-    assert cache_of(model_folder, tmp_path, world).missing([row.pairs]) == [False]
+    assert cache_of(model_folder, tmp_path, world).missing([row.scored]) == [False]
     assert path.read_text() == second
 
 
@@ -226,7 +228,7 @@ def test_a_reference_that_is_not_finite_is_refused(model_folder, tmp_path, world
     with torch.no_grad(), pytest.raises(NonFiniteError, match="frozen base gives NaN"):
         for parameter in policy.parameters():
             parameter.fill_(float("nan"))
-        cache.compute(policy, [row.pairs])
+        cache.compute(policy, [row.scored])
     assert not (tmp_path / "reference").exists()
 
 

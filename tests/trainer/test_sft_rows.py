@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,17 +14,16 @@ import transformers
 from small_runs import VOCABULARY, make_samples, row_of
 from torch import Tensor
 
+from composer_prime.channels.policy import PolicyConfig
 from composer_prime.channels.total import channel_metrics
 from composer_prime.config.channels import ChannelsConfig
-from composer_prime.config.policy import PolicyConfig
 from composer_prime.data.conversation_rows import ConversationRow
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
-from composer_prime.wire.types import Demonstration, DemonstrationInRow, flags, ints, pack_flags, pack_ints
+from composer_prime.wire.types import TermUnit, flags, ints, pack_flags, pack_ints
 from orchestrator.chat_renderer import ChatTemplateRenderer
 from orchestrator.demonstrations import RowTokenizer
 from tests.chat_models import chat
-from trainer.data.rows import documents_of
 from trainer.model.attention import PACKED
 from trainer.model.policy import Policy
 from trainer.step import LossSettings, loss_of, score_held_out
@@ -33,7 +31,7 @@ from trainer.step import LossSettings, loss_of, score_held_out
 CPU = torch.device("cpu")
 
 
-def make_rows(count: int = 7, seed: int = 0) -> list[Demonstration]:
+def make_rows(count: int = 7, seed: int = 0) -> list[TermUnit]:
     """Conversations of two turns of random ids, and one of one turn."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -41,7 +39,7 @@ def make_rows(count: int = 7, seed: int = 0) -> list[Demonstration]:
         mask = [0] * int(rng.integers(2, 9)) + [1] * int(rng.integers(1, 9))
         mask += [0] * 3 + [1] * 4 if number else []
         ids = rng.integers(0, VOCABULARY, len(mask))
-        rows.append(Demonstration(name=f"f:{number}", input_ids=pack_ints(ids), loss_mask=pack_flags(mask)))
+        rows.append(TermUnit(term="sft", name=f"row f:{number}", documents=[pack_ints(ids)], masks=[pack_flags(mask)]))
     return rows
 
 
@@ -59,14 +57,14 @@ def model(
 
 def settings(policy: float = 1.0, sft: float = 1.0) -> LossSettings:
     channels = ChannelsConfig(policy=PolicyConfig(correction="none"), sft={"weight": sft})
-    return LossSettings(channels=channels, max_length=64)
+    return LossSettings(terms=channels.terms(64))
 
 
-def ours(lm, rows: list[Demonstration], samples=(), *, budget: int = 64, weight: float = 1.0):
+def ours(lm, rows: list[TermUnit], samples=(), *, budget: int = 64, weight: float = 1.0):
     """Loss, gradients and metric sums of a step, over several packed rows."""
-    (batches,) = pack(samples, (), rows, run_id="r", step=1, world_size=1, max_tokens=budget)
+    (batches,) = pack(samples, rows, run_id="r", step=1, world_size=1, max_tokens=budget)
     trained_rows = sum(1 in batch.loss_mask for batch in batches)
-    counts = totals(samples, (), rows, micro_batches=trained_rows)
+    counts = totals(samples, rows, micro_batches=trained_rows)
     policy, total, sums = Policy(lm, PACKED), 0.0, {}
     lm.zero_grad()
     for batch in batches:
@@ -82,12 +80,12 @@ def gradients(lm) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in lm.named_parameters() if parameter.grad is not None}
 
 
-def alone(lm, rows: list[Demonstration]):
+def alone(lm, rows: list[TermUnit]):
     """Loss and gradients of torch's cross entropy on each row by itself, mean over all imitated tokens."""
     lm.zero_grad()
     tokens, loss = sum(row.num_trained for row in rows), 0.0
     for row in rows:
-        ids, mask = torch.tensor(ints(row.input_ids)).long(), torch.tensor(flags(row.loss_mask)).bool()
+        ids, mask = torch.tensor(ints(row.documents[0])).long(), torch.tensor(flags(row.masks[0])).bool()
         logits = lm(input_ids=ids[None], use_cache=False).logits[0, :-1]
         labels = torch.where(mask, ids, -100)[1:]
         part = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / tokens
@@ -101,14 +99,14 @@ def test_packed_rows_have_the_loss_and_gradients_of_each_row_alone(dtype, precis
     # Several conversations share a row of 64 tokens, and none sees another: value and every gradient are torch's cross
     # entropy of the rows one by one, with the mean over the imitated tokens of the whole step.
     rows = make_rows()
-    (batches,) = pack((), (), rows, run_id="r", step=1, world_size=1, max_tokens=64)
-    assert len(batches) > 1 and max(len(batch.demonstrations) for batch in batches) > 1
+    (batches,) = pack((), rows, run_id="r", step=1, world_size=1, max_tokens=64)
+    assert len(batches) > 1 and max(len(batch.units) for batch in batches) > 1
     loss, grads, sums = ours(model(dtype), rows)
     expected, expected_grads = alone(model(dtype, "sdpa"), rows)
     assert math.isclose(loss, expected, rel_tol=precision)
     for name, grad in expected_grads.items():
         torch.testing.assert_close(grads[name], grad, atol=precision, rtol=0)
-    metrics = channel_metrics(sums)
+    metrics = channel_metrics(settings().terms, sums)
     assert metrics["sft/tokens"] == sum(row.num_trained for row in rows)
     assert math.isclose(metrics["sft/nll"], expected, rel_tol=1e-5) and metrics["loss/policy"] == 0
 
@@ -175,10 +173,10 @@ def test_held_out_figures_are_those_of_plain_logits(world):
     rows, lm = make_rows(), model(torch.float32)
     plain, hits, tokens = model(torch.float32, "sdpa").eval(), 0, 0
     for row in rows:
-        ids, mask = torch.tensor(ints(row.input_ids)).long(), torch.tensor(flags(row.loss_mask)).bool()[1:]
+        ids, mask = torch.tensor(ints(row.documents[0])).long(), torch.tensor(flags(row.masks[0])).bool()[1:]
         best = plain(input_ids=ids[None], use_cache=False).logits[0, :-1].argmax(-1)
         hits, tokens = hits + int((best == ids[1:])[mask].sum()), tokens + int(mask.sum())
-    (batches,) = pack((), (), rows, run_id="r", step=1, world_size=1, max_tokens=64)
+    (batches,) = pack((), rows, run_id="r", step=1, world_size=1, max_tokens=64)
     packed = [row_of(batch, CPU, share=True, imitate=True) for batch in batches]
     figures = score_held_out(Policy(lm, PACKED), packed)
     assert figures["eval/demonstrations/tokens"] == tokens
@@ -186,38 +184,21 @@ def test_held_out_figures_are_those_of_plain_logits(world):
     assert math.isclose(figures["eval/demonstrations/loss"], alone(plain, rows)[0], rel_tol=1e-5)
 
 
-def test_a_weight_without_rows_is_refused():
-    (batch,) = pack(make_samples(1, 2), run_id="r", step=1, world_size=1, max_tokens=64)[0]
-    with pytest.raises(ConfigError, match=r"channels\.sft\.weight is 1\.0, but the batch has no input"):
-        loss_of(Policy(model(), PACKED), row_of(batch, CPU, share=True), totals(make_samples(1, 2)), settings())
-
-
-@pytest.mark.parametrize(
-    ("spans", "said"),
-    [([(0, 2)], "behind the first token"), ([], "behind the first token"), ([(2, 99)], "spans are in order")],
-)
-def test_spans_outside_their_row_are_refused(spans: Any, said):
-    (batch,) = pack((), (), make_rows(1), run_id="r", step=1, world_size=1, max_tokens=64)[0]
-    broken = msgspec.structs.replace(batch, demonstrations=[DemonstrationInRow("f:0", spans)])
-    with pytest.raises(RunMismatchError, match=said):
-        documents_of(broken, VOCABULARY)
-
-
 def test_a_row_without_a_token_to_imitate_is_refused():
     (row,) = make_rows(1)
-    with pytest.raises(RunMismatchError, match=r"row f:0: .* trains at least one token"):
-        empty = msgspec.structs.replace(row, loss_mask=pack_flags(np.zeros(len(flags(row.loss_mask)))))
-        pack((), (), [empty], run_id="r", step=1, world_size=1, max_tokens=64)
-    with pytest.raises(ConfigError, match=r"row f:0 has .* tokens, but trainer.micro_batch_tokens is 4"):
-        pack((), (), [row], run_id="r", step=1, world_size=1, max_tokens=4)
+    empty = msgspec.structs.replace(row, masks=[bytes(len(row.masks[0]))])
+    with pytest.raises(RunMismatchError, match="row f:0"):
+        pack((), [empty], run_id="r", step=1, world_size=1, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"row f:0 .*trainer\.micro_batch_tokens"):
+        pack((), [row], run_id="r", step=1, world_size=1, max_tokens=4)
 
 
 def test_non_finite_logits_blame_the_row():
     lm, rows = model(), make_rows(2)
-    (batch,) = pack((), (), rows, run_id="r", step=1, world_size=1, max_tokens=64)[0]
+    (batch,) = pack((), rows, run_id="r", step=1, world_size=1, max_tokens=64)[0]
     row = row_of(batch, CPU, share=True, imitate=True)
     assert set(row.names) == {"row f:0", "row f:1"}
     with torch.no_grad():
-        lm.model.embed_tokens.weight[int(ints(rows[0].input_ids)[0])] = math.nan
-    _, bad = loss_of(Policy(lm, PACKED), row, totals((), (), rows), settings())
+        lm.model.embed_tokens.weight[int(ints(rows[0].documents[0])[0])] = math.nan
+    _, bad = loss_of(Policy(lm, PACKED), row, totals((), rows), settings())
     assert bad[row.names.index("row f:0")] > 0

@@ -14,9 +14,8 @@ from small_runs import VOCABULARY, make_config, make_samples, row_of, rows_of
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from composer_prime.channels.total import total_loss
+from composer_prime.channels.policy import PolicyConfig
 from composer_prime.config.channels import ChannelsConfig
-from composer_prime.config.policy import PolicyConfig
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import ConfigError, NonFiniteStepError
 from composer_prime.packing.pack import pack, totals
@@ -24,11 +23,10 @@ from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.model.policy import Policy
 from trainer.optim import ShardedMuon, build_optimizer
-from trainer.step import LossSettings, channel_inputs, loss_of, rate, train_step
-from trainer.teacher.self_teacher import AuxiliaryLogprobs
+from trainer.step import LossSettings, loss_of, rate, train_step
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
-SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
+SETTINGS = LossSettings(terms=CHANNELS.terms(64))
 
 
 def setup(model_folder, tmp_path, world, **trainer):
@@ -57,8 +55,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, tmp_path, world, ch
 
     plain = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="composer_packed")
     (row,) = rows_of(samples, world.device, 4096)
-    inputs = channel_inputs(row, Policy(plain, "composer_packed")(row), AuxiliaryLogprobs(), CHANNELS)
-    total_loss(inputs, totals(samples), CHANNELS, 64).total.backward()
+    loss_of(Policy(plain, "composer_packed"), row, totals(samples), SETTINGS)[0].total.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     got = {name: p.grad.full_tensor() for name, p in policy.lm.named_parameters()}
     assert got.keys() == expected.keys() and "lm_head.weight" not in got
@@ -72,7 +69,7 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world
     policy, optimizer = setup(model_folder, tmp_path, world)
     rows = rows_of(samples, world.device, 64)
     before = whole(policy)
-    rows[1].advantages_T[0] = math.nan
+    rows[1].terms["policy"].arrays["advantages"][0] = math.nan
     with pytest.raises(NonFiniteStepError, match=r"NaN .*micro-batch 1 of rank 0 \(samples .*are unch") as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
     assert caught.value.samples == rows[1].sample_ids
@@ -109,7 +106,7 @@ def test_a_loss_of_pairs_alone_is_blamed_on_its_pairs(model_folder, tmp_path, wo
     policy, optimizer = setup(model_folder, tmp_path, world)
     rows = rows_of(samples, world.device, 64)
     rows[1] = dataclasses.replace(rows[1], sample_ids=[], names=("pair p1-0",) * len(rows[1].names))
-    rows[1].advantages_T[0] = math.nan
+    rows[1].terms["policy"].arrays["advantages"][0] = math.nan
     with pytest.raises(NonFiniteStepError, match=r"micro-batch 1 of rank 0 \(all of pair p1-0\)") as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
     assert caught.value.samples == ["pair p1-0"]
@@ -120,7 +117,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_all_samples(model_folder, tm
     samples = make_samples(1, 6)
     policy, optimizer = setup(model_folder, tmp_path, world)
     rows = rows_of(samples, world.device, 64)
-    rows[0].advantages_T.fill_(3e35)
+    rows[0].terms["policy"].arrays["advantages"].fill_(3e35)
     with pytest.raises(NonFiniteStepError, match="gradient, although every micro-batch's loss is finite") as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
     assert sorted(caught.value.samples) == sorted(sample.sample_id for sample in samples)
@@ -132,7 +129,7 @@ def test_a_gradient_of_rows_alone_is_blamed_on_all_rows(model_folder, tmp_path, 
     policy, optimizer = setup(model_folder, tmp_path, world)
     rows = [dataclasses.replace(row, sample_ids=[], names=("row f:1", "row f:2", *["none"] * (len(row.names) - 2)))
             for row in rows_of(samples, world.device, 4096)]  # fmt: skip
-    rows[0].advantages_T.fill_(3e35)
+    rows[0].terms["policy"].arrays["advantages"].fill_(3e35)
     with pytest.raises(NonFiniteStepError, match="gradient, although every micro-batch's loss is finite") as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
     assert caught.value.samples == ["row f:1", "row f:2"]
@@ -315,7 +312,7 @@ def test_temperature_divides_the_logits(model_folder, tmp_path, world):
     ids = row.input_ids[0, : row.trees[0].tokens]
     with torch.no_grad():
         expected = (plain(ids[None]).logits[0, :-1] / 0.6).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-    own = row.sequence_T == 0
+    own = row.terms["policy"].arrays["sequence"] == 0
     positions = row.source_R[own]
     np.testing.assert_allclose(scored[own], expected[positions], atol=1e-5)
 

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import VOCABULARY
 
+from composer_prime.channels.sdpo import SdpoConfig
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import pack, totals
 from composer_prime.packing.prefixes import FlopCost
-from composer_prime.wire.types import Demonstration, HintedTurn, Sample, pack_flags, pack_ints
-from trainer.data.rows import Documents, documents_of, unpack
+from composer_prime.packing.row import Row
+from composer_prime.wire.types import HintedTurn, Sample, TermUnit, pack_flags, pack_ints
+from trainer.data.rows import checked_row, unpack
 from trainer.model.build import blocks
 from trainer.teacher.self_teacher import ReadCost, teachers_in_row
 
@@ -29,7 +31,7 @@ SMALL = transformers.Qwen3Config(
 )  # fmt: skip
 
 
-def one_turn(context: int, turn: int, rows: Sequence[Demonstration] = ()) -> Documents:
+def one_turn(context: int, turn: int, rows: Sequence[TermUnit] = ()) -> Row:
     """One sample, `turn` tokens after `context` ones, its teacher document with a hint between them, and `rows`."""
     ids = np.arange(context + turn) % VOCABULARY
     hint = (ids[context] + 1 + np.arange(HINT)) % VOCABULARY
@@ -42,8 +44,8 @@ def one_turn(context: int, turn: int, rows: Sequence[Demonstration] = ()) -> Doc
         make_hinted(1, 1)[0], input_ids=pack_ints(ids), loss_mask=bytes(context) + b"\1" * turn, logprobs=bytes(size),
         advantages=bytes(size), distillations=[hinted],
     )  # fmt: skip
-    ((batch,),) = pack([sample], (), rows, run_id="r", step=1, world_size=1, max_tokens=4096)
-    return documents_of(batch, VOCABULARY)
+    ((batch,),) = pack([sample], rows, run_id="r", step=1, world_size=1, max_tokens=4096)
+    return checked_row(batch, VOCABULARY)
 
 
 def cost_of(per_token: float, per_pair: float) -> ReadCost:
@@ -89,17 +91,15 @@ def test_the_cheaper_place_is_taken(world, context, turn, share, cost, in_row):
 def test_demonstrations_count_towards_the_longest_row(world, max_tokens, in_row):
     # 400 + 10 tokens of the sample, 13 of its teacher behind the shared context, 40 of a conversation.
     ids = np.full(40, VOCABULARY - 1)
-    row = Demonstration(name="f:1", input_ids=pack_ints(ids), loss_mask=pack_flags([0] * 30 + [1] * 10))
+    row = TermUnit(term="sft", name="row f:1", documents=[pack_ints(ids)], masks=[pack_flags([0] * 30 + [1] * 10)])
     found = one_turn(400, 10, [row])
     assert teachers_in_row([found], three_channels(), cost_of(1, 0), share=True, max_tokens=max_tokens) == [in_row]
 
 
-def test_a_live_teacher_has_no_dropout(world):
-    # Where the row is the cheaper place for its documents, a dropout of the adapters still sends them to a pass of
-    # their own, which has none; so do other weights in the teacher.
+def test_a_teacher_with_other_weights_is_read_apart(world):
+    # Also where the row is the cheaper place for its documents.
     found, cost = [one_turn(400, 10)], ReadCost.of(SMALL, TrainerConfig())
     assert teachers_in_row(found, three_channels(), cost, share=True) == [True]
-    assert teachers_in_row(found, three_channels(), cost, share=True, dropout=True) == [False]
     assert teachers_in_row(found, three_channels("ema"), cost, share=True) == [False]
 
 
@@ -132,14 +132,18 @@ def test_long_samples_keep_all_their_hinted_turns(world, tokens, in_row, share):
     counts = totals([hinted])
     assert (counts.samples, counts.distilled_turns, counts.distilled_tokens) == (1, 20, 20 * 200)
     assert sum(len(turn.tail) // 4 for turn in batch.turns) == 20 * (100 + 2 + 200)
-    documents, cost = documents_of(batch, VOCABULARY), ReadCost.of(SMALL, TrainerConfig())
+    documents, cost = checked_row(batch, VOCABULARY), ReadCost.of(SMALL, TrainerConfig())
     (taken,) = teachers_in_row([documents], three_channels(), cost, share=share, max_tokens=limit)
     assert taken == (in_row and share)
-    options = {"share": share, "distil": True, "max_tokens": limit}
-    row = unpack(documents, torch.device("cpu"), teacher_in_row=taken, **options)
-    apart = unpack(documents, torch.device("cpu"), teacher_in_row=False, **options)
-    assert max(reading.input_ids.numel() for reading in (row, *row.teacher_readings, *apart.teacher_readings)) <= limit
-    assert row.turns == 20 and (taken or len(row.teacher_readings) > 0)
-    assert sum(len(reading.source_R) for reading in apart.teacher_readings) == len(row.turn_D) == 20 * 200
+    options = {"share": share, "max_tokens": limit}
+    row = unpack(documents, [SdpoConfig().term()], torch.device("cpu"), teacher_in_row=taken, **options)
+    apart = unpack(documents, [SdpoConfig().term()], torch.device("cpu"), teacher_in_row=False, **options)
+    assert max(reading.input_ids.numel() for reading in (row, *row.taught.readings, *apart.taught.readings)) <= limit
+    assert row.taught.turns == 20 and (taken or len(row.taught.readings) > 0)
+    assert (
+        sum(len(reading.source_R) for reading in apart.taught.readings)
+        == len(row.terms["sdpo"].arrays["turn"])
+        == 20 * 200
+    )
     if share:
-        assert len(apart.teacher_readings) <= 2
+        assert len(apart.taught.readings) <= 2

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 VARIANTS = {
     "live": ({}, {"optim": {"lr": 1e-3}}),
-    "ema": ({"kl": {"weight": 0.1, "estimator": "k2"}}, {"reduce_each_micro_batch": True, "optim": {"lr": 1e-3}}),
+    "ema": ({"kl": {"weight": 0.1, "estimator": "k2"}}, {"optim": {"lr": 1e-3}}),
     "trust_region": ({"kl": {"weight": 0.1, "reference": "ema"}}, {"optim": {"lr": 1e-3}}),
     "frozen": ({}, {"lora": {"rank": 4}, "activation_checkpointing": True, "optim": {"lr": 1e-3}}),
 }

@@ -25,6 +25,7 @@ import numpy as np
 import zmq
 
 from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError, RunMismatchError, WireError
+from composer_prime.packing.row import span_positions
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import check_request, dealer
 from composer_prime.wire.types import (
@@ -60,10 +61,10 @@ _DENOMINATORS = {
     "micro_batches": "micro-batches with trained tokens",
     "distilled_turns": "distilled turns",
     "distilled_tokens": "distilled tokens",
-    "pairs": "preference pairs",
-    "demonstrated_tokens": "demonstrated tokens",
+    "units": "units of other loss terms",
+    "unit_tokens": "tokens of these units",
 }
-"""The fields of StepTotals that the ranks check, and their names in messages."""
+"""The fields of StepTotals that the ranks check, and their names in messages. Counts by term are added up."""
 logger = logging.getLogger(__name__)
 
 
@@ -140,6 +141,7 @@ def _check_table(table: list[list[int]], reply: StepReply, step: int) -> None:
     counts = map(sum, zip(*(row[2:] for row in table), strict=True))
     for (field, name), count in zip(_DENOMINATORS.items(), counts, strict=True):
         total = getattr(reply.totals, field)
+        total = sum(total.values()) if isinstance(total, dict) else total
         if count != total:
             raise RunMismatchError(
                 f"step {step}: the ranks hold {count} {name}, the orchestrator's totals say {total}: the loss would "
@@ -160,8 +162,8 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
         sum(len(tokens) > 0 for tokens in trained),
         sum(len(batch.turns) for batch in batches),
         sum(turn.count for batch in batches for turn in batch.turns),
-        sum(len(batch.pairs) for batch in batches),
-        sum(end - start for batch in batches for each in batch.demonstrations for start, end in each.spans),
+        sum(len(batch.units) for batch in batches),
+        sum(len(span_positions(unit)) for batch in batches for unit in batch.units),
     ]
 
 

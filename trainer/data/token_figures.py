@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from composer_prime.channels.total import ChannelInputs
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.wire.types import MicroBatch, flags
 
@@ -23,10 +22,14 @@ class TokenFigures:
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, Tensor | None]] = []
 
-    def note(self, inputs: ChannelInputs) -> None:
-        """Note a micro-batch: mismatch (trainer's less sampler's log-probability) and SDPO's divergence, in nats."""
-        mismatch_T = inputs.policy.logprobs_T.detach() - inputs.policy.sampler_logprobs_T
-        self._noted.append((mismatch_T, None if inputs.sdpo is None else inputs.sdpo.divergence_D.detach()))
+    def note(self, inputs: Mapping[str, Any]) -> None:
+        """Note a micro-batch: mismatch (trainer's less sampler's log-probability) and SDPO's divergence, in nats.
+
+        `inputs`: those of the loss terms, by name.
+        """
+        policy, sdpo = inputs["policy"], inputs.get("sdpo")
+        mismatch_T = policy.logprobs_T.detach() - policy.sampler_logprobs_T
+        self._noted.append((mismatch_T, None if sdpo is None else sdpo.divergence_D.detach()))
 
     def write(self, path: Path, batches: Sequence[MicroBatch]) -> None:
         """Write a line for each sample of `batches`, in the order in which they were noted. Raises OSError."""

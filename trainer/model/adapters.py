@@ -33,18 +33,15 @@ def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
     peft_config = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  any number will do
-        lora_dropout=config.dropout,
         target_modules=config.target_modules,
         task_type="CAUSAL_LM",
     )
     try:
         peft.inject_adapter_in_model(peft_config, lm, _ADAPTER, low_cpu_mem_usage=next(lm.parameters()).is_meta)
     except ValueError as error:
-        remedy = "name modules of the model, or use 'all-linear'"
-        if "lora_dropout" in str(error):
-            remedy = f"trainer.lora.dropout is {config.dropout:g}: set it to 0, or name linear layers only"
         raise ConfigError(
-            f"trainer.lora.target_modules {config.target_modules!r} cannot be adapted: {error}; {remedy}"
+            f"trainer.lora.target_modules {config.target_modules!r} cannot be adapted: {error}; name modules of the "
+            "model, or use 'all-linear'"
         ) from None
     names = {_plain(name) for name, _ in lm.named_parameters()}
     lost = sorted(_adapted(lm).keys() - names)

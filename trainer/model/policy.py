@@ -106,7 +106,10 @@ def _with_policy_parts(teacher: TeacherMixture, row: PackedRow, hidden_NH: Tenso
     parts = []
     for part in teacher.parts:
         if part.head is None:
-            hidden_DH = hidden_NH[row.teacher_source_D] if part.hidden_DH is None else part.hidden_DH
+            hidden_DH = part.hidden_DH
+            if hidden_DH is None:
+                assert row.taught is not None
+                hidden_DH = hidden_NH[row.taught.source_D]
             part = dataclasses.replace(part, hidden_DH=hidden_DH.detach(), head=head.detached())
         parts.append(part)
     return dataclasses.replace(teacher, parts=tuple(parts))

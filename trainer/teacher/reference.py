@@ -22,7 +22,7 @@ from composer_prime.console import pluralize
 from composer_prime.errors import NonFiniteError
 from composer_prime.model_source import weight_files
 from composer_prime.run.run_dir import write_atomic
-from trainer.data.rows import PairsRow, reading_of
+from trainer.data.rows import ScoredDocuments, reading_of
 from trainer.model.policy import Policy
 from trainer.world import World, gather_texts, gather_words
 
@@ -43,12 +43,12 @@ class ReferenceLogprobs:
         if world.first and len(lines) > len(self._values):
             self._save(self._values, anew=True)
 
-    def missing(self, rows: list[PairsRow | None]) -> list[bool]:
+    def missing(self, rows: list[ScoredDocuments | None]) -> list[bool]:
         """Return for each row whether any rank lacks a side. A collective; ranks bring equally many rows."""
         lacking = [int(any(key not in self._values for key in self._keys(pairs))) for pairs in rows]
         return [any(flags) for flags in zip(*gather_words(lacking), strict=True)]
 
-    def compute(self, policy: Policy, rows: list[PairsRow | None]) -> None:
+    def compute(self, policy: Policy, rows: list[ScoredDocuments | None]) -> None:
         """Score the pairs of `rows`, with the base's weights in place. A collective; ranks bring equally many rows.
 
         Raises NonFiniteError when the base gives NaN or infinity.
@@ -69,15 +69,15 @@ class ReferenceLogprobs:
         if self._world.first and of_all_ranks:
             self._save(of_all_ranks, anew=False)
 
-    def of(self, pairs: PairsRow) -> Tensor:
+    def of(self, pairs: ScoredDocuments) -> Tensor:
         """Return the answers' sums, float32 [2 P], in the order of the sides."""
         values = [self._values[key] for key in self._keys(pairs)]
         return torch.tensor(values, dtype=torch.float32).to(self._world.device, non_blocking=True)
 
-    def _keys(self, pairs: PairsRow | None) -> list[str]:
+    def _keys(self, pairs: ScoredDocuments | None) -> list[str]:
         if pairs is None:
             return []
-        return [self._key(ids, start) for ids, start in zip(pairs.documents, pairs.answer_starts, strict=True)]
+        return [self._key(ids, start) for ids, start in zip(pairs.ids, pairs.starts, strict=True)]
 
     def _key(self, ids: np.ndarray, start: int) -> str:
         digest = hashlib.sha256(f"{self._prefix} {start} ".encode())
@@ -105,9 +105,9 @@ def model_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _answer_logprobs(policy: Policy, pairs: PairsRow | None, device: torch.device) -> Tensor:
+def _answer_logprobs(policy: Policy, pairs: ScoredDocuments | None, device: torch.device) -> Tensor:
     """Return the answers' sums, float64 [2 P] on the CPU. Reads one token without pairs, so that ranks stay in step."""
-    documents, starts = (list(pairs.documents), pairs.answer_starts) if pairs else ([], ())
+    documents, starts = (list(pairs.ids), pairs.starts) if pairs else ([], ())
     wanted = [np.arange(start, len(ids)) for ids, start in zip(documents, starts, strict=True)]
     answers = [ids[index] for ids, index in zip(documents, wanted, strict=True)]
     targets = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *answers])).to(device)

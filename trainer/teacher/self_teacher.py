@@ -30,7 +30,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -44,7 +44,8 @@ from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import model_flops
 from composer_prime.packing.prefixes import FlopCost, prefix_layout
-from trainer.data.rows import Documents, PackedRow, reading_of, teacher_passes
+from composer_prime.packing.row import Row
+from trainer.data.rows import PackedRow, reading_of, teacher_passes
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.policy import Policy
 from trainer.teacher.reference import ReferenceLogprobs
@@ -58,10 +59,8 @@ class AuxiliaryLogprobs:
     """What one row's loss needs of other weights."""
 
     teacher: TeacherMixture | None = None
-    reference_logprobs_T: Tensor | None = None
-    """float32 [T], for the KL penalty."""
-    reference_S: Tensor | None = None
-    """float32 [2 P]: each answer's sum under the frozen base; None where replay-DPO has no reference."""
+    references: dict[str, Tensor] = field(default_factory=dict)
+    """By term: the policy's float32 [T], for the KL penalty; replay_dpo's [2 P], each answer's sum."""
 
 
 class SelfTeacher:
@@ -84,13 +83,13 @@ class SelfTeacher:
             )
 
     @torch.no_grad()
-    def prepare(self, rows: Sequence[PackedRow], step: int) -> list[AuxiliaryLogprobs]:
+    def prepare(self, rows: Sequence[PackedRow]) -> list[AuxiliaryLogprobs]:
         """Read what `rows` need under every set of weights that is not the policy's. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
         passes = self._teacher_passes(rows)
-        uncached = self._cache.missing([row.pairs for row in rows]) if self._cache else []
+        uncached = self._cache.missing([row.scored for row in rows]) if self._cache else []
         other_parts: dict[int, TeacherPart] = {}
-        self._policy.eval()  # no dropout
+        self._policy.eval()
         try:
             for name, swapped_in in self._swaps.items():
                 is_reference = name == self._sets.reference
@@ -108,16 +107,16 @@ class SelfTeacher:
                             for index, states_DH in self._states(rows, passes).items()
                         }
                     if scores_pairs and self._cache is not None:
-                        pairs = [row.pairs for row, missing in zip(rows, uncached, strict=True) if missing]
+                        pairs = [row.scored for row, missing in zip(rows, uncached, strict=True) if missing]
                         self._cache.compute(self._policy, pairs)
             policy_states = self._states(rows, passes) if self._policy_share > 0 else {}
         finally:
             self._policy.train()
         for index, (row, result) in enumerate(zip(rows, results, strict=True)):
-            if row.turns > 0:
-                result.teacher = self._mixture(other_parts.get(index), policy_states.get(index), step)
-            if self._cache is not None and row.pairs is not None:
-                result.reference_S = self._cache.of(row.pairs)
+            if row.taught is not None and row.taught.turns > 0:
+                result.teacher = self._mixture(other_parts.get(index), policy_states.get(index))
+            if self._cache is not None and row.scored is not None:
+                result.references["replay_dpo"] = self._cache.of(row.scored)
         return results
 
     def follow(self) -> None:
@@ -148,21 +147,22 @@ class SelfTeacher:
         """Return for each row how many passes the rank with the most takes for teacher documents apart from it."""
         if self._channels.sdpo.weight == 0:
             return [0] * len(rows)
-        apart = [len(row.teacher_readings) for row in rows]
+        apart = [len(row.taught.readings) if row.taught else 0 for row in rows]
         return [max(words) for words in zip(*gather_words(apart), strict=True)]
 
     def _read_reference(self, rows: Sequence[PackedRow], results: Sequence[AuxiliaryLogprobs]) -> None:
         for row, result in zip(rows, results, strict=True):
-            logprobs_R = self._policy(row).logprobs_R
-            result.reference_logprobs_T = logprobs_R if row.policy_T is None else logprobs_R[row.policy_T]
+            logprobs_R, head_rows = self._policy(row).logprobs_R, row.terms["policy"].head_rows
+            result.references["policy"] = logprobs_R if head_rows is None else logprobs_R[head_rows]
 
     def _states(self, rows: Sequence[PackedRow], passes: list[int]) -> dict[int, Tensor]:
         """Return the states of each row's teacher documents. A rank with fewer passes than another reads one token."""
         states: dict[int, Tensor] = {}
         for index, (row, count) in enumerate(zip(rows, passes, strict=True)):
-            idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(row.teacher_readings))
+            readings = row.taught.readings if row.taught else ()
+            idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(readings))
             if count:
-                states[index] = torch.cat([self._policy.states(each) for each in (*row.teacher_readings, *idle)])
+                states[index] = torch.cat([self._policy.states(each) for each in (*readings, *idle)])
         return states
 
     @property
@@ -171,14 +171,14 @@ class SelfTeacher:
         teacher = self._channels.sdpo.teacher
         return {"live": 1.0, "trust_region": teacher.mix}.get(teacher.kind, 0.0)
 
-    def _mixture(self, other: TeacherPart | None, policy_states: Tensor | None, step: int) -> TeacherMixture:
+    def _mixture(self, other: TeacherPart | None, policy_states: Tensor | None) -> TeacherMixture:
         parts = () if other is None else (other,)
         if self._policy_share > 0:
             parts += (TeacherPart(share=self._policy_share, hidden_DH=policy_states, head=None),)
         sdpo = self._channels.sdpo
         return TeacherMixture(
             parts=parts,
-            divergence=lambda student, teacher, targets: divergence(student, teacher, sdpo, targets, step=step),
+            divergence=lambda student, teacher, targets: divergence(student, teacher, sdpo, targets),
         )
 
 
@@ -208,18 +208,19 @@ class ReadCost:
             trained=FlopCost(per_token=(2 + weights + recomputed) * per_token, per_pair=(3 + recomputed) * per_pair),
         )
 
-    def of_teachers(self, documents: Documents, *, share: bool, max_tokens: int | None = None) -> tuple[float, float]:
+    def of_teachers(self, row: Row, *, share: bool, max_tokens: int | None = None) -> tuple[float, float]:
         """Return the FLOPs of a live teacher's documents: (in the samples' row, in passes of their own).
 
-        `share`: common beginnings are computed once. The row is infinitely expensive where it, or with it pairs
-        and demonstrations, would pass `max_tokens` computed tokens.
+        `share`: common beginnings are computed once. The row is infinitely expensive where it, with the units of other
+        terms, would pass `max_tokens` computed tokens.
         """
-        if not documents.batch.turns:
+        if not row.batch.turns:
             return 0.0, 0.0
-        samples, teachers = range(documents.samples), documents.teachers()
-        tokens_of = lambda *parts: [documents.tokens(index) for indices in parts for index in indices]
-        whole = prefix_layout(tokens_of(samples, teachers, documents.sides(), documents.demonstrations()), share=share)
-        passes = teacher_passes(documents, share=share, max_tokens=max_tokens)
+        samples, teachers = range(row.samples), row.teachers()
+        units = range(row.samples, row.first_teacher)
+        tokens_of = lambda *parts: [row.tokens(index) for indices in parts for index in indices]
+        whole = prefix_layout(tokens_of(samples, teachers, units), share=share)
+        passes = teacher_passes(row, share=share, max_tokens=max_tokens)
         apart = sum(self.forward(prefix_layout(tokens_of(each), share=share).trees) for each in passes)
         if max_tokens is not None and len(whole.kept) > max_tokens:
             return math.inf, apart
@@ -228,18 +229,21 @@ class ReadCost:
 
 
 def teachers_in_row(
-    rows: Sequence[Documents], channels: ChannelsConfig, cost: ReadCost, *, share: bool, dropout: bool = False,
+    rows: Sequence[Row],
+    channels: ChannelsConfig,
+    cost: ReadCost,
+    *,
+    share: bool,
     max_tokens: int | None = None,
-) -> list[bool]:  # fmt: skip
+) -> list[bool]:
     """Return for each row whether the samples' forward pass reads a live teacher, by the work of all ranks.
 
-    False for a row that would pass `max_tokens` on any rank, for a teacher with other weights, and where adapters have
-    dropout: in the row the teacher would be as noisy as the student, in a pass of its own it is not. A collective when
+    False for a row that would pass `max_tokens` on any rank, and for a teacher with other weights. A collective when
     SDPO is on with a live teacher.
     """
-    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live" or dropout:
+    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live":
         return [False] * len(rows)
-    costs = [cost.of_teachers(documents, share=share, max_tokens=max_tokens) for documents in rows]
+    costs = [cost.of_teachers(row, share=share, max_tokens=max_tokens) for row in rows]
     saved = [_TOO_LONG if math.isinf(in_row) else int(apart - in_row) for in_row, apart in costs]
     return [sum(flops) > 0 for flops in zip(*gather_words(saved), strict=True)]
 
