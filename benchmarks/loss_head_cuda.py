@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_prime.config.trainer import CHUNK_LOGITS
+from trainer.head.choice import choose_kernels
 from trainer.head.fused import Head, token_statistics
-from trainer.head.kernels import GradientInputs, LogitKernels, TorchLogitKernels, choose_kernels
+from trainer.head.kernels import GradientInputs, LogitKernels, TorchLogitKernels
 
 DEVICE = torch.device("cuda")
 CHECKED = 64

@@ -22,15 +22,17 @@ from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import OptimConfig
 from composer_prime.errors import ConfigError
+from composer_prime.import_path import build_part
 from trainer.model.build import blocks
 from trainer.model.policy import Policy
 from trainer.step import Optimizer
 
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
-    """Return AdamW for all trainable parameters, or Muon for the matrices of the blocks and AdamW for the rest.
+    """Return AdamW for all trainable parameters, Muon for the matrices of the blocks and AdamW for the rest, or the
+    user's optimizer for all.
 
-    Raises ConfigError when nothing is trainable.
+    Raises ConfigError when nothing is trainable, or an optimizer of the user's cannot be built.
     """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not trainable:
@@ -45,6 +47,10 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # norms and biases keep their scale
     ]
     filled = [group for group in groups if group["params"]]
+    if ":" in config.type:
+        given = {"params": filled, "lr": config.lr}
+        own = build_part(config.type, config.settings, {}, "trainer.optim.type", given)
+        return Optimizer([own], config.max_grad_norm)
     adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     parts: list[torch.optim.Optimizer] = [adamw]
     if matrices:

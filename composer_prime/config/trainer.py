@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
@@ -16,8 +16,12 @@ read and written once a chunk, so a chunk must not have too few rows."""
 
 
 class OptimConfig(BaseConfig):
-    type: Literal["adamw", "muon"] = "adamw"
-    """Muon updates matrices of the blocks (each expert's alone where experts are fused), AdamW the rest."""
+    type: str = "adamw"
+    """adamw; muon, which updates matrices of the blocks (each expert's alone where experts are fused) and leaves the
+    rest to AdamW; or `module:Class` of your own, a torch optimizer that takes the parameter groups and lr.
+    """
+    settings: dict[str, Any] = Field(default={})
+    """Further keyword arguments of your own optimizer."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW (and of everything under adamw)."""
     muon_lr: float = Field(default=2e-4, gt=0)
@@ -32,6 +36,19 @@ class OptimConfig(BaseConfig):
     """Muon momentum."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm here; None never clips."""
+
+    @model_validator(mode="after")
+    def _is_known(self) -> OptimConfig:
+        if self.type not in ("adamw", "muon") and ":" not in self.type:
+            raise ValueError(
+                f"trainer.optim.type is {self.type!r}; expected adamw, muon, or `module:Class` of your own"
+            )
+        if self.settings and ":" not in self.type:
+            raise ValueError(
+                f"trainer.optim.settings is {self.settings}, but trainer.optim.type {self.type} has keys of its own: "
+                "remove settings, or name an optimizer of your own"
+            )
+        return self
 
 
 class ScheduleConfig(BaseConfig):

@@ -122,7 +122,9 @@ def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
         part = TeacherPart(share=1.0, hidden_DH=torch.cat(states) if states else None, head=None)
         teacher = TeacherMixture(parts=(part,), divergence=measure)
-    return AuxiliaryLogprobs(teacher=teacher, references={"replay_dpo": torch.stack(sides) if sides else torch.zeros(0)})
+    return AuxiliaryLogprobs(
+        teacher=teacher, references={"replay_dpo": torch.stack(sides) if sides else torch.zeros(0)}
+    )
 
 
 def packed_loss(samples, pairs, budget: int, **options) -> Tensor:

@@ -9,6 +9,7 @@ from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import VOCABULARY, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
 from trainer.head.fused import TeacherMixture, TeacherPart
@@ -38,9 +39,13 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, te
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
         part = TeacherPart(share=1.0, hidden_DH=states, head=None)
         teacher = TeacherMixture(parts=(part,), divergence=measure)
-        auxiliary = AuxiliaryLogprobs(teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)})
+        auxiliary = AuxiliaryLogprobs(
+            teacher=teacher, references={"replay_dpo": torch.zeros(2 * len(pairs), device=CUDA)}
+        )
         settings = LossSettings(terms=CHANNELS.terms(64))
-        parts, broken = loss_of(policy, row, totals(samples, pairs), settings, auxiliary=auxiliary)
+        parts, broken = loss_of(
+            policy, row, totals(samples, [pair_unit(pair) for pair in pairs]), settings, auxiliary=auxiliary
+        )
         assert {parts.total.device, broken.device, *(value.device for value in parts.sums.values())} == {CUDA}
         assert parts.total.requires_grad and parts.total.dtype == torch.float32
 

@@ -9,6 +9,8 @@ import torch
 from test_step import setup, whole
 from torch.distributed.tensor import distribute_tensor
 
+from composer_prime.errors import ConfigError
+
 LR, DECAY, EPS, BETA1, BETA2, MAX_NORM = 1e-2, 0.1, 1e-8, 0.9, 0.95, 0.7
 RATIOS = (0.5, 1.0, 0.25)
 
@@ -55,3 +57,14 @@ def test_steps_are_adamw_s_with_clipping(model_folder, tmp_path, world, kind):
         assert (value.double() - expected).abs().max() < 2e-6, name
         checked.add(start[name].ndim)
     assert checked == {1, 2}
+
+
+def test_an_optimizer_of_the_user_s_is_built_with_its_settings(model_folder, tmp_path, world):
+    # Named by its import path: it gets all trainable parameters, the rate and its own settings; a wrong one is refused.
+    own = {"type": "torch.optim:SGD", "lr": 0.1, "settings": {"momentum": 0.8}}
+    policy, optimizer = setup(model_folder, tmp_path, world, optim=own)
+    (sgd,) = optimizer.parts
+    assert isinstance(sgd, torch.optim.SGD) and {group["momentum"] for group in sgd.param_groups} == {0.8}
+    assert len(list(optimizer.parameters())) == len(list(policy.parameters()))
+    with pytest.raises(ConfigError, match=r"trainer\.optim\.type"):
+        setup(model_folder, tmp_path, world, optim=own | {"settings": {"no_such": 1}})

@@ -166,7 +166,7 @@ def test_attention_that_cannot_be_packed_is_a_configuration_error():
     with pytest.raises(ConfigError, match=r"set model\.attention = 'eager'"):
         difference(build("Gemma2", PACKED, head_dim=8), make_samples(2, 2), 4096)
     with pytest.raises(ConfigError, match=r"model\.attention is 'flash_attention_2'"):
-        attention_name("flash_attention_2", "cpu")
+        attention_name("flash_attention_2", "cpu", torch.bfloat16)
 
 
 def test_bad_rows_are_refused_by_sample():

@@ -30,7 +30,8 @@ from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import CHUNK_LOGITS
 from composer_prime.errors import ConfigError
-from trainer.head.kernels import GradientInputs, LogitKernels, choose_kernels, wide
+from trainer.head.choice import choose_kernels
+from trainer.head.kernels import GradientInputs, LogitKernels, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits (elements) of a block, by device."""
@@ -123,7 +124,7 @@ def token_statistics(
 
     hidden_RH is [R, H]. temperature_R is float [R], or None for 1; the teacher's logits are divided by it too. With
     R = 0 the results are empty and attached to the graph. `chunk_rows` None takes what the device's budget allows,
-    `kernels` None what kernels.choose_kernels chooses.
+    `kernels` None what choice.choose_kernels chooses.
     """
     budget = CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"])
     count = len(targets_R) + (teacher.rows if teacher else 0)

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
-from trainer.head.kernels import check_kernels
+from trainer.head.choice import check_kernels
 from trainer.model.adapters import inject_adapters
 from trainer.model.attention import PACKED, attention_name
 from trainer.model.policy import FORWARD_METHODS, Policy
@@ -50,7 +50,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train; attention or
     head kernels that are not to be had here).
     """
-    attention = attention_name(config.model.attention, world.device.type)
+    attention = attention_name(config.model.attention, world.device.type, world.compute_dtype)
     check_kernels(config.trainer.head_kernels, world.device)
     torch.manual_seed(config.run.seed)
     policy = Policy(
