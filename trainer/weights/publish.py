@@ -22,6 +22,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +51,22 @@ from trainer.world import World
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
 CANARY_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What the thread is to do for one version."""
+
+    version: int
+    tensors: dict[str, Tensor]
+    """All tensors of the plain model, in memory that the next version takes over."""
+    uncopied: list[tuple[Tensor, Tensor]]
+    """(copy, parameter): what the thread copies first, while the optimizer waits."""
+    written: dict[str, Tensor]
+    adapted: list[str]
+    """The names of all tensors where only factors are written; empty otherwise."""
+    canary: Canary | None
+    """None where the thread scores it."""
 
 
 class Publisher:
@@ -112,46 +129,59 @@ class Publisher:
         if version < self.version:  # took over the state of a peer that is further behind
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
-        tensors = self._copies
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
             uncopied = self._copy(policy)
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if not self._world.first:
             return 0
-        # Beside a backward pass a GPU may have no room for it.
-        canary_in_step = self._canary.score(tensors) if self._world.device.type != "cpu" else None
-        names: list[str] = []  # where only factors are written: what they are added to
-        written = tensors
-        if adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys():
-            names = [*tensors]
-            written = adapters
-        size = sum(tensor.nbytes for tensor in written.values())
-
-        def write_and_announce() -> None:
-            for copy, master in uncopied:
-                copy.copy_(master)
-            self._copied.set()
-            canary = canary_in_step or self._canary.score(tensors)
-            # some architectures are stored unfused, under other names than their parameters have
-            stored = dict(written) if names else revert_weight_conversion(self._plain, dict(written))
-            if stored.keys() != tensors.keys():
-                tensors.clear()  # They are not what is written.
-            manifest = Manifest(
-                run_id=self._run_id,
-                version=version,
-                kind="adapters" if names else "anchor",
-                dtype=str(self.dtype).removeprefix("torch."),
-                chunks=[],
-                tensors=dict.fromkeys(names or stored, ""),  # their sums come with the file
-                canary=canary,
-                adapter_scale=self._adapter_scale,
-            )
-            self._write(manifest, stored, size)
-            announce(version)
-
+        publication = self._decide(version, uncopied, adapters)
         self._copied.clear()
-        self._begin(write_and_announce)
-        return size
+        self._begin(lambda: self._finish(publication, announce))
+        return sum(tensor.nbytes for tensor in publication.written.values())
+
+    def _decide(
+        self, version: int, uncopied: list[tuple[Tensor, Tensor]], adapters: dict[str, Tensor] | None
+    ) -> Publication:
+        """Return what the thread writes: the adapters' factors where the nodes have the whole base, else all tensors.
+
+        A GPU may have no room for the canary beside a backward pass, so it is scored here.
+        """
+        tensors = self._copies
+        only_factors = adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys()
+        return Publication(
+            version=version,
+            tensors=tensors,
+            uncopied=uncopied,
+            written=adapters if only_factors and adapters is not None else tensors,
+            adapted=[*tensors] if only_factors else [],
+            canary=self._canary.score(tensors) if self._world.device.type != "cpu" else None,
+        )
+
+    def _finish(self, publication: Publication, announce: Callable[[int], None]) -> None:
+        """Copy, score, write and announce a version. Runs on the thread."""
+        for copy, master in publication.uncopied:
+            copy.copy_(master)
+        self._copied.set()
+        tensors, adapted = publication.tensors, publication.adapted
+        canary = publication.canary or self._canary.score(tensors)
+        # some architectures are stored unfused, under other names than their parameters have
+        written = dict(publication.written)
+        stored = written if adapted else revert_weight_conversion(self._plain, written)
+        size = sum(tensor.nbytes for tensor in written.values())
+        if stored.keys() != tensors.keys():
+            tensors.clear()  # They are not what is written.
+        manifest = Manifest(
+            run_id=self._run_id,
+            version=publication.version,
+            kind="adapters" if adapted else "anchor",
+            dtype=str(self.dtype).removeprefix("torch."),
+            chunks=[],
+            tensors=dict.fromkeys(adapted or stored, ""),  # their sums come with the file
+            canary=canary,
+            adapter_scale=self._adapter_scale,
+        )
+        self._write(manifest, stored, size)
+        announce(publication.version)
 
     def _copy(self, policy: Policy) -> list[tuple[Tensor, Tensor]]:
         """Copy the parameters over the version before. Return what the thread is to copy: (copy, parameter)."""
