@@ -135,9 +135,10 @@ class Publisher:
         if not self._world.first:
             return 0
         publication = self._decide(version, uncopied, adapters)
+        size = sum(tensor.nbytes for tensor in publication.written.values())  # the thread may clear them
         self._copied.clear()
         self._begin(lambda: self._finish(publication, announce))
-        return sum(tensor.nbytes for tensor in publication.written.values())
+        return size
 
     def _decide(
         self, version: int, uncopied: list[tuple[Tensor, Tensor]], adapters: dict[str, Tensor] | None
