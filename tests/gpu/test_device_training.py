@@ -80,6 +80,7 @@ def spawn_ranks(device: str, count: int, folder: Path) -> dict[str, float]:
     return json.loads(processes[0].communicate()[0].strip().splitlines()[-1])
 
 
+@pytest.mark.timeout(900)
 def test_ranks_of_fsdp2_take_the_step_of_one_rank(place, tmp_path):
     # Gradient norm and weights after the step. With one GPU, NCCL runs in a group of one.
     ranks = 2 if place.device == "cpu" else min(2, torch.cuda.device_count())
