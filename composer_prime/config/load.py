@@ -63,7 +63,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 
 def resolve(argv: list[str]) -> CommandLine:
     """Parse as `parse_command_line` does. Raises ConfigError with everything that is wrong."""
-    words = [word for word in _at_files(argv) if word not in ("--dry-run", "--resume")]
+    words = [word for word in argv if word not in ("--dry-run", "--resume")]
     if "--resume" in argv:
         words += ["--run.resume", "true"]
     files, flags = read_layers(words)
@@ -166,25 +166,10 @@ class _Values(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-_FILE_FLAGS = ("--config", "--config-file", "--config_file", "--cfg", "--conf", "--file", "-c", "-f")
-"""How other programs take a configuration file."""
-
-
-def _at_files(words: list[str]) -> list[str]:
-    """Return `words` with `--config FILE`, as other programs take a file, spelled `@ FILE`."""
-    spelled: list[str] = []
-    for number, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        is_flag = name in _FILE_FLAGS and (bool(equals) or number + 1 < len(words))
-        spelled += (["@", value] if equals else ["@"]) if is_flag else [word]
-    return spelled
-
-
 def _refuse_stray_files(words: list[str]) -> None:
     for before, word in zip(["", *words], words, strict=False):
-        if word.partition("=")[0] in _FILE_FLAGS:
-            raise ConfigError(f"{word} needs a file: {program()} @ FILE.toml")
-        if word.endswith(".toml") and not before.startswith("--") and not word.startswith("--"):
+        is_value = before.startswith("--") and "." in before  # as of --orchestrator.hints.templates_file
+        if word.endswith(".toml") and not is_value and not word.startswith("--"):
             raise ConfigError(f"{word}: put @ before a configuration file: {program()} @ {word}")
 
 

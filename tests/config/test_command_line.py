@@ -327,13 +327,14 @@ def test_help_is_short_and_tells_more_by_section(capsys):
     assert ended.value.code == 2 and "--help trainr: no such section" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--config {}", "--config={}", "-c {}", "@ {}", "@{}"])
-def test_a_configuration_file_may_stand_behind_a_flag(flag):
-    # Other programs take it so. Without a file the flag is refused with the way to write it.
-    words = flag.format(Path("configs/a1.toml").resolve()).split()
-    assert resolve([*words, "--run.name", "x"]).config.run.name == "x"
-    with pytest.raises(ConfigError, match=r"needs a file: \S+ @ FILE\.toml"):
-        resolve(["@", str(Path("configs/a1.toml").resolve()), "--config"])
+@pytest.mark.parametrize("words", ["@ {}", "@{}"])
+def test_a_configuration_file_stands_behind_an_at(words):
+    # Behind a flag, as other programs take it, the message shows how to write it.
+    file = str(Path("configs/a1.toml").resolve())
+    assert resolve([*words.format(file).split(), "--run.name", "x"]).config.run.name == "x"
+    with pytest.raises(ConfigError) as refused:
+        resolve(["--config", file])
+    assert f"@ {file}" in str(refused.value)
 
 
 def test_a_module_beside_the_configuration_file_can_be_imported(tmp_path, monkeypatch):
