@@ -17,6 +17,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -99,7 +100,8 @@ def _invite(options: argparse.Namespace) -> tuple[Invite, NodeState]:
 
 
 def _name(options: argparse.Namespace, slot: int) -> str:
-    name = options.name or "".join(c if c.isascii() and c.isprintable() else "-" for c in socket.gethostname())[:150]
+    hostname = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:56]
+    name = options.name or hostname or "node"
     return f"{name}-{slot}" if slot else name
 
 

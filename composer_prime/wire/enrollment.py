@@ -15,6 +15,7 @@ import binascii
 import hashlib
 import importlib.metadata
 import json
+import re
 import shlex
 from typing import Annotated, Self
 
@@ -33,6 +34,8 @@ PROTOCOL = 4
 is an anchor or one patch of it."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi2."
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A name that a shell, a page and a file system take as it is."""
 _CHECK_BYTES = 4
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]

@@ -26,6 +26,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.node_registry import RegisteredNode
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, ModelFile, ModelFiles, sign
 from composer_prime.wire.enrollment import (
+    NODE_NAME,
     PROTOCOL,
     Enroll,
     Enrolled,
@@ -197,6 +198,11 @@ class Admission:
         run, node = (release(), PROTOCOL), (message.release, message.protocol)
         if run != node:
             raise InviteError(other_release(run, node, release_package()))
+        if not NODE_NAME.fullmatch(message.name):
+            raise InviteError(
+                f"the name {message.name!r} is not one to 64 letters, digits, '.', '_' and '-', the first a letter or "
+                "digit: choose another with --name"
+            )
         if message.run_id != self._run_id:
             raise InviteError(
                 f"the invite is of run {message.run_id!r}, here is run {self._run_id!r}: make one with "

@@ -168,6 +168,7 @@ async def test_enrollments_are_refused_with_the_reason(open_gateway, keys, invit
             (enroll(first, run_id="run-2"), "the invite is of run 'run-2', here is run 'run-1'"),
             (enroll(first, release="0.0.1"), f"composer-prime {release()} (protocol {PROTOCOL}), this node 0.0.1 ("),
             (enroll(first, protocol=7), "protocol"),
+            *((enroll(first, name=name), "--name") for name in ("-rf", "a b", "../x", "<b>", "n" * 65)),
         ):
             answer = await link.ask(message)
             assert isinstance(answer, Rejected) and part in answer.reason
