@@ -113,7 +113,7 @@ class Ledger:
         name, url = f"r{number}", self.gateway.http_url
         request = RunRollout(rollout_id=name, task_index=number, model=POLICY, gateway_url=url, timeout_s=TIMEOUT_S)
         result = await runner.run("s", request, order=number)
-        parts = [part for record in result.records for part in record.sampled_by]
+        parts = [part for record in result.records for part in record.answer.sampled_by]
         is_bad = any(node_id == HOSTILE for node_id, _ in parts)
         self.counts["bad offered"] += is_bad
         self.counts["bad in part"] += is_bad and len(parts) > 1
@@ -219,7 +219,7 @@ async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
         # More rollouts than permits: those that wait for an audit hold none.
         pools: Any = {"s": Player(http)}
-        runner = RolloutRunner(pools, gateway.records, Permits(lambda: rollouts, eval_share=0.0), gateway.audits)
+        runner = RolloutRunner(pools, gateway.records, Permits(rollouts, eval_share=0.0), gateway.audits)
 
         async def client() -> None:
             while True:

@@ -23,7 +23,7 @@ sixth of that. Both hold 64 requests and 300,000 tokens.
 
 After each fifth of the groups a fast node is killed. It is noticed after 10 s and comes back, cold, after 60 s. Lost at
 a kill are tokens that the node had sampled and not streamed; `whole` is `ours` with engines that stream nothing. Wasted
-are all tokens that were sampled and are in no answer, those of second nodes included. With several seeds, ratios have
+are all tokens that were sampled and are in no answer. With several seeds, ratios have
 the mean and Student's interval over seeds.
 
 Exit status 1 when ours has, with any seed, fewer groups a second or a longer p90 than another policy, or loses more at
@@ -53,8 +53,9 @@ from composer_prime.cli.ladder.seeds import seeds_text
 from composer_prime.errors import ConfigError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import INT
-from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode
 from orchestrator.gateway.placing import Placing
+from orchestrator.gateway.request_state import GatewayRequest
 
 RATIO_TARGET = 1.6
 _MAX_TOKENS = 4096
@@ -67,13 +68,13 @@ class LeastLoaded(Placing):
     """The node with the fewest requests for its places."""
 
     def free(self, request: GatewayRequest, now: float, oldest: int, newest: int) -> list[AttachedNode]:
-        return [node for node in self._nodes.values()
-                if len(node.leases) < node.places and node.cannot_serve(now, oldest, newest) is None]  # fmt: skip
+        with_room = (node for node in self._nodes.values() if len(node.leases) < node.standing.places)
+        return [node for node in with_room if node.cannot_serve(now, oldest, newest) is None]
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         def load(node: AttachedNode) -> float:
             """A node that claims many places gets more than others only after it has answered that many."""
-            return len(node.leases) / min(node.max_concurrent, UNPROVEN_PLACES + node.answers)
+            return len(node.leases) / min(node.hello.max_concurrent, UNPROVEN_PLACES + node.counters.answers)
 
         return min(free, key=lambda node: (node.cache_is_full, load(node), node.node_id))
 
@@ -122,7 +123,6 @@ class Outcome:
     """Tokens."""
     wasted: float
     """Share of all sampled tokens."""
-    twins: int
 
 
 async def play(fleet: SimulatedFleet, groups: list[Group], concurrent: int) -> Outcome:
@@ -140,7 +140,7 @@ async def play(fleet: SimulatedFleet, groups: list[Group], concurrent: int) -> O
             fleet.targets[name] = turn.answer
             sampling = Sampling(max_tokens=_MAX_TOKENS, seed=1)
             answer = await router.generate(name, session, bytes(INT.itemsize * context), sampling)
-            assert len(answer.token_ids) == turn.answer, "an answer has as many tokens as its trace"
+            assert len(answer) == turn.answer, "an answer has as many tokens as its trace"
             answered += turn.answer
             context += turn.answer
             await asyncio.sleep(turn.tool_s)
@@ -169,29 +169,28 @@ async def play(fleet: SimulatedFleet, groups: list[Group], concurrent: int) -> O
         warm_share=fleet.cached / fleet.prompts,
         lost_at_kills=sum(engine.lost for engine in fleet.engines.values()),
         wasted=1 - answered / sampled,
-        twins=router.counters.twins,
     )
 
 
-POLICIES: dict[str, tuple[type[Placing], bool, bool]] = {
-    "ours": (Placing, True, True),
-    "whole": (Placing, False, True),
-    "session": (StickySession, False, False),
-    "least": (LeastLoaded, False, False),
-    "hash": (ConsistentHash, False, False),
+POLICIES: dict[str, tuple[type[Placing], bool]] = {
+    "ours": (Placing, True),
+    "whole": (Placing, False),
+    "session": (StickySession, False),
+    "least": (LeastLoaded, False),
+    "hash": (ConsistentHash, False),
 }
-"""Placing, whether nodes stream, and whether the last siblings get a second node."""
+"""Placing, and whether nodes stream."""
 
 
 def simulate(name: str, groups: list[Group], concurrent: int, quantum_s: float) -> Outcome:
     """Run one policy in a loop of its own, with its clock as the process's monotonic clock."""
-    policy, streams, twins = POLICIES[name]
+    policy, streams = POLICIES[name]
     loop, clock = SimulatedLoop(), time.monotonic
     time.monotonic = loop.time
     try:
 
         async def scenario() -> Outcome:
-            fleet = SimulatedFleet(loop, policy(), streams=streams, twins=twins, quantum_s=quantum_s)
+            fleet = SimulatedFleet(loop, policy(), streams=streams, quantum_s=quantum_s)
             return await play(fleet, groups, concurrent)
 
         return loop.run_until_complete(scenario())
@@ -202,12 +201,12 @@ def simulate(name: str, groups: list[Group], concurrent: int, quantum_s: float) 
 
 def compare(groups: list[Group], concurrent: int, quantum_s: float) -> dict[str, Outcome]:
     outcomes = {}
-    print("policy    groups/s   p50 s   p90 s   warm  lost at kills  wasted  twins  CPU s")
+    print("policy    groups/s   p50 s   p90 s   warm  lost at kills  wasted  CPU s")
     for name in POLICIES:
         cpu = time.process_time()
         one = outcomes[name] = simulate(name, groups, concurrent, quantum_s)
         print(f"{name:8s} {one.groups_per_s:9.3f} {one.group_p50_s:7.1f} {one.group_p90_s:7.1f} {one.warm_share:6.1%} "
-              f"{one.lost_at_kills:14d} {one.wasted:7.2%} {one.twins:6d} {time.process_time() - cpu:6.1f}",
+              f"{one.lost_at_kills:14d} {one.wasted:7.2%} {time.process_time() - cpu:6.1f}",
               flush=True)  # fmt: skip
     return outcomes
 

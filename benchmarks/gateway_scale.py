@@ -13,18 +13,15 @@ turns     CPU of the gateway's process a turn, its threads included, with prompt
           the more turns the gateway handles at a wake-up, the less each costs. What it takes without any request is
           measured before and left out.
 placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
-processes turns per second and CPU a turn with 1 and 2 gateway processes (orchestrator.gateway_processes), by
-          turns in one run. The router's share is what one core has to carry, however many processes there are.
 flood     turns per second with and without a second node that floods the link, and the growth of resident memory.
 open      lag of the router's event loop with that many rollouts open, each with a request at the node or on its way:
-          as it is, with everything that existed at the start exempted from garbage collections, as the orchestrator
-          does, and with a second gateway process too.
+          as it is, and with everything that existed at the start exempted from garbage collections, as the
+          orchestrator does.
 
 The exit status is 1 when the packed form costs more than JSON at any size, when its cost at 32k is above 1.5 times that
-at 205, when placing at 1000 nodes is above twice that at 1, when a second process saves the router nothing, when a
-flood costs more than 15 % of the turns per second or more than 32 MiB, or when the lag's 99th percentile reaches 50 ms.
-On a busy machine the loop is also late because others hold the CPU: `own` is what the gateway's work explains of the
-lag.
+at 205, when placing at 1000 nodes is above twice that at 1, when a flood costs more than 15 % of the turns per second
+or more than 32 MiB, or when the lag's 99th percentile reaches 50 ms. On a busy machine the loop is also late because
+others hold the CPU: `own` is what the gateway's work explains of the lag.
 """
 
 from __future__ import annotations
@@ -40,27 +37,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from orchestrator_scale import HttpDriver, Load, measure, node_process, served_gateway
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.event_loop import freeze_startup
-from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.routing import Router
 
 FLAT_TARGET, PLACING_TARGET, LAG_TARGET_S = 1.5, 2.0, 0.05
 FLOOD_TARGET, GROWTH_TARGET_MIB = 0.85, 32
 FORMS = ("json", "packed")
-PROCESSES = (1, 2)
-OPEN_STATES = {"as it is": (False, 1), "frozen": (True, 1), "frozen, 2 processes": (True, 2)}
-"""Whether what exists at the start is exempted from garbage collections, and processes that serve HTTP."""
+OPEN_STATES = {"as it is": False, "frozen": True}
+"""Whether what exists at the start is exempted from garbage collections."""
 _NUM_TOKENS = 16
 """Tokens of each answer in the parts turns and placing."""
 _PLACED_AT_ONCE = 64
@@ -147,16 +142,17 @@ async def measure_placing(levels: list[int], requests: int) -> dict[int, float]:
 async def _place(num_nodes: int, requests: int) -> float:
     placed: list[tuple[AttachedNode, Generate]] = []
 
-    def send(node: AttachedNode, message: ToNode) -> bool:
+    def send(identity: bytes, message: ToNode) -> bool:
         if isinstance(message, Generate):
-            placed.append((node, message))
+            placed.append((attached[identity], message))
         return True
 
-    router = Router(send, vocab_size=32_000, suspend_s=1.0, no_node_timeout_s=60.0, request_timeout_s=60.0)
+    attached: dict[bytes, AttachedNode] = {}
+    router = Router(Nodes(), send, vocab_size=32_000, suspend_s=1.0, no_node_timeout_s=60.0, request_timeout_s=60.0)
     for index in range(num_nodes):
         hello = NodeHello(node_id=f"n{index}", engine="none", run_id=None, version=0, max_concurrent=128,
                           instance=f"n{index}")  # fmt: skip
-        router.nodes.attach(f"n{index}".encode(), hello)
+        attached[hello.node_id.encode()] = router.attach(hello.node_id.encode(), hello)
     prompt, sampling = pack_ints(range(205)), Sampling(max_tokens=256)
     ids, logprobs = pack_ints(range(_NUM_TOKENS)), pack_floats([-0.5] * _NUM_TOKENS)
     done, cpu = 0, 0.0
@@ -176,45 +172,6 @@ async def _place(num_nodes: int, requests: int) -> float:
         placed.clear()
         done += _PLACED_AT_ONCE
     return 1e6 * cpu / done
-
-
-async def measure_processes(repeats: int) -> dict[str, dict[str, float]]:
-    """Return turns a second and milliseconds of CPU a turn, by number of processes and form."""
-    load, case = Load(concurrent=64, rollouts_per_slot=1, turns=10, spread_s=0.0), CASES[1]
-    print(f"processes: prompts of {case.name}, {load.concurrent} rollouts of {load.turns} turns at a time, median of "
-          f"{repeats} runs")  # fmt: skip
-    runs: dict[tuple[int, str], list[dict[str, float]]] = {key: [] for key in itertools.product(PROCESSES, FORMS)}
-    with tempfile.TemporaryDirectory() as folder:
-        async with AsyncExitStack() as stack:
-            gateways = {
-                count: await stack.enter_async_context(
-                    served_gateway(Path(folder, str(count)), 64, 0.0, _NUM_TOKENS, max_context=8192, processes=count)
-                )
-                for count in PROCESSES
-            }
-            idle_share = await _idle_share()
-            for _, count, form in itertools.product(range(repeats), PROCESSES, FORMS):
-                gateway = gateways[count]
-                others = [psutil.Process(pid) for pid in (gateway.processes.pids if gateway.processes else ())]
-                cpu_s, others_cpu_s, wall_s = time.process_time(), _cpu_s(others), time.monotonic()
-                await _driver(case, form).play(gateway, load)
-                cpu_s, others_cpu_s = time.process_time() - cpu_s, _cpu_s(others) - others_cpu_s
-                wall_s, turns = time.monotonic() - wall_s, load.rollouts * load.turns
-                router_ms = 1000 * (cpu_s - idle_share * wall_s) / turns
-                figures = {"rate": turns / wall_s, "router_ms": router_ms, "others_ms": 1000 * others_cpu_s / turns}
-                runs[count, form].append(figures)
-    print("processes  form     turns/s   CPU a turn: router   all others")
-    result = {}
-    for (count, form), several in runs.items():
-        median = {name: statistics.median(one[name] for one in several) for name in several[0]}
-        result[f"{count} {form}"] = median
-        print(f"{count:9d}  {form:6s} {median['rate']:9.0f} {median['router_ms']:17.2f} ms "
-              f"{median['others_ms']:9.2f} ms")  # fmt: skip
-    return result
-
-
-def _cpu_s(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 async def measure_flood() -> dict[str, float]:
@@ -247,12 +204,12 @@ async def measure_open(num_open: int, delay_s: float, turns: int) -> dict[str, d
     """Return the lag in each of OPEN_STATES."""
     print(f"open: {num_open} rollouts of {turns} turns, the node answers after {delay_s:g} s, packed")
     figures = {}
-    for state, (is_frozen, processes) in OPEN_STATES.items():
+    for state, is_frozen in OPEN_STATES.items():
         gc.unfreeze()
         if is_frozen:
             freeze_startup()
         with longest_collection() as pause:
-            figures[state] = await _open(num_open, delay_s, turns, processes)
+            figures[state] = await _open(num_open, delay_s, turns)
         figures[state]["collection_s"] = pause["s"]
         print(f"{state}: the longest of {pause['count']:.0f} full garbage collections took {1000 * pause['s']:.0f} ms "
               "of CPU", flush=True)  # fmt: skip
@@ -281,9 +238,9 @@ def longest_collection() -> Iterator[dict[str, float]]:
         gc.callbacks.remove(note)
 
 
-async def _open(num_open: int, delay_s: float, turns: int, processes: int) -> dict[str, float]:
+async def _open(num_open: int, delay_s: float, turns: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        async with served_gateway(Path(folder), num_open, delay_s, 64, processes=processes) as gateway:
+        async with served_gateway(Path(folder), num_open, delay_s, 64) as gateway:
             load = Load(concurrent=num_open, rollouts_per_slot=1, turns=turns, spread_s=delay_s)
             result = await measure(gateway, HttpDriver(1, "--packed"), load, delay_s)
     ms = 1000.0
@@ -318,10 +275,6 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
         answers.append((text, share >= FLOOD_TARGET))
         answers.append((f"resident memory grew by {grown:.1f} MiB, at most {GROWTH_TARGET_MIB}",
                         grown <= GROWTH_TARGET_MIB))  # fmt: skip
-    if processes := figures.get("processes"):
-        share = {form: processes[f"2 {form}"]["router_ms"] / processes[f"1 {form}"]["router_ms"] for form in FORMS}
-        text = f"2 processes: {share['packed']:.2f} of the CPU a turn at the router, below 1 (JSON {share['json']:.2f})"
-        answers.append((text, share["packed"] < 1))
     if lag := figures.get("open", {}).get("frozen"):
         text = f"lag p99 {1000 * lag['lag_p99_s']:.1f} ms, below {1000 * LAG_TARGET_S:.0f}"
         answers.append((f"{text} (own work {1000 * lag['own_lag_p99_s']:.1f} ms)", lag["lag_p99_s"] < LAG_TARGET_S))
@@ -336,8 +289,6 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         figures["turns"] = await measure_turns(args.repeats)
     if "placing" in args.parts:
         figures["placing"] = await measure_placing(args.nodes, args.placed)
-    if "processes" in args.parts:
-        figures["processes"] = await measure_processes(args.repeats)
     if "flood" in args.parts:
         figures["flood"] = await measure_flood()
     if "open" in args.parts:
@@ -347,7 +298,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parts = ("turns", "placing", "processes", "flood", "open")
+    parts = ("turns", "placing", "flood", "open")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case and form")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 256, 1000])

@@ -176,7 +176,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
-def scale_config(model_dir: Path, concurrent: int, max_context: int, processes: int = 1) -> Config:
+def scale_config(model_dir: Path, concurrent: int, max_context: int) -> Config:
     """Return the configuration of a gateway for `concurrent` rollouts."""
     source = {"name": "scale", "taskset": {"id": "none"}, "timeout_s": 600.0}
     return Config.model_validate(
@@ -184,7 +184,7 @@ def scale_config(model_dir: Path, concurrent: int, max_context: int, processes: 
             "run": {"name": "orchestrator-scale"},
             "model": {"path": str(model_dir), "max_context": max_context},
             "trainer": {"micro_batch_tokens": max(4096, max_context)},
-            "orchestrator": {"source": [source], "max_concurrent": concurrent, "gateway_processes": processes},
+            "orchestrator": {"source": [source], "max_concurrent": concurrent},
         }
     )
 
@@ -211,13 +211,13 @@ async def run(args: argparse.Namespace) -> list[Result]:
 
 @asynccontextmanager
 async def served_gateway(
-    root: Path, concurrent: int, delay_s: float, num_tokens: int, *, max_context: int = 2048, processes: int = 1
+    root: Path, concurrent: int, delay_s: float, num_tokens: int, *, max_context: int = 2048
 ) -> AsyncIterator[Gateway]:
     """A gateway for `concurrent` rollouts whose one node answers after `delay_s` with `num_tokens`."""
     root.mkdir(exist_ok=True)
     (root / "config.json").write_text(json.dumps({"vocab_size": _VOCAB}))
     keys = RunKeys.create(root / "keys")
-    config, store = scale_config(root, concurrent, max_context, processes), WeightStore(root / "w")
+    config, store = scale_config(root, concurrent, max_context), WeightStore(root / "w")
     gateway = Gateway(config, keys, "scale", store, model_dir=root)
     await gateway.start()
     try:

@@ -36,8 +36,9 @@ from composer_prime.wire.node import (
     Status,
     ToNode,
 )
+from composer_prime.wire.packed_answer import PackedAnswer
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.turns import JSON, HeldPrompts, PackedAnswer, TurnClient
+from composer_prime.wire.turns import JSON, HeldPrompts, TurnClient
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 
 HEARTBEAT_S = 1.0

@@ -128,11 +128,8 @@ def free_port() -> int:
 class HeldPort:
     """A port of a run's gateway, which belongs to that run until `close`, whether or not anybody listens there yet."""
 
-    def __init__(self, host: str, port: int, *, shared: bool = False) -> None:
-        """Port 0 takes a free one. With `shared`, other processes of this user may listen there, too.
-
-        Raises PortInUseError when another process holds it.
-        """
+    def __init__(self, host: str, port: int) -> None:
+        """Port 0 takes a free one. Raises PortInUseError when another process holds it."""
         self.number = port
         self.socket = socket.socket()
         self._lock = socket.socket(socket.AF_UNIX)
@@ -152,8 +149,6 @@ class HeldPort:
                 "another port (0 takes a free one)"
             ) from None
         self.url = f"http://{host}:{self.number}"
-        if shared:  # Not before: then it would join another run's port.
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
     def close(self) -> None:
         self.socket.close()

@@ -37,7 +37,7 @@ async def evaluate(
 
     Raises EnvironmentWorkerError when the workers of a source are gone.
     """
-    runner = RolloutRunner(pools, gateway.records, Permits(gateway.adaptive.limit, eval_share=1.0))
+    runner = RolloutRunner(pools, gateway.records, Permits(config.max_concurrent, eval_share=1.0))
     requests = RequestFactory(config=config, gateway_url=f"{gateway.http_url}/v1", seed=seed)
     failures = FailureLog(path=run_dir.failed_rollouts)
     done = _played(run_dir)

@@ -282,7 +282,6 @@ class Pipeline:
 
     async def _advance(self, training: Training) -> None:
         while True:
-            training.permits.grant()
             await training.scheduler.advance()
             # Nodes whose weights no future batch accepts get no work until they have caught up. While a batch is
             # formed ahead, this may be true of all nodes. Then the newest version serves, for evaluations.

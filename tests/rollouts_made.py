@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
-from composer_prime.wire.node import Sampling
-from composer_prime.wire.types import Sample, VersionSpan
+from composer_prime.wire.types import Sample
 from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord, ToolCall
 from tests.chat_models import chat
+from tests.records_made import record_of
 
 ADD = {
     "type": "function",
@@ -30,9 +29,6 @@ ADD = {
 }
 MINUS = {"type": "function", "function": {"name": "minus", "description": "", "parameters": {"type": "object"}}}
 TOOLS = [ADD, MINUS]
-_SAMPLING = Sampling(
-    max_tokens=64, temperature=1.0, top_p=1.0, top_k=0, seed=1, stop=[], stop_token_ids=[], ignore_eos=False
-)
 PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
 
 
@@ -74,12 +70,13 @@ def play(
     prompt = list(renderer.render_ids([{"role": "user", "content": question}], tools=TOOLS, add_generation_prompt=True))
     records = []
     for number, step in enumerate(steps):
+        name = f"{rollout_id}/{number}"
         end = "<|im_end|>" if step.finish == "stop" else ""
         ids = tokenizer.encode(step.text + end, add_special_tokens=False)
-        records.append(_record(rollout_id, prompt, ids, step.finish))
+        records.append(record_of(rollout_id, prompt, ids, finish=step.finish, record_id=name))
         calls = [ToolCall(id="c", name=name, arguments=arguments) for name, arguments in step.calls]
         turns.append(MessageRecord(role="assistant", text=step.text, num_tokens=len(ids), call=number, tool_calls=calls,
-                                parent=len(turns) - 1))  # fmt: skip
+                                   record_id=name, parent=len(turns) - 1))  # fmt: skip
         if step.reply is None:
             break
         told = {"role": "tool", "tool_call_id": "c", "content": step.reply}
@@ -96,17 +93,3 @@ def play(
         RolloutResult(reply=reply, records=records), sibling=0, seed=1, samples=samples, failure=None, earlier=[]
     )
     return PlayedRollout(rollout, samples, records)
-
-
-def _record(session: str, prompt: list[int], ids: list[int], finish: str) -> GenerationRecord:
-    return GenerationRecord(
-        session=session,
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(ids, np.int32),
-        logprobs=np.full(len(ids), -0.5, np.float32),
-        version_spans=(VersionSpan(0, len(ids), 0),) if ids else (),
-        finish_reason=finish,
-        sampling=_SAMPLING,
-        node_id="n",
-        time=0.0,
-    )

@@ -17,10 +17,9 @@ from composer_prime.wire.node import (
     ToNode,
 )
 from composer_prime.wire.types import INT, VersionSpan, pack_floats, pack_ints
-from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.twins import start_twins
 
 PLACES = 64
 SLOWNESS = 6.0
@@ -28,7 +27,7 @@ MEMORY = 300_000
 """Tokens."""
 NOTICED_S, AWAY_S = 10.0, 60.0
 STREAM_S = 2.0
-BEAT_S, TWINS_S = 2.0, 1.0
+BEAT_S = 2.0
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
@@ -83,7 +82,7 @@ class SimulatedEngine:
         hello = NodeHello(node_id=self.name, engine="local", run_id=None, version=0, max_concurrent=PLACES,
                           device=ComputeDevice(name="alike", dtype="bfloat16"),
                           instance=f"{self.name}-{self.fleet.loop.now}")  # fmt: skip
-        self.node = self.fleet.router.nodes.attach(self.name.encode(), hello)
+        self.node = self.fleet.router.attach(self.name.encode(), hello)
         self.fleet.router.place()
 
     def take(self, message: Generate) -> None:
@@ -180,19 +179,26 @@ def _tokens(count: int) -> tuple[bytes, bytes, list[VersionSpan]]:
 class SimulatedFleet:
     """A router with the fleet's engines behind it."""
 
-    def __init__(self, loop: SimulatedLoop, policy: Placing, *, streams: bool, twins: bool, quantum_s: float) -> None:
-        self.loop, self.streams, self.twins, self.quantum_s = loop, streams, twins, quantum_s
+    def __init__(self, loop: SimulatedLoop, policy: Placing, *, streams: bool, quantum_s: float) -> None:
+        self.loop, self.streams, self.quantum_s = loop, streams, quantum_s
         self.targets: dict[str, int] = {}
-        self.router = Router(self._send, vocab_size=100, suspend_s=10.0, no_node_timeout_s=1e6, request_timeout_s=1e6,
-                             placing=policy)  # fmt: skip
+        self.router = Router(
+            Nodes(),
+            self._send,
+            vocab_size=100,
+            suspend_s=10.0,
+            no_node_timeout_s=1e6,
+            request_timeout_s=1e6,
+            placing=policy,
+        )
         self.engines = {f"{kind}{i}": SimulatedEngine(f"{kind}{i}", slowness, self)
                         for kind, slowness in (("fast", 1.0), ("slow", SLOWNESS)) for i in range(4)}  # fmt: skip
         for engine in self.engines.values():
             engine.attach()
         self.cached = self.prompts = 0
 
-    def _send(self, node: AttachedNode, message: ToNode) -> bool:
-        engine = self.engines[node.node_id]
+    def _send(self, identity: bytes, message: ToNode) -> bool:
+        engine = self.engines[identity.decode()]
         if engine.alive and isinstance(message, Generate):
             engine.take(message)
         elif isinstance(message, CancelGenerate):
@@ -200,7 +206,7 @@ class SimulatedFleet:
         return True
 
     async def run(self) -> None:
-        beat_at = twins_at = 0.0
+        beat_at = 0.0
         while True:
             await asyncio.sleep(self.quantum_s)
             for engine in self.engines.values():
@@ -210,14 +216,11 @@ class SimulatedFleet:
             if self.loop.now >= beat_at:
                 self._beat()
                 beat_at = self.loop.now + BEAT_S
-            if self.twins and self.loop.now >= twins_at:
-                start_twins(self.router)
-                twins_at = self.loop.now + TWINS_S
 
     def _beat(self) -> None:
         for engine in self.engines.values():
             if engine.alive and engine.node is not None:
-                self.router.nodes.update_status(engine.node, Status(
+                self.router.update_status(engine.node, Status(
                     version=0, running=len(engine.running), waiting=len(engine.waiting),
                     kv_used=min(1.0, engine.held() / MEMORY), kv_tokens=MEMORY,
                     tokens_per_s=1.0, canary_error=None))  # fmt: skip
@@ -230,6 +233,6 @@ class SimulatedFleet:
         engine.alive, engine.running, engine.waiting = False, {}, {}
         await asyncio.sleep(NOTICED_S)
         if engine.node is not None:
-            self.router.nodes.leave(engine.node, "silent")
+            self.router.leave(engine.node, "silent")
         await asyncio.sleep(AWAY_S)
         engine.attach()

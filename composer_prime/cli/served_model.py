@@ -227,5 +227,5 @@ def _on_loopback(config: Config) -> Config:
     """Return `config` with free loopback ports, one gateway process, and no audits: the node is this command's own."""
     audit = config.orchestrator.audit.model_copy(update={"enabled": False})
     addresses = {"node_address": "tcp://127.0.0.1:0", "step_address": "tcp://127.0.0.1:0", "gateway_port": 0}
-    changes = {**addresses, "audit": audit, "gateway_processes": 1}
+    changes = {**addresses, "audit": audit}
     return config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update=changes)})

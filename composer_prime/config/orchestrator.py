@@ -283,7 +283,7 @@ class OrchestratorConfig(BaseConfig):
     With [diloco], counted in full sweeps.
     """
     max_concurrent: int = Field(default=64, ge=1)
-    """Maximum concurrent rollouts; the adaptive limit stays below it."""
+    """Rollouts that run at a time."""
     max_retries: int = Field(default=2, ge=0)
     """Retries of a failed rollout before its group continues without it."""
     filter_zero_advantage: bool = True
@@ -310,10 +310,6 @@ class OrchestratorConfig(BaseConfig):
     """Recorded conversations to add to the steps, for SFT."""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     """Loopback HTTP port of the gateway; 0 chooses a free one."""
-    gateway_processes: int = Field(default=1, ge=1, le=64)
-    """Processes that serve the gateway's HTTP port. Above 1, they parse, render and encode for the process that routes.
-    Linux only.
-    """
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     weights: WeightServiceConfig = WeightServiceConfig()
@@ -342,15 +338,6 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.source weights of {names} are all 0, so there is no task to train on: give one a weight "
                 "above 0 (an evaluation alone is run.max_steps = 0)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _gateway_processes_are_used(self) -> OrchestratorConfig:
-        if self.gateway_processes > max(1, self.max_concurrent):
-            raise ValueError(
-                f"orchestrator.gateway_processes is {self.gateway_processes}, but orchestrator.max_concurrent is "
-                f"{self.max_concurrent}: more processes have no use; set gateway_processes <= {self.max_concurrent}"
             )
         return self
 

@@ -14,6 +14,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 REMOVED: dict[str, str] = {
+    "orchestrator.gateway_processes": "the orchestrator's process serves the gateway's port",
     "inference.max_usd_per_million": "no node is drained for its price: `orchestrator nodes` shows dollars per million "
     "trained tokens, and `orchestrator drain NODE` sends one away",
     "inference.worth_window_s": "`orchestrator nodes` shows trained tokens a second over ten minutes",

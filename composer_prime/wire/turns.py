@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from composer_prime.wire.types import INT, VersionSpan, floats, ints, pack_ints
+from composer_prime.wire.packed_answer import PackedAnswer
+from composer_prime.wire.types import INT, ints, pack_ints
 
 POLICY = "policy"
 """The model name under which requests ask for the policy that is trained."""
@@ -61,38 +62,6 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     digest: Annotated[bytes, Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
     """Of its int32 ids."""
-
-
-class PackedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request sampled."""
-
-    request_id: str
-    token_ids: bytes
-    """int32 [T_new], the stop token included when one ended the turn."""
-    logprobs: bytes
-    """float32 [T_new]."""
-    finish_reason: str
-    """stop | length."""
-    version_spans: list[VersionSpan]
-    prompt_cached: int
-    """Prompt tokens that the node had cached."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the body of vLLM's /inference/v1/generate, with the version spans added."""
-        ids = ints(self.token_ids).tolist()
-        logprobs = floats(self.logprobs).tolist()
-        # Renderers' client checks the form of `token`.
-        content = [{"token": f"token_id:{i}", "logprob": value} for i, value in zip(ids, logprobs, strict=True)]
-        choice = {
-            "index": 0,
-            "token_ids": ids,
-            "finish_reason": self.finish_reason,
-            "logprobs": {"content": content},
-            "weight_versions": [
-                {"version": str(span.version), "start": span.start, "end": span.end} for span in self.version_spans
-            ],
-        }
-        return {"request_id": self.request_id, "choices": [choice], "version_spans": self.version_spans}
 
 
 _ANSWER_DECODER = msgspec.msgpack.Decoder(PackedAnswer)

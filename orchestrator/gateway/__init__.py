@@ -1,7 +1,6 @@
 """The gateway between environments and inference nodes. Read gateway.py first.
 
-http -> generation -> routing -> nodes, and link between routing and the nodes' sockets. processes/ puts http into
-processes of its own.
+http -> generation -> routing -> nodes, and link between routing and the nodes' sockets.
 """
 
 from orchestrator.gateway.gateway import Gateway

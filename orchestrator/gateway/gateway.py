@@ -3,7 +3,7 @@
     environment worker --HTTP, loopback--> http.py -> generation.py -> routing.py -> link.py --CURVE ZMQ--> node
                                                           |                ^             <-- answer, heartbeat --
                                                        records             |
-    orchestrator: records.open(rollout) ... take    tick task: lost nodes, deadlines, adaptive limit
+    orchestrator: records.open(rollout) ... take    tick task: lost nodes, deadlines
 
 Three kinds of tasks run besides aiohttp's: the link's receiver, the tick, and weight chunks being read in threads. A
 request waits for a node (orchestrator.no_node_timeout_s), and for a place and its answer (the longest source's
@@ -35,15 +35,13 @@ from composer_prime.wire.node import Drain, NewVersion
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE, POLICY
 from orchestrator.event_loop import LoopLag, watched
-from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer
-from orchestrator.gateway.generation import GenerationRecord, Generator, RolloutRecords
+from orchestrator.gateway.generation import Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer, state_routes
 from orchestrator.gateway.link import NodeLink
-from orchestrator.gateway.processes import GatewayProcesses, ProcessSettings
+from orchestrator.gateway.nodes import Nodes
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.twins import start_twins
 from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
 from orchestrator.swarm import Admission, build_swarm
 
@@ -83,25 +81,22 @@ class Gateway:
         self.version: int | None = None
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
-        self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self._admission = Admission(config, keys, run_id, model_dir)
         self._node_socket = NodeSocket(keys, config.model.max_context, self._admission.is_admitted)
-        send = lambda node, message: self._node_socket.send(node.identity, message)
         self.router = Router(
-            send,
+            Nodes(),
+            self._node_socket.send,
             vocab_size=vocab_size,
             suspend_s=inference.lost_after_s,
             no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=max((source.timeout_s for source in orchestrator.source), default=0.0),
         )
-        join_hint = lambda: how_to_join(self._node_socket.endpoint, config.model.path, keys.folder / "node.token")
-        self.waits = Waits(self.router, join_hint)
+        self.waits = Waits(self.router, partial(_join_hint, self._node_socket, config, keys))
         self._config = config
         self._run_id = run_id
         self._model_dir = model_dir
         self._verifier = keys.verifier()
         self._chunks = ChunkServer(weight_store, self._admission.chunk)
-        self.records = RolloutRecords(on_taken=self.router.forget, on_recorded=self._offer_for_audit)
         self._link = self._build_link()
         self._swarm = build_swarm(
             config,
@@ -111,20 +106,17 @@ class Gateway:
             router=self.router,
             store=weight_store,
             chunks=self._chunks,
-            send=send,
+            send=self.router.send,
             weights_sent=self._link.weights_sent,
             on_quarantine=partial(reclaim_quarantined, self.router),
         )
         self.audits, self.accounts = self._swarm.audits, self._swarm.accounts
         """Audits are None unless answers are audited."""
+        self.records = RolloutRecords(self.router, self.audits)
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
         self._token = os.environ.get(GATEWAY_TOKEN_VARIABLE)
         self._http = self._build_http()
-        self.processes: GatewayProcesses | None = None
-        """Serve HTTP in processes of their own; None where this process does."""
-        if orchestrator.gateway_processes > 1:
-            self.processes = GatewayProcesses(orchestrator.gateway_processes, self._generator.answer, self._fail)
         self._port: HeldPort | None = None
         """Where turns are asked for; None before `start`."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,20 +156,6 @@ class Gateway:
             others=state_routes(token=self._token, health=self._health, metrics=self.state, control=control),
         )
 
-    def _process_settings(self, port: int) -> ProcessSettings:
-        model = self._config.model
-        return ProcessSettings(
-            host=_LOOPBACK,
-            port=port,
-            router_url=self._http.url,
-            token=self._token,
-            model_names=(POLICY, model.path),
-            model_dir=str(self._model_dir),
-            renderer=model.renderer,
-            max_context=model.max_context,
-            answer_timeout_s=self.router.request_timeout_s,
-        )
-
     async def start(self) -> None:
         """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
         orchestrator = self._config.orchestrator
@@ -186,12 +164,8 @@ class Gateway:
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
-            port = self._port = HeldPort(_LOOPBACK, orchestrator.gateway_port, shared=self.processes is not None)
-            if self.processes is None:
-                await self._http.start(port.socket)
-            else:
-                await self._http.start(socket.create_server((_LOOPBACK, 0)))
-                await self.processes.start(self._process_settings(port.number), partial(self._http.listen, port.socket))
+            self._port = HeldPort(_LOOPBACK, orchestrator.gateway_port)
+            await self._http.start(self._port.socket)
         except BaseException:
             await self.close()
             raise
@@ -206,8 +180,6 @@ class Gateway:
         self.lag.stop()
         self.accounts.close()
         self.router.close("the orchestrator is stopping: try again once it runs")
-        if self.processes is not None:
-            await self.processes.close()
         await self._http.close()
         if self._port is not None:
             self._port.close()
@@ -278,17 +250,13 @@ class Gateway:
         """Whether a node that an audit caught sampled one of these rollouts, and no audit has cleared that rollout."""
         return self._swarm.is_tainted(rollout_ids)
 
-    def _offer_for_audit(self, record: GenerationRecord, rollout_id: str) -> None:
-        if self.audits is not None:
-            self.audits.offer(record, rollout_id)
-
     # -- upkeep --------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """Every half heartbeat end silent nodes and overdue requests; every heartbeat adjust the limit."""
+        """End silent nodes and overdue requests, every half heartbeat."""
         inference = self._config.inference
         interval_s = min(inference.heartbeat_s / 2, 1.0)
-        last = next_observation = time.monotonic()
+        last = time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
             now = time.monotonic()
@@ -298,25 +266,14 @@ class Gateway:
                 logger.warning("the event loop stood still; lost nodes are looked for in the next round")
                 continue
             router = self.router
-            if self.processes is not None:
-                self.processes.end_silent()
             self._link.end_revoked()
             is_behind = now - self._node_socket.behind_at < inference.lost_after_s
-            router.nodes.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if is_behind else 1))
+            router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if is_behind else 1))
             reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
-            start_twins(router)
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)
             self._swarm.control.tick()
-            if now >= next_observation:
-                next_observation = now + inference.heartbeat_s
-                reports = {
-                    node.node_id: status for node in router.serving() if (status := node.credible_status) is not None
-                }
-                queued = self.waits.queued_for_the_fleet()
-                elsewhere = router.queued - queued
-                self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -350,8 +307,6 @@ class Gateway:
                 "chunk_bytes_sent": self._chunks.bytes_sent,
                 "chunk_requests_dropped": self._chunks.dropped,
             },
-            "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
-            "processes": {} if self.processes is None else self.processes.figures(),
             "loop_lag": self.lag.metrics(reset=False),
         }
 
@@ -376,19 +331,20 @@ class Gateway:
             "gateway/tokens": counters.tokens,
             "gateway/tokens_resumed": counters.tokens_resumed,
             "gateway/tokens_lost": counters.tokens_lost,
-            "gateway/twins": counters.twins,
             "gateway/warm_share": self.router.placing.warm_share,
-            "gateway/limit": self.adaptive.limit(),
             "gateway/records_bytes": self.records.num_bytes,
             "gateway/prompt_bytes_received": self._generator.prompt_bytes_received,
             "gateway/prefixes_missing": self._generator.prefixes_missing,
             "gateway/prompt_bytes_sent": counters.prompt_bytes_sent,
             "gateway/prefixes_missing_at_nodes": counters.prefixes_missing,
             **oldest,
-            **({} if self.processes is None else self.processes.figures("gateway/processes_")),
             **self._swarm.metrics(),
             **self.lag.metrics(),
         }
+
+
+def _join_hint(node_socket: NodeSocket, config: Config, keys: RunKeys) -> str:
+    return how_to_join(node_socket.endpoint, config.model.path, keys.folder / "node.token")
 
 
 def how_to_join(endpoint: str, model: str, token: Path) -> str:

@@ -14,11 +14,9 @@ import hashlib
 import itertools
 import re
 import secrets
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -26,10 +24,13 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, PackedAnswer, Prefix, context_overflow
-from composer_prime.wire.types import INT, VersionSpan, ints, pack_floats, pack_ints
-from orchestrator.gateway.answers import NodeAnswer
+from composer_prime.wire.packed_answer import PackedAnswer
+from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, Prefix, context_overflow
+from composer_prime.wire.types import INT, ints
 from orchestrator.gateway.routing import Router
+
+if TYPE_CHECKING:
+    from orchestrator.swarm import Audits
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -146,15 +147,7 @@ class Generator:
         Raises RequestError, and what Router.generate raises.
         """
         prompt = self.whole_prompt(turn.session, turn.prefix, turn.new_ids)
-        request_id, answer = await self.generate(turn.session, prompt, turn.sampling, prefix=turn.prefix)
-        return PackedAnswer(
-            request_id=request_id,
-            token_ids=pack_ints(answer.token_ids),
-            logprobs=pack_floats(answer.logprobs),
-            finish_reason=answer.finish_reason,
-            version_spans=list(answer.version_spans),
-            prompt_cached=answer.prompt_cached,
-        )
+        return await self.generate(turn.session, prompt, turn.sampling, prefix=turn.prefix)
 
     def whole_prompt(self, session: str | None, prefix: Prefix | None, new_ids: bytes) -> bytes:
         """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`.
@@ -196,8 +189,8 @@ class Generator:
         fields: SamplingFields,
         *,
         prefix: Prefix | None = None,
-    ) -> tuple[str, NodeAnswer]:
-        """Return the request's id and its answer, recorded when `session` belongs to an open rollout.
+    ) -> PackedAnswer:
+        """Return the answer, recorded when `session` belongs to an open rollout.
 
         `prompt`: int32 [T], which begins with `prefix`, held here. Raises RequestError, and what Router.generate
         raises.
@@ -210,7 +203,8 @@ class Generator:
         if sampling.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
         if session is None:
-            return request_id, await self._router.generate(request_id, request_id, prompt, sampling)
+            answer = await self._router.generate(request_id, request_id, prompt, sampling)
+            return msgspec.structs.replace(answer, record_id=request_id)
         if fields.seed is not None:  # Parallel requests of one session draw different noise.
             turn = self._records.answered(session) + self._under_way[session]
             sampling = msgspec.structs.replace(sampling, seed=turn_seed(fields.seed, turn))
@@ -221,24 +215,14 @@ class Generator:
             answer = await self._router.generate(
                 request_id, session, prompt, sampling, oldest_version=oldest, prefix=prefix
             )
-            record = GenerationRecord(
-                session=session,
-                prompt_ids=np.frombuffer(prompt, np.int32),
-                completion_ids=answer.token_ids,
-                logprobs=answer.logprobs,
-                version_spans=answer.version_spans,
-                finish_reason=answer.finish_reason,
-                sampling=sampling,
-                node_id=answer.node_id,
-                time=time.time(),
-                sampled_by=answer.sampled_by,
-            )
+            answer = msgspec.structs.replace(answer, record_id=request_id)
+            record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
             self._records.append(record, order, prefix)
         finally:
             self._under_way[session] -= 1
             if not self._under_way[session]:
                 del self._under_way[session]
-        return request_id, answer
+        return answer
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -268,20 +252,8 @@ class GenerationRecord:
     """The X-Session-ID it came with: the rollout's id, or `<rollout id>#N` for the rollout's further agents."""
     prompt_ids: np.ndarray
     """int32 [T_prompt]."""
-    completion_ids: np.ndarray
-    """int32 [T_new], the stop token included when one ended the turn."""
-    logprobs: np.ndarray
-    """float32 [T_new], under the sampling distribution."""
-    version_spans: tuple[VersionSpan, ...]
-    """Positions in the completion: cover [0, T_new) without gap or overlap."""
-    finish_reason: str
-    """stop | length."""
+    answer: PackedAnswer
     sampling: Sampling
-    node_id: str
-    time: float
-    """When the answer came, Unix seconds."""
-    sampled_by: tuple[tuple[str, int], ...] = ()
-    """Nodes in order, each with the number of tokens that it sampled."""
 
 
 @dataclass(slots=True)
@@ -295,10 +267,10 @@ class _Turn:
     """The record without its ids, which are the chain's first `num_prompt` and the `num_new` after them."""
 
     def record(self) -> GenerationRecord:
-        """Return the record with its ids as views of the chain."""
-        end = self.num_prompt + self.num_new
-        tokens = self.chain.tokens
-        return replace(self.rest, prompt_ids=tokens[: self.num_prompt], completion_ids=tokens[self.num_prompt : end])
+        """Return the record with its prompt as a view of the chain."""
+        tokens, end = self.chain.tokens, self.num_prompt + self.num_new
+        answer = msgspec.structs.replace(self.rest.answer, token_ids=tokens[self.num_prompt : end].tobytes())
+        return replace(self.rest, prompt_ids=tokens[: self.num_prompt], answer=answer)
 
 
 _EMPTY = np.empty(0, np.int32)
@@ -307,17 +279,10 @@ _EMPTY = np.empty(0, np.int32)
 class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
-    def __init__(
-        self,
-        on_taken: Callable[[str], None] = lambda session: None,
-        on_recorded: Callable[[GenerationRecord, str], None] = lambda record, rollout_id: None,
-    ) -> None:
-        """`on_taken(session)` is called when a rollout is taken: with its id, and with each further session of it.
-
-        `on_recorded(record, rollout_id)` is called for each answer that is kept.
-        """
-        self._on_taken = on_taken
-        self._on_recorded = on_recorded
+    def __init__(self, router: Router | None = None, audits: Audits | None = None) -> None:
+        """`router` forgets the sessions of a rollout that is taken. `audits` are offered each answer that is kept."""
+        self._router = router
+        self._audits = audits
         self._open: dict[str, dict[str, list[_Turn]]] = {}
         self._oldest_versions: dict[str, int] = {}
         self.num_bytes = 0
@@ -345,12 +310,12 @@ class RolloutRecords:
         if sessions is None:
             return []
         del self._oldest_versions[rollout_id]
-        for session in {rollout_id: [], **sessions}:
-            self._on_taken(session)
+        for session in {rollout_id: [], **sessions} if self._router is not None else ():
+            self._router.forget(session)
         turns = sorted((turn for turns in sessions.values() for turn in turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}
         self.num_bytes -= sum(chain.tokens.nbytes for chain in chains.values())
-        self.num_bytes -= sum(turn.rest.logprobs.nbytes for turn in turns)
+        self.num_bytes -= sum(len(turn.rest.answer.logprobs) for turn in turns)
         return [turn.record() for turn in turns]
 
     def rollout_of(self, session: str) -> str | None:
@@ -409,9 +374,10 @@ class RolloutRecords:
         size = 0 if prefix is None else prefix.num_tokens
         if size < len(chain.tokens):
             chain, size = HashedTokens(_EMPTY, chain.hash_of(size)), 0
-        chain.extend(record.prompt_ids[size:], record.completion_ids)
-        self.num_bytes += 4 * (len(record.prompt_ids) - size + len(record.completion_ids)) + record.logprobs.nbytes
-        rest = replace(record, prompt_ids=_EMPTY, completion_ids=_EMPTY)
-        turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
-        self._on_recorded(record, rollout_id)
+        chain.extend(record.prompt_ids[size:], record.answer.ids)
+        self.num_bytes += 4 * (len(record.prompt_ids) - size + 2 * len(record.answer))
+        rest = replace(record, prompt_ids=_EMPTY, answer=msgspec.structs.replace(record.answer, token_ids=b""))
+        turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.answer), rest))
+        if self._audits is not None:
+            self._audits.offer(record, rollout_id)
         return True

@@ -24,8 +24,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError
-from composer_prime.wire.turns import PACKED, PackedAnswer, Prefix
-from composer_prime.wire.types import ints, pack_ints
+from composer_prime.wire.packed_answer import PackedAnswer
+from composer_prime.wire.turns import PACKED, Prefix
+from composer_prime.wire.types import pack_ints
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import SamplingFields, TokenId, TurnRequest
 
@@ -120,13 +121,8 @@ class HttpServer:
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        await self.listen(listener)
-        self.url = "http://{}:{}".format(*listener.getsockname())
-
-    async def listen(self, listener: socket.socket) -> None:
-        """Serve at one more bound socket."""
-        assert self._runner is not None, "start() comes first"
         await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
+        self.url = "http://{}:{}".format(*listener.getsockname())
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -152,6 +148,7 @@ class HttpServer:
             turn = TurnRequest(session=session, new_ids=pack_ints(body.token_ids), sampling=body.sampling_params)
         answer = await self._answer(turn)
         if is_packed or PACKED in request.headers.get("Accept", ""):
+            answer = msgspec.structs.replace(answer, sampled_by=[])  # Which nodes serve is no client's business.
             return web.Response(body=msgspec.msgpack.encode(answer), content_type=PACKED)
         return _reply(answer.to_json())
 
@@ -168,7 +165,7 @@ class HttpServer:
         answer = await self._answer(
             TurnRequest(session=_session(request), new_ids=pack_ints(prompt), sampling=sampling)
         )
-        token_ids = ints(answer.token_ids).tolist()
+        token_ids = answer.ids.tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
         return _reply(_chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
 
@@ -348,7 +345,7 @@ def _chat_reply(
     """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
     return {
-        "id": f"chatcmpl-{answer.request_id}",
+        "id": f"chatcmpl-{answer.record_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,

@@ -177,7 +177,7 @@ class NodeLink:
         """
         if isinstance(message, Generated | GenerateFailed | Progress) and node:
             request = node.leases.get(message.lease)
-            if request is not None and request.request_id == message.request_id and not request.done.done():
+            if request is not None and request.request_id == message.request_id:
                 return True
         if self._charge(received, node, _HELLO_COST if isinstance(message, NodeHello) else 1):
             return True
@@ -217,11 +217,11 @@ class NodeLink:
             case GenerateFailed():
                 router.on_failed(node, message)
             case Status():
-                router.nodes.update_status(node, message)
+                router.update_status(node, message)
                 self._socket.send(identity, Heard())
                 router.place()
             case Goodbye():
-                router.nodes.leave(node, f"said goodbye: {printable(message.reason[:200])}")
+                router.leave(node, f"said goodbye: {printable(message.reason[:200])}")
 
     def _serve_chunk(self, identity: bytes, key: bytes, node: AttachedNode | None, request: ChunkRequest) -> None:
         account = self._account(identity, key)
@@ -271,7 +271,7 @@ class NodeLink:
         identity, size = received.identity, received.num_bytes + received.num_frames * FRAME_OVERHEAD
         self.garbage += 1
         if node is not None:
-            node.garbage += 1
+            node.counters.garbage += 1
         sender = f"node {node.node_id}" if node else "a connection"
         if len(self._garbage_bytes) >= _MAX_UNKNOWN:
             self._garbage_bytes.clear()
@@ -299,7 +299,7 @@ class NodeLink:
         if not self._admission.is_node(received.key):
             self._admission.turn_away(received.key)
         if node is not None:
-            self._router.nodes.leave(node, why)
+            self._router.leave(node, why)
 
     def _enroll(self, identity: bytes, key: bytes, message: Enroll) -> None:
         waiting = self._enrolling.setdefault(key, {})
@@ -343,7 +343,7 @@ class NodeLink:
             if (reason := self._admission.revoked.get(node.key)) is not None:
                 refusal = f"this node was turned away for good: {reason}"
                 self._socket.send(node.identity, Rejected(reason=refusal, may_return=False))
-                self._router.nodes.leave(node, f"revoked: {reason}")
+                self._router.leave(node, f"revoked: {reason}")
 
     def _hello(self, identity: bytes, key: bytes, hello: NodeHello) -> None:
         refusal = self._refusal(hello) or self._admission.name_refusal(key, hello.node_id)
@@ -352,7 +352,7 @@ class NodeLink:
             logger.warning("rejected a node: %s", reason)
             self._socket.send(identity, Rejected(reason=reason, may_return=refusal is None))
             return
-        self._router.nodes.attach(identity, hello, key)
+        self._router.attach(identity, hello, key)
         welcome = NodeWelcome(
             run_id=self._run_id,
             manifest=self.newest_manifest,
@@ -387,9 +387,9 @@ class NodeLink:
         Asks the connection; a closed one leaves.
         """
         if not self._socket.send(holder.identity, Heard()):
-            self._router.nodes.leave(holder, "its connection is closed")
+            self._router.leave(holder, "its connection is closed")
             return None
-        heard_s = time.monotonic() - holder.last_heard
+        heard_s = time.monotonic() - holder.heard.anything
         if self._admission.is_own(holder.key):
             return (
                 f"two processes hold the key of node {holder.node_id!r}, the other one spoke {heard_s:.1f} s ago: if "
@@ -432,4 +432,4 @@ class NodeLink:
 
 def _late_answers(node: AttachedNode | None) -> int:
     """Return how many unrequested messages a node may send at once because of its places."""
-    return 2 * node.max_concurrent if node else 0
+    return 2 * node.hello.max_concurrent if node else 0

@@ -21,7 +21,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode, GatewayRequest
+from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode
+from orchestrator.gateway.request_state import GatewayRequest, Running
 from orchestrator.gateway.speed import FleetPace, Pace
 
 _MAX_SESSIONS = 1 << 16
@@ -130,7 +131,7 @@ class Placing:
 
     def pace(self, node: AttachedNode) -> Pace:
         """Return the pace to reckon with for `node`."""
-        return self.fleet.of(node.speed, min(node.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES)
+        return self.fleet.of(node.speed, min(node.hello.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES)
 
     def _hopeful_pace(self, node: AttachedNode) -> Pace:
         """Return the pace to sort by. Without `fastest_s`, an idle node that is not measured gets requests."""
@@ -179,18 +180,18 @@ class Placing:
             if node.cannot_serve(now, oldest, newest) is not None:
                 unable.append(node)
             elif request.fits(node):
-                (avoided if node_id == request.avoid else fitting).append(node)
+                (avoided if node_id == request.tried.avoid else fitting).append(node)
                 if len(fitting) == _CANDIDATES:
                     break
         for node in unable:
             self._remove(node.node_id)
             self._aside.add(node.node_id)
-            if node.suspended_until > now:
-                self._look_again = min(self._look_again, node.suspended_until)
+            if node.standing.suspended_until > now:
+                self._look_again = min(self._look_again, node.standing.suspended_until)
         warm = self._sessions.get(request.session)
         if warm is not None and warm.node_id in self._keys and fitting:
             node = self._nodes[warm.node_id]
-            can_serve = node.cannot_serve(now, oldest, newest) is None and node.node_id != request.avoid
+            can_serve = node.cannot_serve(now, oldest, newest) is None and node.node_id != request.tried.avoid
             if can_serve and request.fits(node) and node not in fitting:
                 fitting.append(node)
         return fitting or avoided
@@ -204,7 +205,7 @@ class Placing:
         best = min(free, key=lambda node: self._rank(request, node))
         warm_id = self._sessions[request.session].node_id if request.session in self._sessions else None
         warm = next((node for node in free if node.node_id == warm_id), best)
-        if warm is best or warm.node_id == request.avoid:
+        if warm is best or warm.node_id == request.tried.avoid:
             return best
         here, there = self.crowding(request, warm), self.crowding(request, best)
         if there > 1:  # It would take the room of others, so its own lack of room is no reason.
@@ -218,7 +219,7 @@ class Placing:
 
     def _rank(self, request: GatewayRequest, node: AttachedNode) -> tuple[bool, float, str]:
         seconds = self._seconds(request, node, self._hopeful_pace(node))
-        return node.node_id == request.avoid, seconds * self.crowding(request, node), node.node_id
+        return node.node_id == request.tried.avoid, seconds * self.crowding(request, node), node.node_id
 
     def seconds(self, request: GatewayRequest, node: AttachedNode) -> float:
         """Return how long `request` would take on `node`."""
@@ -228,17 +229,12 @@ class Placing:
         sampled = max(1.0, min(self.mean_sampled, request.num_left))
         return pace.seconds(self.cold(request, node), sampled, len(node.leases) + 1)
 
-    def seconds_left(self, request: GatewayRequest, node: AttachedNode) -> float:
-        """Return how long `request`, which `node` holds, still takes if it is as long as others."""
-        left = max(0.25 * self.mean_sampled, self.mean_sampled - len(request.streamed))
-        return self.pace(node).seconds(0, min(left, request.num_left), len(node.leases))
-
     def cold(self, request: GatewayRequest, node: AttachedNode) -> int:
         """Return how many prompt tokens `node` has to compute for `request`."""
         warm = self._sessions.get(request.session)
         if warm is None or warm.node_id != node.node_id:
             return request.num_prompt
-        if warm.version != node.version and not node.keeps_conversations:
+        if warm.version != node.version and not node.hello.keeps_conversations:
             return request.num_prompt
         return max(1, request.num_prompt - warm.tokens)
 
@@ -251,23 +247,26 @@ class Placing:
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def note_placed(self, request: GatewayRequest, node: AttachedNode) -> None:
+    def note_placed(self, request: GatewayRequest, node: AttachedNode, lease: int) -> Running:
         """Remember where the conversation is now. Call it before the request is counted there."""
-        request.cold, request.load = self.cold(request, node), len(node.leases) + 1
+        cold = self.cold(request, node)
         self.prompt_tokens += request.num_prompt
-        self.warm_tokens += request.num_prompt - request.cold
+        self.warm_tokens += request.num_prompt - cold
         warm, size, now = self._sessions.get(request.session), request.num_prompt, time.monotonic()
         if warm is None or warm.node_id != node.node_id:
             self._remember(request.session, WarmPrefix(node.node_id, 0, size, node.version, now))
         else:
             self._remember(request.session, replace(warm, size=max(warm.size, size), since=now))
+        return Running(node, lease, now, load=len(node.leases) + 1, cold=cold)
 
-    def note_answer(self, request: GatewayRequest, node: AttachedNode, elapsed_s: float, sampled: int) -> None:
-        """Take in the answer of `node`, of `sampled` tokens, which no longer holds the request."""
-        load = (request.load + len(node.leases) + 1) / 2
-        node.speed.note(max(elapsed_s, 1e-6), cold=request.cold, sampled=sampled, load=load)
+    def note_answer(self, request: GatewayRequest, running: Running, sampled: int) -> None:
+        """Take in an answer of `sampled` tokens. Its node, by `running`, no longer holds the request."""
+        node = running.node
+        load = (running.load + len(node.leases) + 1) / 2
+        elapsed_s = time.monotonic() - running.placed
+        node.speed.note(max(elapsed_s, 1e-6), cold=running.cold, sampled=sampled, load=load)
         self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
-        self.mean_cold += _MEAN_OVER * (request.cold - self.mean_cold)
+        self.mean_cold += _MEAN_OVER * (running.cold - self.mean_cold)
         self._answers += 1
         size = request.num_prompt + sampled
         self.mean_context += max(_MEAN_CONTEXT_OVER, 1 / self._answers) * (size - self.mean_context)

@@ -1,13 +1,13 @@
 """Hold each request until a node has answered it, and recover when one does not.
 
-    generate() -> queue (FIFO) -> node with a free place -> Generated ------> generate() returns
+    generate() -> queue (FIFO) -> node with a free place -> answer -----> generate() returns
                     ^                  |  gone | stalled | draining: another node continues after the streamed tokens
                     |                  |  failed | bad answer: another node starts over
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-placing.py chooses the node. waits.py finds requests that make no progress, and ends those that waited too long.
-twins.py starts the last ones of a group on a second node. Everything runs on one event loop. Only `generate` waits, at
-most until one of its deadlines.
+request_state.py has the states and their transitions, request_queue.py what waits, placing.py the choice of a node, and
+waits.py finds requests that make no progress. Everything runs on one event loop. Only `generate` waits, at most until
+one of its deadlines.
 """
 
 from __future__ import annotations
@@ -17,34 +17,74 @@ import itertools
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from composer_prime.console import printable
 from composer_prime.errors import EngineError, RequestError, WireError
-from composer_prime.wire.node import CancelGenerate, Generated, GenerateFailed, Progress, Sampling, ToNode
-from composer_prime.wire.turns import Prefix
-from orchestrator.gateway.answers import NodeAnswer, PartialAnswer, check_answer, check_progress, complete
-from orchestrator.gateway.nodes import (
-    AttachedNode,
-    GatewayRequest,
-    Nodes,
-    RequestCounters,
-    able_nodes,
-    node_needs,
-    too_long,
+from composer_prime.wire.node import (
+    CancelGenerate,
+    Generated,
+    GenerateFailed,
+    NodeHello,
+    Progress,
+    Sampling,
+    Status,
+    ToNode,
 )
+from composer_prime.wire.packed_answer import PackedAnswer
+from composer_prime.wire.turns import Prefix
+from orchestrator.gateway.answers import check_answer, check_progress
+from orchestrator.gateway.nodes import AttachedNode, Nodes, able_nodes, too_long
 from orchestrator.gateway.placing import Placing
-from orchestrator.gateway.twins import SiblingRequests, adopt_twin, count_lost, goes_on_without
+from orchestrator.gateway.request_queue import Needs, RequestQueue
+from orchestrator.gateway.request_state import (
+    Answered,
+    Discarded,
+    Done,
+    Ended,
+    Event,
+    GatewayRequest,
+    Lost,
+    Placed,
+    Queued,
+    Restarted,
+    Running,
+    Streamed,
+    transition,
+)
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-"""Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
+"""Discarded or bad answers after which a request ends. Nodes that vanish or drain do not count."""
 _MAX_REFUSALS = 16
 """Nodes that may refuse a request before it ends; it ends sooner when no other node is left."""
 _HELD_SHARE = 0.25
 """Share of request_timeout_s after which a node that has not answered is to blame, not the queue."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestCounters:
+    """Counts over all requests."""
+
+    requests: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    reissued: int = 0
+    late_answers: int = 0
+    bad_answers: int = 0
+    tokens: int = 0
+    """Sampled tokens of accepted answers."""
+    tokens_resumed: int = 0
+    """Tokens that nodes had streamed before they were gone, and after which others continued."""
+    tokens_lost: int = 0
+    """Streamed tokens that no answer has. What a node sampled and did not stream is not known."""
+    prompt_bytes_sent: int = 0
+    """Of token ids in prompts to nodes, 4 bytes each: without the prefixes that they held."""
+    prefixes_missing: int = 0
+    """Requests whose node wanted the whole prompt."""
 
 
 class Router:
@@ -52,7 +92,8 @@ class Router:
 
     def __init__(
         self,
-        send: Callable[[AttachedNode, ToNode], bool],
+        nodes: Nodes,
+        send: Callable[[bytes, ToNode], bool],
         *,
         vocab_size: int,
         suspend_s: float,
@@ -60,21 +101,19 @@ class Router:
         request_timeout_s: float,
         placing: Placing | None = None,
     ) -> None:
-        """`send` returns False when the node cannot be reached any more.
+        """`send` to a connection returns False when it is gone.
 
         `suspend_s`: how long a node that keeps failing gets no request. `no_node_timeout_s`: how long requests wait
         while no node can serve. `request_timeout_s`: how long one waits at all. `placing` chooses among nodes
         otherwise.
         """
+        self.nodes = nodes
         self.placing = placing or Placing()
-        self.siblings = SiblingRequests()
-        self.nodes = Nodes(self._on_gone, self.placing.update)
         self.counters = RequestCounters()
-        self._oldest_version = 0
-        self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
-        """Requests without a node, by id, in the order in which they are placed."""
+        self.queue = RequestQueue()
         self.open: dict[str, GatewayRequest] = {}
         """Every request without an answer, by id."""
+        self._oldest_version = 0
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
@@ -105,6 +144,14 @@ class Router:
         self.nodes.newest_version = version
         self.placing.look_again()
 
+    @property
+    def queued(self) -> int:
+        return len(self.queue)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.open) - len(self.queue)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -116,7 +163,7 @@ class Router:
         *,
         oldest_version: int = 0,
         prefix: Prefix | None = None,
-    ) -> NodeAnswer:
+    ) -> PackedAnswer:
         """Return the checked answer of a node with `oldest_version` or newer weights.
 
         `prefix`: the start of the prompt that the session's newest turn had. Cancelling the awaiting task cancels the
@@ -125,6 +172,8 @@ class Router:
         Raises DeadlineError when no node answered in time, EngineError when nodes failed several times, and
         RequestError when no node could serve it as it stands.
         """
+        if self._closed is not None:
+            raise self._closed
         request = GatewayRequest(
             request_id=request_id,
             session=session,
@@ -135,62 +184,101 @@ class Router:
             oldest_version=oldest_version,
             prefix=prefix,
         )
-        if self._closed is not None:
-            raise self._closed
         self.counters.requests += 1
-        self.siblings.note(session)
-        self.open[request_id] = self.queue[request_id] = request
+        self.open[request_id] = request
+        self.queue.add(request)
         try:
             self.place()
             return await request.done
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self.counters.cancelled += 1
-            self.blame_nodes(request)
+            self.blame_node_of(request)
+            self.apply(request, Ended(error))
+            self.place()
             raise
         finally:
-            self._drop(request)
             if session == request_id:  # It is of no conversation, and may have failed.
                 self.placing.forget(session)
 
-    def _drop(self, request: GatewayRequest) -> None:
-        """Forget a request that has ended for its caller, and cancel it where it is."""
+    def send(self, node: AttachedNode, message: ToNode) -> bool:
+        """Return False when the node cannot be reached any more."""
+        return self._send(node.identity, message)
+
+    def apply(self, request: GatewayRequest, event: Event, *, cancel: bool = True) -> None:
+        """Change the state of a request, and do what follows from that. With `cancel`, the node that loses it stops."""
+        before = request.state
+        tokens = transition(request, event)
+        after = request.state
+        self.counters.tokens_lost += tokens.lost
+        self.counters.tokens_resumed += tokens.resumed
+        if isinstance(before, Running) and after is not before:
+            self._release(request, before, cancel=cancel)
+        if isinstance(after, Queued):
+            self._requeue(request, was_running=isinstance(before, Running))
+        else:
+            self.queue.discard(request)
+        if isinstance(after, Done) and not isinstance(before, Done):
+            self._finish(request, after)
+
+    def _release(self, request: GatewayRequest, running: Running, *, cancel: bool) -> None:
+        """Take the lease from the node."""
+        node = running.node
+        node.leases.pop(running.lease, None)
+        if not node.attached:
+            return
+        self.placing.update(node)
+        if cancel:
+            self.send(node, CancelGenerate(request_id=request.request_id, lease=running.lease))
+
+    def _requeue(self, request: GatewayRequest, *, was_running: bool) -> None:
+        """Put it at the front, because it has waited before; one that waits still may have other needs now."""
+        if was_running:
+            self.counters.reissued += 1
+            self.queue.add(request, first=True)
+        else:
+            self.queue.regroup(request)
+
+    def _finish(self, request: GatewayRequest, done: Done) -> None:
+        """Wake the caller."""
         self.open.pop(request.request_id, None)
-        self.queue.pop(request.request_id, None)
-        held = [one for one in (request, request.twin) if one is not None and one.node is not None]
-        for one in held:
-            self.counters.tokens_lost += len(one.streamed)
-            self.take_back(one)
-        if held:
-            self.place()
+        if isinstance(done.outcome, PackedAnswer):
+            self.counters.answered += 1
+            self.counters.tokens += len(done.outcome)
+        elif not isinstance(done.outcome, asyncio.CancelledError):
+            self.counters.failed += 1
+        if request.done.done():  # Its caller was cancelled.
+            return
+        if isinstance(done.outcome, PackedAnswer):
+            request.done.set_result(done.outcome)
+        else:
+            request.done.set_exception(done.outcome)
 
-    def take_back(self, request: GatewayRequest) -> None:
-        """Take the request from its node, which may stop working on it."""
-        node = self._release(request)
-        if node is not None:
-            self._send(node, CancelGenerate(request_id=request.request_id, lease=request.lease))
+    def end(self, request: GatewayRequest, error: Exception) -> None:
+        """End `request` with `error`, unless it has ended."""
+        self.apply(request, Ended(error))
+        self.place()
 
-    def _release(self, request: GatewayRequest) -> AttachedNode | None:
-        """Take the request's lease from its node, and return that node."""
-        node = request.node
-        request.node = None
-        if node is not None:
-            node.leases.pop(request.lease, None)
-            if node.attached:
-                self.placing.update(node)
-        return node
+    def close(self, reason: str) -> None:
+        """End every request, and each later one, with a 503."""
+        self._closed = RequestError(reason, status=503, code="closing")
+        for request in list(self.open.values()):
+            self.end(request, self._closed)
+
+    def forget(self, session: str) -> None:
+        """Forget the node of a session that is over."""
+        self.placing.forget(session)
 
     # -- placing -------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
         """Hand waiting requests to nodes, oldest first, until no node has a free place."""
-        if self._placing:
+        if self._placing or self._closed is not None:
             return
         self._placing = True
-        unmet: set[tuple[tuple[int, int, int], bool]] = set()
+        unmet: set[Needs] = set()
         try:
             while (placement := self._next_placement(unmet)) is not None:
                 request, node = placement
-                del self.queue[request.request_id]
                 if isinstance(node, RequestError):
                     self.end(request, node)
                 else:
@@ -203,9 +291,7 @@ class Router:
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _next_placement(
-        self, unmet: set[tuple[tuple[int, int, int], bool]]
-    ) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
+    def _next_placement(self, unmet: set[Needs]) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
         """Return the first request that a free node can take, or whose prompt no known node has room for.
 
         Requests that need a node that is not free, or that is away for a while, keep their position. What they need
@@ -213,112 +299,56 @@ class Router:
         """
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         serving: list[AttachedNode] | None = None
-        for request in self.queue.values():
+        for needs, request in self.queue.heads():
             if not self.placing.any_free(now):
                 return None
-            needs, begun = node_needs(request, self.nodes.contexts), bool(request.kept)
-            if (needs, begun) in unmet:
+            if needs in unmet:
                 continue
+            self.queue.looked_at += 1
             free = self.placing.free(request, now, oldest, newest)
-            if not free:
-                serving = self.serving() if serving is None else serving
-                if not any(node.has_room for node in serving):
-                    return None
-                outcome = self._able_and_free(request, serving)
-                if isinstance(outcome, RequestError):
-                    return request, outcome
-                free = outcome
             if free:
                 return request, self.placing.choose(request, free)
-            if needs is not None and begun == bool(request.kept):  # Else it starts over.
-                unmet.add((needs, begun))
-        return None
-
-    def _able_and_free(self, request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode] | RequestError:
-        """Return the free nodes that may take `request` though none has room for all that it may become.
-
-        Restart a request that no serving node can continue. Return an error for one that no known node has room for.
-        """
-        able = able_nodes(request, serving)
-        if request.kept and not able:
-            self._lose(request)
+            serving = self.serving() if serving is None else serving
+            if not any(node.has_room for node in serving):
+                return None
             able = able_nodes(request, serving)
-        largest_known = self.nodes.largest_context(self.no_node_timeout_s)
-        if request.num_prompt >= largest_known:
-            return too_long(request, int(largest_known))
-        return [node for node in able if node.has_room]
+            if request.kept and not able:
+                self.apply(request, Restarted())
+                return self._next_placement(unmet)
+            largest_known = self.nodes.largest_context(self.no_node_timeout_s)
+            if request.num_prompt >= largest_known:
+                return request, too_long(request, int(largest_known))
+            free = [node for node in able if node.has_room]
+            if free:
+                return request, self.placing.choose(request, free)
+            unmet.add(needs)
+        return None
 
     def assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         """Send `request` to `node`, which continues after the tokens that others have sampled."""
         if request.kept and request.sampling.stop and not node.continues:
-            self._lose(request)
-        self.placing.note_placed(request, node)
-        request.node = node
-        request.lease = next(self._leases)
-        request.placed = request.last_part = time.monotonic()
-        node.leases[request.lease] = request
+            self.apply(request, Restarted())
+        running = self.placing.note_placed(request, node, next(self._leases))
+        self.apply(request, Placed(running), cancel=False)
+        node.leases[running.lease] = request
         self.placing.update(node)
-        message = request.message(node, request.prefix if self.placing.holds_prefix(request, node) else None)
+        message = request.message(running, request.prefix if self.placing.holds_prefix(request, node) else None)
         self.counters.prompt_bytes_sent += len(message.prompt_ids)
-        if not self._send(node, message):
-            self.nodes.leave(node, "unreachable")
-
-    def reissue(self, request: GatewayRequest, reason: str, *, keep: bool = True) -> None:
-        """Put `request`, taken from its node, back at the front of the queue, because it has waited before.
-
-        With `keep` its next node continues after the streamed tokens. If it also runs on a second node, only that node
-        continues, unless it builds on tokens that must not be kept.
-        """
-        first = self.open.get(request.request_id)
-        if request.done.done() or first is not request:
-            self.counters.tokens_lost += len(request.streamed)
-            if first is not None and first.twin is request:
-                first.twin = None
-            return
-        if request.twin is not None:
-            if keep or goes_on_without(request, first):
-                adopt_twin(self.counters, request)
-                return
-            self.counters.tokens_lost += len(request.twin.streamed)
-            self.take_back(request.twin)
-            request.twin = None
-        if keep:
-            self.counters.tokens_resumed += len(request.streamed)
-            request.kept.extend(request.streamed)
-        else:
-            self.counters.tokens_lost += len(request.streamed)
-        request.streamed = PartialAnswer()
-        self.counters.reissued += 1
-        request.last_error = reason
-        self.queue[request.request_id] = request
-        self.queue.move_to_end(request.request_id, last=False)
-
-    def _lose(self, request: GatewayRequest) -> None:
-        """Make `request` start over. What a twin does not keep, the first request still has."""
-        if self.open.get(request.request_id) is request:
-            self.counters.tokens_lost += len(request.kept)
-        request.kept = PartialAnswer()
-
-    def close(self, reason: str) -> None:
-        """End every request, and each later one, with a 503."""
-        self._closed = RequestError(reason, status=503, code="closing")
-        for request in list(self.open.values()):
-            self.end(request, self._closed)
-
-    def forget(self, session: str) -> None:
-        """Forget the node of a session that is over."""
-        self.placing.forget(session)
-        self.siblings.end(session)
+        if not self.send(node, message):
+            self.leave(node, "unreachable")
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def on_generated(self, node: AttachedNode, message: Generated) -> None:
-        request = self._claim(node, message)
+        request = self._held(node, message)
         if request is None:
             return
+        running = request.state
+        assert isinstance(running, Running), "a lease is of a running request"
+        node.heard.progress = time.monotonic()
         if message.finish_reason == "cancelled":
-            node.failures += 1
-            self._retry(request, node, "the node cancelled it")
+            node.counters.failures += 1
+            self._retry(request, node, "the node cancelled it", cancel=False)
             return
         try:
             answer = check_answer(
@@ -327,131 +357,112 @@ class Router:
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
-                swaps=node.reports.swaps_since(request.placed),
-                streamed=request.streamed,
+                swaps=node.reports.swaps_since(running.placed),
+                streamed=running.streamed,
             )
         except WireError as error:
-            self._refuse(request, node, error)
+            self._refuse(request, node, error, cancel=False)
             return
-        node.note_answer(len(answer.token_ids))
-        node.speed.note_tokens(len(answer.token_ids) - len(request.streamed))
-        self.placing.note_answer(request, node, time.monotonic() - request.placed, len(answer.token_ids))
+        self.apply(request, Answered(answer), cancel=False)
+        node.note_answer(len(answer))
+        node.speed.note_tokens(len(answer) - len(running.streamed))
+        self.placing.note_answer(request, running, len(answer))
         self.placing.update(node)
         # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
-        for refuser in self.nodes.attached() if request.refused_by else ():
-            if refuser.node_id in request.refused_by:
+        for refuser in self.nodes.attached() if request.tried.refused_by else ():
+            if refuser.node_id in request.tried.refused_by:
                 self.blame(refuser)
-        answer = complete(request.kept, answer)
-        request.streamed = PartialAnswer()
-        self.counters.answered += 1
-        self.counters.tokens += len(answer.token_ids)
-        first = self.open.get(request.request_id)
-        if first is not None and first is not request:
-            self.counters.twins_won += 1
-            count_lost(self.counters, first, request)
-        request.done.set_result(answer)
         self.place()
 
     def on_progress(self, node: AttachedNode, message: Progress) -> None:
         """Take in a part of an answer. A part that comes late, after its request was taken back, means nothing."""
         request = node.leases.get(message.lease)
-        if request is None or request.request_id != message.request_id or request.done.done():
+        if request is None or request.request_id != message.request_id:
             return
+        running = request.state
+        assert isinstance(running, Running), "a lease is of a running request"
         try:
             part = check_progress(
                 message,
-                request.streamed,
+                running.streamed,
                 max_tokens=request.tokens_on(node),
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
-                swaps=node.reports.swaps_since(request.placed),
+                swaps=node.reports.swaps_since(running.placed),
             )
         except WireError as error:
-            self.take_back(request)
             self._refuse(request, node, error)
             return
-        request.streamed.extend(part)
-        node.streams = True
+        self.apply(request, Streamed(part))
+        node.speed.streams = True
         if node.speed.note_tokens(len(part)):
             self.placing.update(node)
             self.place()
-        node.last_progress = node.last_delivered = request.last_part = time.monotonic()
+        node.heard.progress = node.heard.delivered = time.monotonic()
 
-    def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError) -> None:
+    def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError, *, cancel: bool = True) -> None:
         """Take nothing of what `node` sampled for `request`."""
-        node.bad_answers += 1
+        node.counters.bad_answers += 1
         self.counters.bad_answers += 1
         logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
-        self._retry(request, node, f"bad answer: {error}")
+        self._retry(request, node, f"bad answer: {error}", cancel=cancel)
 
     def on_failed(self, node: AttachedNode, message: GenerateFailed) -> None:
-        request = self._claim(node, message)
+        request = self._held(node, message)
         if request is None:
             return
+        node.heard.progress = time.monotonic()
         error = printable(message.error)
         if message.prefix_missing and request.prefix is not None:
             self.counters.prefixes_missing += 1
             self.placing.forget(request.session)
             request.prefix = None
-            request.streamed = PartialAnswer()
             self.assign(request, node)
-            return
-        if not message.tried and not message.prefix_missing:
+        elif not message.tried and not message.prefix_missing:
             node.draining = True
-            self.reissue(request, f"{node.node_id} is leaving: {error}")
-            self.place()
-            return
-        node.failures += 1
-        if message.retryable:
-            self._retry(request, node, error)
-            return
-        for one in (request, self.open.get(request.request_id, request)):
-            one.refused_by.add(node.node_id)
-        may_go_on = len(request.refused_by) < _MAX_REFUSALS and any(map(request.may_go_to, self.nodes.attached()))
-        if may_go_on or goes_on_without(request, self.open.get(request.request_id)):
-            self.reissue(request, f"{node.node_id}: {error}", keep=False)
+            self.apply(request, Lost(f"{node.node_id} is leaving: {error}"), cancel=False)
+        elif message.retryable:
+            node.counters.failures += 1
+            self._retry(request, node, error, cancel=False)
         else:
-            self.end(request, RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
+            node.counters.failures += 1
+            self._refused_by(request, node, error)
         self.place()
 
-    def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
-        """Take the request that `node` holds under the message's lease; None for a late answer.
+    def _refused_by(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
+        """Take note that `node` cannot serve `request`, which ends when no other node may."""
+        request.tried.refused_by.add(node.node_id)
+        may_go_on = any(map(request.may_go_to, self.nodes.attached()))
+        if may_go_on and len(request.tried.refused_by) < _MAX_REFUSALS:
+            self.apply(request, Discarded(f"{node.node_id}: {error}"), cancel=False)
+        else:
+            ended = Ended(RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
+            self.apply(request, ended, cancel=False)
 
-        In one burst with it, another node may have answered, or the deadline passed.
-        """
+    def _held(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
+        """Return the request that `node` holds under the message's lease; None for a late answer."""
         request = node.leases.get(message.lease)
-        if request is None or request.request_id != message.request_id:
-            if not (isinstance(message, Generated) and message.finish_reason == "cancelled"):
-                node.late_answers += 1
-                self.counters.late_answers += 1
-            return None
-        self._release(request)
-        node.last_progress = time.monotonic()
-        if request.done.done():
-            self.counters.tokens_lost += len(request.streamed)
-            self.place()
-            return None
-        return request
+        if request is not None and request.request_id == message.request_id:
+            return request
+        if not (isinstance(message, Generated) and message.finish_reason == "cancelled"):
+            node.counters.late_answers += 1
+            self.counters.late_answers += 1
+        return None
 
-    def _retry(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
-        """Count a failure of `node`, then reissue `request` or end it after _MAX_FAILURES.
-
-        A twin's failure also counts for the first request, which continues.
-        """
+    def _retry(self, request: GatewayRequest, node: AttachedNode, error: str, *, cancel: bool = True) -> None:
+        """Count a failure of `node`, then let another one start over, or end the request after _MAX_FAILURES."""
         self.blame(node)
-        request.failures += 1
-        request.avoid = node.node_id
-        first = self.open.get(request.request_id, request)
-        first.failures = max(first.failures, request.failures)
-        if request.failures >= _MAX_FAILURES and not goes_on_without(request, self.open.get(request.request_id)):
+        request.tried.failures += 1
+        request.tried.avoid = node.node_id
+        if request.tried.failures >= _MAX_FAILURES:
             message = (
-                f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
+                f"{request.tried.failures} attempts failed, the last on node {node.node_id}: {error}; "
                 "see that node's log (another attempt may go better)"
             )
-            self.end(request, EngineError(message))
+            self.apply(request, Ended(EngineError(message)), cancel=cancel)
         else:
-            self.reissue(request, f"{node.node_id}: {error}", keep=False)
+            self.apply(request, Discarded(f"{node.node_id}: {error}"), cancel=cancel)
         self.place()
 
     def blame(self, node: AttachedNode) -> None:
@@ -459,39 +470,47 @@ class Router:
         node.note_failure(self._suspend_s)
         self.placing.update(node)
 
-    def blame_nodes(self, request: GatewayRequest) -> None:
-        """Count a failure of each node that had `request` for long, when it ended, and delivered nothing meanwhile."""
+    def blame_node_of(self, request: GatewayRequest) -> None:
+        """Count a failure of the node that had `request` for long, when it ended, and delivered nothing meanwhile."""
         since = time.monotonic() - _HELD_SHARE * self.request_timeout_s
-        for one in (request, request.twin):
-            if one is not None and one.node is not None and one.node.last_delivered <= one.placed <= since:
-                self.blame(one.node)
-
-    def end(self, request: GatewayRequest, error: Exception) -> None:
-        """End `request` with `error`, unless it has ended."""
-        if not request.done.done():
-            self.counters.failed += 1
-            request.done.set_exception(error)
+        state = request.state
+        if isinstance(state, Running) and state.node.heard.delivered <= state.placed <= since:
+            self.blame(state.node)
 
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
-    def _on_gone(self, node: AttachedNode, reason: str) -> None:
+    def attach(self, identity: bytes, hello: NodeHello, key: bytes = b"") -> AttachedNode:
+        """Attach the sender of `hello` on connection `identity`. Requests that it held before count as lost."""
+        previous = self.nodes.at(identity)
+        if previous is not None:
+            self.leave(previous, "said hello again")
+        former = self.nodes.named(hello.node_id)
+        if former is not None and former.attached:
+            self.leave(former, "came back on a new connection")
+        node = self.nodes.add(identity, hello, key)
+        self.queue.use_contexts(self.nodes.contexts)
+        self.placing.update(node)
+        return node
+
+    def update_status(self, node: AttachedNode, status: Status) -> None:
+        """Take in a heartbeat."""
+        node.note_status(status, self.newest_version)
+        self.placing.update(node)
+
+    def leave(self, node: AttachedNode, reason: str) -> None:
+        """Mark `node` as away, and place elsewhere what it held."""
+        if not self.nodes.remove(node, reason):
+            return
         self.placing.drop(node)
-        requests = list(node.leases.values())
-        if requests and node.last_delivered <= min(request.placed for request in requests):
+        if node.leases and node.heard.delivered <= min(node.placed_at()):
             node.note_failure(self._suspend_s)  # Else it could come back for them again and again.
-        node.leases = {}
-        for request in requests:
-            request.node = None
-        for request in reversed(requests):
-            self.reissue(request, f"node {node.node_id} is gone: {reason}")
+        for request in reversed(list(node.leases.values())):
+            self.apply(request, Lost(f"node {node.node_id} is gone: {reason}"))
         self.place()
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    @property
-    def queued(self) -> int:
-        return len(self.queue)
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.open) - len(self.queue)
+    def lose_silent(self, lost_after_s: float) -> None:
+        """Mark every node as away that was silent for longer than `lost_after_s`."""
+        now = time.monotonic()
+        for node in self.nodes.attached():
+            if now - node.heard.anything > lost_after_s:
+                self.leave(node, f"silent for {now - node.heard.anything:.1f} s")

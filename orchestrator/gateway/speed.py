@@ -51,6 +51,8 @@ class NodeSpeed:
         """Delivered in answers and parts of answers."""
         self.pace: Pace | None = None
         """None while it is not measured."""
+        self.streams = False
+        """Whether its node has ever delivered a part of an answer."""
         self.is_hopeful = True
         """Whether its node counts as fast while it is idle and not measured, to be tried at all."""
         self._cc = self._cw = self._ww = self._ce = self._we = 0.0

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from composer_prime.errors import DeadlineError
-from orchestrator.gateway.nodes import GatewayRequest, able_nodes, node_needs
+from orchestrator.gateway.nodes import able_nodes
+from orchestrator.gateway.request_state import Discarded, GatewayRequest, Lost, Running
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class Waits:
         elif self._no_node_since is None:
             self._no_node_since = now
         for request in list(self._router.open.values()):
-            if now - request.since >= self._router.request_timeout_s and not request.done.done():
-                self._router.blame_nodes(request)
+            if now - request.since >= self._router.request_timeout_s:
+                self._router.blame_node_of(request)
                 self._router.end(request, self._too_slow(request, now))
         return self._end_without_node(now)
 
@@ -57,7 +58,7 @@ class Waits:
         since, limit_s = self._no_node_since, self._router.no_node_timeout_s
         if since is None:
             return None
-        overdue = [r for r in self._router.queue.values() if now - max(since, r.since) >= limit_s]
+        overdue = [r for r in self._router.queue if now - max(since, r.since) >= limit_s]
         if not overdue:
             return None
         clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
@@ -75,31 +76,10 @@ class Waits:
         )
         if request.node is not None:
             return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
-        previous = f" (before that, {request.last_error})" if request.last_error else ""
+        previous = f" (before that, {request.tried.last_error})" if request.tried.last_error else ""
         serving = self._router.serving()
         able = f"{len(able_nodes(request, serving))} of {len(serving)} serving nodes"
         return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
-
-    def queued_for_the_fleet(self) -> int:
-        """Return how many queued requests wait because the fleet is full: at least half of its places may serve them.
-
-        Others wait for a few nodes, with a large context or new weights, while most may be idle, or for places that
-        nodes get as soon as their pace is measured.
-        """
-        serving = self._router.serving()
-        if not serving:
-            return 0
-        half = sum(node.places for node in serving) / 2
-        places: dict[tuple[int, int, int] | None, int] = {}
-        """By what requests need."""
-        waiting = 0
-        for request in self._router.queue.values():
-            needs = node_needs(request, self._router.nodes.contexts)
-            if needs is None or needs not in places:
-                places[needs] = sum(node.places for node in able_nodes(request, serving))
-            waiting += places[needs] >= half
-        unmeasured = (node for node in serving if node.speed.pace is None)
-        return max(0, waiting - sum(max(0, node.places - len(node.leases)) for node in unmeasured))
 
     def why_no_node(self) -> str:
         """Return what each known node lacks, or how to start one."""
@@ -129,12 +109,12 @@ def reclaim_lost(router: Router, lost_after_s: float) -> None:
     """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
     now = time.monotonic()
     for node in router.nodes.attached():
-        if node.idle_since is None:
+        idle_since = node.heard.idle_since
+        if idle_since is None:
             continue
         for request in list(node.leases.values()):
-            if now - max(node.idle_since, request.placed) >= lost_after_s:
-                router.take_back(request)
-                router.reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
+            if isinstance(request.state, Running) and now - max(idle_since, request.state.placed) >= lost_after_s:
+                router.apply(request, Lost(f"node {node.node_id} reports no request for {now - idle_since:.1f} s"))
     router.place()
 
 
@@ -151,19 +131,19 @@ def reclaim_stalled(router: Router, stall_s: float) -> None:
         if stalled_s < stall_s or all(other is node for other in router.serving()):
             continue
         reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
-        suspended_s = min(stall_s * 2 ** min(node.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
-        node.suspended_until = now + suspended_s
-        node.stalls_in_row += 1
-        node.places = 1
+        standing = node.standing
+        suspended_s = min(stall_s * 2 ** min(standing.stalls_in_row, _MAX_DOUBLINGS), _MAX_SUSPENSION_S)
+        standing.suspended_until = now + suspended_s
+        standing.stalls_in_row += 1
+        standing.places = 1
         requests = list(node.leases.values())
         logger.warning(
             "%s, but sends heartbeats. Its %d requests go to other nodes, and it gets none for %.0f s. Check its log "
             "for a hanging engine. A restart does not shorten that time", reason, len(requests), suspended_s,
         )  # fmt: skip
         for request in reversed(requests):
-            router.take_back(request)
-            request.avoid = node.node_id
-            router.reissue(request, reason)
+            request.tried.avoid = node.node_id
+            router.apply(request, Lost(reason))
     router.place()
 
 
@@ -172,7 +152,6 @@ def reclaim_quarantined(router: Router, node_id: str, reason: str) -> None:
     for node in router.nodes.attached():
         if node.node_id == node_id:
             for request in list(node.leases.values()):
-                router.take_back(request)
-                request.avoid = node_id
-                router.reissue(request, f"node {node_id} is {reason}", keep=False)
+                request.tried.avoid = node_id
+                router.apply(request, Discarded(f"node {node_id} is {reason}"))
     router.place()

@@ -96,13 +96,14 @@ class RequestFactory:
 class Permits:
     """By task set: TRAIN or EVAL."""
 
-    def __init__(self, limit: Callable[[], int], eval_share: float) -> None:
+    def __init__(self, limit: int, eval_share: float) -> None:
+        """`limit`: rollouts that may run at a time."""
         self.eval_share = eval_share
         self.running: dict[str, int] = {TRAIN: 0, EVAL: 0}
         self.shared_s = 0.0
         """How long rollouts of both have run at the same time."""
         self._counted_at = 0.0
-        self._limit = limit
+        self.limit = limit
         self._waiting: dict[str, list[tuple[int, int, asyncio.Future[None]]]] = {TRAIN: [], EVAL: []}
         """Heaps of (order, ticket, future)."""
         self._ticket = itertools.count()
@@ -139,20 +140,19 @@ class Permits:
         return sum(not future.done() for _, _, future in self._waiting[taskset])
 
     def grant(self) -> None:
-        """Grant what the limit allows now. Called at each release; call it also when the limit may have risen."""
-        limit = max(1, self._limit())
-        while sum(self.running.values()) < limit and (taskset := self._next_taskset(limit)) is not None:
+        """Grant what the limit allows now."""
+        while sum(self.running.values()) < self.limit and (taskset := self._next_taskset()) is not None:
             future = heapq.heappop(self._waiting[taskset])[2]
             self._count(taskset, 1)
             future.set_result(None)
 
-    def _next_taskset(self, limit: int) -> str | None:
+    def _next_taskset(self) -> str | None:
         for waiters in self._waiting.values():
             while waiters and waiters[0][2].done():
                 heapq.heappop(waiters)
         train, evaluation = self._waiting[TRAIN], self._waiting[EVAL]
         if train and evaluation:
-            return EVAL if self.running[EVAL] < self.eval_share * limit else TRAIN
+            return EVAL if self.running[EVAL] < self.eval_share * self.limit else TRAIN
         return TRAIN if train else EVAL if evaluation else None
 
 
@@ -166,7 +166,7 @@ class RolloutResult:
     @property
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest policy version that sampled a token; None when nothing was sampled."""
-        versions = [span.version for record in self.records for span in record.version_spans]
+        versions = [span.version for record in self.records for span in record.answer.version_spans]
         return (min(versions), max(versions)) if versions else None
 
 
@@ -283,7 +283,7 @@ def finished_rollout(
     `earlier`: failures of this sibling's tries before this one. `turn_nodes`: the node of each sampled turn.
     """
     versions = result.versions
-    nodes = list(dict.fromkeys(record.node_id for record in result.records))
+    nodes = list(dict.fromkeys(record.answer.node_id for record in result.records))
     reply: dict[str, Any] = msgspec.structs.asdict(result.reply) | {"failure": failure}
     if failure is not None:
         reply["reward"] = None
@@ -295,7 +295,7 @@ def finished_rollout(
         version_min=versions[0] if versions else None,
         version_max=versions[1] if versions else None,
         prompt_tokens=sum(sample.num_tokens - sample.num_trained for sample in samples) if samples else None,
-        sampled_tokens=sum(len(record.completion_ids) for record in result.records),
+        sampled_tokens=sum(len(record.answer) for record in result.records),
         nodes=nodes,
         turn_nodes=[nodes.index(node_id) for node_id in turn_nodes],
     )

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.errors import RolloutError
+from composer_prime.wire.packed_answer import joined
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.rollouts.groups import CompiledRollout, GroupPlan
@@ -107,21 +108,16 @@ class Branch:
     def extend(self, record: GenerationRecord, turn: int) -> None:
         """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
         prompt_ids = record.prompt_ids[len(self.tokens) :]
-        start, count = len(record.prompt_ids), len(record.completion_ids)
-        self.tokens = np.concatenate([self.tokens, prompt_ids, record.completion_ids], dtype=np.int32)
+        start, count = len(record.prompt_ids), len(record.answer)
+        self.tokens = np.concatenate([self.tokens, prompt_ids, record.answer.ids], dtype=np.int32)
         self.mask += [np.zeros(len(prompt_ids), np.uint8), np.ones(count, np.uint8)]
-        self.logprobs += [np.zeros(len(prompt_ids), np.float32), np.asarray(record.logprobs, np.float32)]
-        for span in record.version_spans:
-            self._add_span(VersionSpan(start + span.start, start + span.end, span.version))
+        self.logprobs += [np.zeros(len(prompt_ids), np.float32), record.answer.token_logprobs]
+        spans = [
+            VersionSpan(start + span.start, start + span.end, span.version) for span in record.answer.version_spans
+        ]
+        self.spans = joined(self.spans, spans)
         if count:
             self.turns.append(TurnSpan(start, start + count, turn))
-
-    def _add_span(self, span: VersionSpan) -> None:
-        last = self.spans[-1] if self.spans else None
-        if last is not None and last.end == span.start and last.version == span.version:
-            self.spans[-1] = VersionSpan(last.start, span.end, span.version)
-        elif span.end > span.start:
-            self.spans.append(span)
 
 
 def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Branch]:
@@ -149,13 +145,14 @@ def check_record(record: GenerationRecord) -> None:
     Raises RolloutError when logprobs or version spans do not match its tokens, or when it was sampled from another
     distribution than the trainer's softmax.
     """
-    count = len(record.completion_ids)
+    answer, count = record.answer, len(record.answer)
     where = f"session {record.session!r}, a turn of {count} sampled tokens"
     if len(record.prompt_ids) == 0:
         raise RolloutError(f"{where} came without a prompt: its first token has nothing to be predicted from")
-    if len(record.logprobs) != count:
-        raise RolloutError(f"{where} came with {len(record.logprobs)} log-probabilities")
-    if not np.isfinite(record.logprobs).all():
+    logprobs = answer.token_logprobs
+    if len(logprobs) != count:
+        raise RolloutError(f"{where} came with {len(logprobs)} log-probabilities")
+    if not np.isfinite(logprobs).all():
         raise RolloutError(f"{where} holds a log-probability that is not finite")
     sampling = record.sampling
     if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
@@ -164,9 +161,9 @@ def check_record(record: GenerationRecord) -> None:
             f"top_k {sampling.top_k}: the trainer's policy is the full softmax at a temperature above 0; mark this "
             "agent as not trainable or let it sample as the orchestrator asks"
         )
-    edges = [0, *(span.end for span in record.version_spans)]
-    if [span.start for span in record.version_spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != count:
-        raise RolloutError(f"{where} has version spans {list(record.version_spans)}, which do not cover it")
+    edges = [0, *(span.end for span in answer.version_spans)]
+    if [span.start for span in answer.version_spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != count:
+        raise RolloutError(f"{where} has version spans {answer.version_spans}, which do not cover it")
 
 
 def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply) -> Sample:
@@ -201,7 +198,7 @@ def sdpo_only(sample: Sample) -> Sample:
     return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))
 
 
-# -- matching records with the worker's turns ---------------------------------------------------------------------
+# -- records and the worker's turns ---------------------------------------------------------------------------------
 
 
 def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[MessageRecord]:
@@ -209,28 +206,21 @@ def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> 
 
     The turn number is the one in TurnSpan. Raises RolloutError as `compile_rollout` does.
     """
-    turns, first = list(reply.turns), 0
-    by_session = matched_records(reply, records)
-    names = [session.session_id for session in reply.sessions] or list(by_session)
-    for session, session_records in by_session.items():
-        sampled = _sampled(turns, names.index(session)) if session in names else []
-        for number, (index, record) in enumerate(zip(sampled, session_records, strict=False), start=first):
-            turns[index] = msgspec.structs.replace(
-                turns[index], turn=number, finish_reason=record.finish_reason, surprisal=_surprisal(record)
-            )
-        first += len(session_records)
+    kept = [record for session in matched_records(reply, records).values() for record in session]
+    numbers = {record.answer.record_id: (number, record) for number, record in enumerate(kept)}
+    turns = []
+    for turn in reply.turns:
+        if turn.record_id in numbers:
+            number, record = numbers[turn.record_id]
+            reason, surprisal = record.answer.finish_reason, _surprisal(record)
+            turn = msgspec.structs.replace(turn, turn=number, finish_reason=reason, surprisal=surprisal)
+        turns.append(turn)
     return turns
-
-
-def _sampled(turns: Sequence[MessageRecord], session: int) -> list[int]:
-    """Return the positions of a session's sampled messages, in the order of their calls."""
-    positions = [index for index, turn in enumerate(turns) if turn.call is not None and turn.session == session]
-    return sorted(positions, key=lambda index: turns[index].call or 0)
 
 
 def _surprisal(record: GenerationRecord) -> float | None:
     """Return the mean of -log p over the record's tokens, in nats; None without tokens or with a NaN log-prob."""
-    mean = -float(np.mean(record.logprobs)) if len(record.logprobs) else float("nan")
+    mean = -float(np.mean(record.answer.token_logprobs)) if len(record.answer) else float("nan")
     return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
 
 
@@ -238,51 +228,30 @@ def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) ->
     """Return of each session the records that became turns of the rollout.
 
     A reply that was lost on its way to the worker is recorded and then asked for again. The rollout never saw it, so
-    its tokens have no part in the reward. Raises RolloutError when records and the worker's turns cannot be matched.
+    its tokens have no part in the reward. Raises RolloutError when the gateway has no record of a turn.
     """
+    sampled = {turn.record_id: turn for turn in reply.turns if turn.call is not None}
     by_session: dict[str, list[GenerationRecord]] = {}
     for record in records:
-        by_session.setdefault(record.session, []).append(record)
-    if not reply.sessions or not reply.turns:
-        return by_session
-    turns_by_session = {
-        session.session_id: [reply.turns[index] for index in _sampled(reply.turns, number)]
-        for number, session in enumerate(reply.sessions)
-    }
-    matched = {
-        session: _match_session(session, session_records, turns_by_session.get(session, []))
-        for session, session_records in by_session.items()
-    }
-    missing = [session for session, turns in turns_by_session.items() if turns and session not in matched]
+        if not sampled or record.answer.record_id in sampled:
+            by_session.setdefault(record.session, []).append(record)
+    counts = {record.answer.record_id: len(record.answer) for kept in by_session.values() for record in kept}
+    for record_id, turn in sampled.items():
+        if record_id in counts and turn.num_tokens not in (None, counts[record_id]):
+            raise RolloutError(
+                f"turn {turn.call} of session {reply.sessions[turn.session].session_id!r} has {turn.num_tokens} tokens "
+                f"at the worker, {counts[record_id]} at the gateway"
+            )
+    missing = [turn for record_id, turn in sampled.items() if record_id not in counts]
     if missing:
-        raise RolloutError(f"the worker shows turns of sessions {missing}, the gateway recorded nothing of them")
-    return matched
+        names = sorted({reply.sessions[turn.session].session_id for turn in missing})
+        raise RolloutError(
+            f"the worker shows {len(missing)} turns of sessions {names} that the gateway did not record: the rollout's "
+            "tokens are incomplete"
+        )
+    return by_session
 
 
 def turn_nodes(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[str]:
     """Return the node that sampled each turn, by turn number. Raises RolloutError as `compile_rollout` does."""
-    return [record.node_id for matched in matched_records(reply, records).values() for record in matched]
-
-
-def _match_session(session: str, records: list[GenerationRecord], turns: list[MessageRecord]) -> list[GenerationRecord]:
-    """Drop replies that were asked for again (same prompt) and the last ones, which came too late."""
-    surplus = len(records) - len(turns)
-    repeated = [
-        any(np.array_equal(record.prompt_ids, later.prompt_ids) for later in records[number + 1 :])
-        for number, record in enumerate(records if surplus > 0 else [])
-    ]
-    dropped = set(np.flatnonzero(repeated)[: max(surplus, 0)].tolist())
-    matched = [record for number, record in enumerate(records) if number not in dropped][: len(turns)]
-    if len(matched) < len(turns):
-        raise RolloutError(
-            f"the worker shows {len(turns)} turns of session {session!r}, the gateway recorded {len(records)}: the "
-            "rollout's tokens are incomplete"
-        )
-    for record, turn in zip(matched, turns, strict=True):
-        count = len(record.completion_ids)
-        if turn.num_tokens is not None and turn.num_tokens != count:
-            raise RolloutError(
-                f"turn {turn.call} of session {session!r} has {turn.num_tokens} tokens at the worker, "
-                f"{count} at the gateway"
-            )
-    return matched
+    return [record.answer.node_id for matched in matched_records(reply, records).values() for record in matched]

@@ -34,7 +34,7 @@ async def play_episodes(
     Failures are in the result. Raises EnvironmentWorkerError when no worker is left.
     """
     source = pool.spec.name
-    permits = Permits(gateway.adaptive.limit, eval_share=1.0)
+    permits = Permits(requests.config.max_concurrent, eval_share=1.0)
     runner = RolloutRunner({source: pool}, gateway.records, permits)
 
     async def play(number: int, task_index: int) -> FinishedRollout:

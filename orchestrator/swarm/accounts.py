@@ -73,10 +73,10 @@ class NodeAccount:
 
     def add(self, node: AttachedNode, now: float, weights_sent: int) -> None:
         """Take in what `node` did since the last call. `weights_sent`: bytes that the gateway sent it so far."""
-        if not node.is_known:
+        if node.hello.run_id is None:
             self.counted.setdefault("weight_bytes", 0)
-        failures = node.failures + node.bad_answers
-        counters = {"tokens": node.tokens_out, "failures": failures, "weights_sent": weights_sent}
+        failures = node.counters.failures + node.counters.bad_answers
+        counters = {"tokens": node.counters.tokens_out, "failures": failures, "weights_sent": weights_sent}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
         added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
@@ -85,7 +85,7 @@ class NodeAccount:
         self.weights_sent += added.pop("weights_sent")
         added["weight_bytes"] = max(self.weights_claimed, self.weights_sent) - known
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
-        usd = None if node.usd_per_hour is None else node.usd_per_hour * seconds / 3600
+        usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
         self.counted |= counters
         self.seen = now if node.attached else None
@@ -192,12 +192,12 @@ class NodeAccounts:
             return
         account.line, account.line_at = line, now
         if before["node/state"] in (None, AWAY):
-            device = device_text(node.device)
+            device = device_text(node.hello.device)
             line = {
                 **line,
-                "node/engine": node.engine,
+                "node/engine": node.hello.engine,
                 "node/device": device or None,
-                "node/usd_per_hour": node.usd_per_hour,
+                "node/usd_per_hour": node.hello.usd_per_hour,
             }
         self._metrics.log(self.step, line)
 
@@ -229,14 +229,14 @@ class NodeAccounts:
             name=node.node_id,
             state=self._state(node, now),
             why=_why(node, node.cannot_serve(now, router.oldest_version, router.newest_version)),
-            device=device_text(node.device),
-            engine=node.engine,
+            device=device_text(node.hello.device),
+            engine=node.hello.engine,
             version=node.version,
             behind=max(0, router.newest_version - node.version),
             tokens_per_s=account.rate("tokens", now, _RATE_S),
             trained_tokens_per_s=account.rate("trained_tokens", now, _TRAINED_RATE_S),
             trust=node.expectation,
-            usd_per_hour=node.usd_per_hour,
+            usd_per_hour=node.hello.usd_per_hour,
             in_flight=len(node.leases),
             totals=account.totals,
         )

@@ -23,7 +23,7 @@ import random
 import time
 from bisect import insort
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Protocol
@@ -47,8 +47,9 @@ from composer_prime.wire.node import (
     Rejected,
     Status,
 )
+from composer_prime.wire.packed_answer import PackedAnswer
 from composer_prime.wire.sockets import NodeSocket
-from composer_prime.wire.types import pack_floats, pack_ints
+from composer_prime.wire.types import pack_ints
 from orchestrator.event_loop import watched
 from orchestrator.swarm.auditors import ConnectedAuditor, OfferedAnswer
 from orchestrator.swarm.trust import NodeTrust, is_clean
@@ -74,14 +75,8 @@ class ChunkSender(Protocol):
 class SampledAnswer(Protocol):
     """An answer as the gateway recorded it."""
 
-    node_id: str
-    sampled_by: Sequence[tuple[str, int]]
-    """Its nodes in order, each with the number of tokens that it sampled; empty for `node_id` alone."""
     prompt_ids: Any
-    completion_ids: Any
-    logprobs: Any
-    version_spans: Any
-    finish_reason: str
+    answer: PackedAnswer
     sampling: Any
 
 
@@ -165,7 +160,7 @@ class Audits:
 
     def offer(self, record: SampledAnswer, rollout_id: str) -> None:
         """Take note of an answer that was recorded for an open rollout, and have it audited if it is chosen."""
-        parts = record.sampled_by or ((record.node_id, len(record.completion_ids)),)
+        parts = tuple(record.answer.sampled_by)
         counts = [count for _, count in parts]
         nodes = {node_id: self._trust[node_id] for node_id, _ in parts}
         others = self._open.setdefault(rollout_id, [])
@@ -178,7 +173,7 @@ class Audits:
         )
         others.append(answer)
         self.counters["answers"] += 1
-        if invented := [span for span in record.version_spans if self._is_invented(span.version)]:
+        if invented := [span for span in record.answer.version_spans if self._is_invented(span.version)]:
             logger.warning("node %s names policy version %d, which there never was", answer.nodes, invented[0].version)
             found = []
             for count, end in zip(counts, accumulate(counts), strict=True):
@@ -193,11 +188,11 @@ class Audits:
         answer.request = AuditRequest(
             audit=self.counters["chosen"],
             prompt_ids=pack_ints(record.prompt_ids),
-            token_ids=pack_ints(record.completion_ids),
-            logprobs=pack_floats(record.logprobs),
+            token_ids=record.answer.token_ids,
+            logprobs=record.answer.logprobs,
             parts=counts,
-            version_spans=list(record.version_spans),
-            finish_reason=record.finish_reason,
+            version_spans=list(record.answer.version_spans),
+            finish_reason=record.answer.finish_reason,
             sampling=record.sampling,
             tolerance=self._config.tolerance,
             timeout_s=self._config.timeout_s,

@@ -153,7 +153,7 @@ class NodeControl:
             held = len(node.leases)
             # Not Rejected, which is an error: the launcher would start it again, and end the run after the last try.
             self._send(node, Drain(reason=f"this node was {reason}"))
-            self._router.nodes.leave(node, reason)
+            self._router.leave(node, reason)
         logger.warning("node %s was %s", name, reason, extra=event("node", same_as=f"{reason}/{name}"))
         return f"node {name} was {reason}; requests that go elsewhere now: {held}. It is refused {how_long}"
 

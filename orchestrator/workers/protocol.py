@@ -121,6 +121,8 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens this message added to the context (for an assistant turn: those sampled)."""
     call: int | None = None
     """Sampled turns: number of its request among the session's successful generate requests, in order of start."""
+    record_id: str = ""
+    """Sampled turns: the gateway's record of its tokens (Answer.record_id)."""
     asked_s: float | None = None
     answered_s: float | None = None
     """Sampled turns: when its request was sent and when its answer came, in seconds from the session's start. What

@@ -28,6 +28,7 @@ from typing import Any
 import aiohttp
 import jinja2
 import msgspec
+from pydantic import Field
 from renderers import RendererConfig
 from renderers.client import MalformedGenerateResponseError
 from verifiers.v1.clients.client import SESSION_ID_HEADER
@@ -35,10 +36,11 @@ from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainC
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 from verifiers.v1.errors import ProviderError, RolloutError
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
-from verifiers.v1.types import Response
+from verifiers.v1.types import AssistantMessage, Response
 from verifiers.v1.utils import loaders
 
-from composer_prime.wire.turns import JSON, PackedAnswer, TurnClient
+from composer_prime.wire.packed_answer import PackedAnswer
+from composer_prime.wire.turns import JSON, TurnClient
 
 _LOST = (aiohttp.ClientOSError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
 _ASK_AGAIN_S = (0.1, 1.0)
@@ -128,6 +130,16 @@ def _message(content: bytes) -> str:
         return content[:500].decode(errors="replace")
 
 
+class RecordedMessage(AssistantMessage):
+    """A sampled message that knows the gateway's record of its tokens."""
+
+    record_id: str = Field(default="", exclude=True)
+
+
+RecordedMessage.__name__ = AssistantMessage.__name__
+"""verifiers tells messages apart by the names of their classes: with another one, no prompt would continue a trace."""
+
+
 class RenderError(RolloutError):
     """The model folder's renderer or chat template cannot render this conversation."""
 
@@ -153,11 +165,14 @@ class GatewayClient(TrainClient):
                 status_code=400,
             )
         try:
-            return await super().get_response(dialect, body, *args, **kwargs)
+            response = await super().get_response(dialect, body, *args, **kwargs)
         except MalformedGenerateResponseError as error:
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
         except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:
             raise RenderError(f"{type(error).__name__}: {error}") from error
+        # The trace keeps this very object as the turn's message.
+        response.message = RecordedMessage.model_construct(**dict(response.message), record_id=response.id)
+        return response
 
 
 def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> None:

@@ -90,7 +90,7 @@ def configuration(model: Path, tasks: Path) -> Config:
 async def play(config: Config, gateway: Gateway, pool: WorkerPool) -> tuple[RolloutResult, list[Sample]]:
     """One rollout as a run plays it, and the samples that a trainer would get."""
     requests = RequestFactory(config=config.orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=0)
-    runner = RolloutRunner({"code": pool}, gateway.records, Permits(gateway.adaptive.limit, eval_share=1.0))
+    runner = RolloutRunner({"code": pool}, gateway.records, Permits(config.orchestrator.max_concurrent, eval_share=1.0))
     plan = GroupPlan(group=0, source="code", task_index=0, seed=0, size=1)
     result = await runner.run("code", requests.training(plan, 0, 0), order=0)
     return result, compile_rollout(plan, result.reply, result.records)
@@ -158,7 +158,7 @@ async def test_the_local_engine_saw_what_trains(tmp_path: Path, model: Path) -> 
         result, samples = await play(config, gateway, pool)
     assert score_failure(result) is None and result.reply.reward == 0.0, result.reply
     assert sum(len(sample.turns) for sample in samples) == len(result.records) > 1
-    sampled = sum(len(record.completion_ids) for record in result.records)
+    sampled = sum(len(record.answer) for record in result.records)
     assert sum(sample.num_trained for sample in samples) == sampled > 1
     policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for sample in samples:

@@ -7,10 +7,10 @@ import asyncio
 import msgspec
 from node_peer import tokens_for
 
-from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status
+from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status, ToNode
 from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
-from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.routing import Router
 from orchestrator.gateway.waits import Waits
 
@@ -22,7 +22,10 @@ class Fleet:
         self.sent: dict[str, list[Generate]] = {name: [] for name in hellos}
         self.cancelled: dict[str, list[int]] = {name: [] for name in hellos}
         """Leases."""
+        self.told: list[tuple[str, ToNode]] = []
+        """All other messages, by node."""
         self.router = Router(
+            Nodes(),
             self._send,
             vocab_size=256,
             suspend_s=1.0,
@@ -32,16 +35,19 @@ class Fleet:
         self.waits = Waits(self.router, lambda: "")
         for name, changes in hellos.items():
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
-            node = self.router.nodes.attach(name.encode(), msgspec.structs.replace(hello, **changes))
+            node = self.router.attach(name.encode(), msgspec.structs.replace(hello, **changes))
             node.speed.note_tokens(1 << 20)  # So that it gets all of its places at once.
             self.router.placing.update(node)
         self.calls: list[asyncio.Task] = []
 
-    def _send(self, node: AttachedNode, message) -> bool:
+    def _send(self, identity: bytes, message) -> bool:
+        name = next(node.node_id for node in self.router.nodes if node.identity == identity)
         if isinstance(message, Generate):
-            self.sent[node.node_id].append(message)
-        if isinstance(message, CancelGenerate):
-            self.cancelled[node.node_id].append(message.lease)
+            self.sent[name].append(message)
+        elif isinstance(message, CancelGenerate):
+            self.cancelled[name].append(message.lease)
+        else:
+            self.told.append((name, message))
         return True
 
     def node(self, name: str) -> AttachedNode:

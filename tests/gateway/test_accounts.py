@@ -65,7 +65,7 @@ def test_dollars_are_of_the_time_attached():
         accounts.tick()
         pass_time(accounts, clock, 3600)
         accounts.note_trained(1, {"a": 1_000_000})
-        fleet.router.nodes.leave(fleet.node("a"), "test")
+        fleet.router.leave(fleet.node("a"), "test")
         pass_time(accounts, clock, 3600)
         rows = {row.name: row for row in accounts.rows()}
         assert rows["a"].totals.usd == pytest.approx(2.4) and rows["a"].totals.seconds == pytest.approx(3595, abs=10)
@@ -95,7 +95,7 @@ def test_records_give_the_table_again(tmp_path):
         clock = Clock()
         accounts = accounts_of(fleet, clock, tmp_path)
         await work_for(fleet, "a", 3)
-        fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=5000))
+        fleet.router.update_status(fleet.node("a"), status(weight_bytes=5000))
         accounts.tick()
         fleet.node("a").trust.clean, fleet.node("a").trust.audited = 8, 8
         pass_time(accounts, clock, 100)
@@ -132,7 +132,7 @@ def test_a_line_for_each_change(tmp_path):
         fleet.router.newest_version = fleet.router.oldest_version = 1
         clock.now += 1
         accounts.tick()
-        fleet.router.nodes.update_status(fleet.node("a"), status(version=1, running=2))
+        fleet.router.update_status(fleet.node("a"), status(version=1, running=2))
         clock.now += 1
         accounts.tick()
         lines = [json.loads(raw) for raw in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -146,12 +146,12 @@ def test_a_line_for_each_change(tmp_path):
 # outlives its orchestrator pulled nothing for the next one. A process that starts anew pulls anew.
 def test_pulled_bytes_count_once():
     def pulled(fleet: Fleet, accounts: NodeAccounts, count: int) -> int:
-        fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=count))
+        fleet.router.update_status(fleet.node("a"), status(weight_bytes=count))
         return accounts.rows()[0].totals.weight_bytes
 
     def hello(fleet: Fleet, accounts: NodeAccounts, instance: str, run_id: str | None) -> None:
         said = NodeHello(node_id="a", engine="e", run_id=run_id, version=0, max_concurrent=1, instance=instance)
-        fleet.router.nodes.attach(b"again", said)
+        fleet.router.attach(b"again", said)
         accounts.tick()
 
     async def test(fleet: Fleet) -> None:
@@ -173,7 +173,7 @@ def test_pulled_bytes_count_once():
 def test_the_table_shows_why_a_node_lacks_weights():
     async def test(fleet: Fleet) -> None:
         accounts = accounts_of(fleet, Clock(), None)
-        fleet.router.nodes.update_status(fleet.node("a"), status(weight_error="pulled 9 MB: keep its state folder"))
+        fleet.router.update_status(fleet.node("a"), status(weight_error="pulled 9 MB: keep its state folder"))
         assert accounts.rows()[0].why == "pulled 9 MB: keep its state folder"
         fleet.router.newest_version = fleet.router.oldest_version = 1
         assert accounts.rows()[0].why == "has policy version 0, needs version 1; pulled 9 MB: keep its state folder"
@@ -189,7 +189,7 @@ def test_the_larger_count_of_pulled_bytes_is_shown():
 
         def shown(sent_bytes: int, claimed: int) -> int:
             sent["a"] = sent_bytes
-            fleet.router.nodes.update_status(fleet.node("a"), status(weight_bytes=claimed))
+            fleet.router.update_status(fleet.node("a"), status(weight_bytes=claimed))
             return accounts.rows()[0].totals.weight_bytes
 
         accounts.tick()

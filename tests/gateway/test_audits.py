@@ -101,7 +101,7 @@ async def play(gateway, name: str, prompt: list[int]) -> tuple[str, str | None]:
     status, _ = await post(gateway.http_url, generate_body(*prompt, max_tokens=40, ignore_eos=True), X_Session_ID=name)
     assert status == 200
     [record] = gateway.records.take(name)
-    return record.node_id, await gateway.audits.cleared(name)
+    return record.answer.node_id, await gateway.audits.cleared(name)
 
 
 async def test_a_node_that_takes_the_likeliest_token_is_quarantined(open_gateway, keys):

@@ -67,27 +67,17 @@ async def test_a_report_out_of_range_is_garbage(open_gateway, node_keys, claim):
         assert attached.status is None
 
 
-async def test_a_node_reports_no_more_requests_than_it_was_given():
-    """A queue that a node makes up does not lower the fleet's limit."""
-    fleet = Fleet(a={})
-    await fleet.ask(2)
-    fleet.router.nodes.update_status(fleet.node("a"), status(running=1, waiting=500_000))
-    credible = fleet.node("a").credible_status
-    assert credible is not None and (credible.running, credible.waiting) == (1, 2)
-    await fleet.close()
-
-
 async def test_a_node_with_a_full_cache_gets_no_further_conversation():
     """New sessions and those of the full node go where there is room; when all are full, they stay where they are."""
     fleet = Fleet(a={}, b={})
     await fleet.ask(session="s")
     assert len(fleet.sent["a"]) == 1
     fleet.answer("a", fleet.sent["a"][0])
-    fleet.router.nodes.update_status(fleet.node("a"), status(kv_used=0.97))
+    fleet.router.update_status(fleet.node("a"), status(kv_used=0.97))
     await fleet.ask(3)
     await fleet.ask(session="s")
     assert (len(fleet.sent["a"]), len(fleet.sent["b"])) == (1, 4)
-    fleet.router.nodes.update_status(fleet.node("b"), status(kv_used=0.97))
+    fleet.router.update_status(fleet.node("b"), status(kv_used=0.97))
     await fleet.ask(session="s")
     assert (len(fleet.sent["a"]), len(fleet.sent["b"])) == (1, 5)
     await fleet.close()
@@ -143,18 +133,18 @@ async def test_an_honest_node_that_starts_again_below_its_version_is_not_blamed(
     """It gets requests once it is back at that version, so none of them shows the swap."""
     fleet = Fleet(a={})
     fleet.router.newest_version = 1
-    fleet.router.nodes.update_status(fleet.node("a"), status(version=1))
-    fleet.router.nodes.leave(fleet.node("a"), "crashed")
+    fleet.router.update_status(fleet.node("a"), status(version=1))
+    fleet.router.leave(fleet.node("a"), "crashed")
     hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance="restarted")
-    fleet.router.nodes.attach(b"a2", hello)
+    fleet.router.attach(b"a2", hello)
     await fleet.ask(4)
     assert not fleet.sent["a"]
-    fleet.router.nodes.update_status(fleet.node("a"), status(version=1))
+    fleet.router.update_status(fleet.node("a"), status(version=1))
     fleet.router.place()
     for request in fleet.sent["a"]:
         fleet.finish("a", request, [10], version=1)
-    assert [len((await call).token_ids) for call in fleet.calls] == [1] * 4
-    assert fleet.node("a").bad_answers == fleet.node("a").failures_in_row == 0
+    assert [len(await call) for call in fleet.calls] == [1] * 4
+    assert fleet.node("a").counters.bad_answers == fleet.node("a").standing.failures_in_row == 0
     await fleet.close()
 
 
@@ -162,10 +152,10 @@ async def test_a_rewound_version_is_served_again():
     """A trainer that resumed publishes it once more: reports of it, and of later ones, mean nothing any more."""
     fleet = Fleet(a={"version": 8})
     fleet.router.newest_version = 8
-    fleet.router.nodes.update_status(fleet.node("a"), status(version=8))
+    fleet.router.update_status(fleet.node("a"), status(version=8))
     fleet.router.newest_version = 5
     fleet.node("a").reports.forget(5)
-    fleet.router.nodes.update_status(fleet.node("a"), status(version=5))
+    fleet.router.update_status(fleet.node("a"), status(version=5))
     await fleet.ask()
     assert len(fleet.sent["a"]) == 1
     await fleet.close()

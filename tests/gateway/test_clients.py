@@ -130,8 +130,8 @@ async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys
         )
         [record] = gateway.records.take("r7")
         assert response.tokens.prompt_ids == record.prompt_ids.tolist()
-        assert response.tokens.completion_ids == record.completion_ids.tolist()
-        assert response.tokens.completion_logprobs == record.logprobs.tolist()
+        assert response.tokens.completion_ids == record.answer.ids.tolist()
+        assert response.tokens.completion_logprobs == record.answer.token_logprobs.tolist()
         with pytest.raises(ProviderError, match="maximum context length"):
             long = {"model": "policy", "messages": [{"role": "user", "content": "word " * 3000}]}
             await client.get_response(ChatDialect(), long, SamplingConfig(max_tokens=6), session_id="r7")
@@ -146,7 +146,8 @@ async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, no
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.dialects.chat import ChatDialect
-    from verifiers.v1.types import SamplingConfig
+    from verifiers.v1.graph import message_hash
+    from verifiers.v1.types import AssistantMessage, SamplingConfig
 
     from orchestrator.chat_renderer import build_renderer
     from orchestrator.workers.verifiers_compat import GatewayClient, install_renderer
@@ -173,13 +174,20 @@ async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, no
                 sampling = SamplingConfig(temperature=1.0, max_tokens=60, seed=5)
                 response = await client.get_response(ChatDialect(), body, sampling, session_id=name)
                 tokens.append(response.tokens)
+                plain = AssistantMessage(**response.message.model_dump())
+                assert message_hash(response.message) == message_hash(plain), "a later prompt continues this turn"
                 answer = {"role": "assistant", "content": response.message.content}
                 messages = [*messages, answer, {"role": "user", "content": "Are you sure?"}]
             await client.close()
             responses[name] = [(each.prompt_ids, each.completion_ids, each.completion_logprobs) for each in tokens]
             received[name] = gateway.metrics()["gateway/prompt_bytes_received"] - before
             records[name] = [
-                (record.prompt_ids.tolist(), record.completion_ids.tolist(), record.logprobs.tolist(), record.sampling)
+                (
+                    record.prompt_ids.tolist(),
+                    record.answer.ids.tolist(),
+                    record.answer.token_logprobs.tolist(),
+                    record.sampling,
+                )
                 for record in gateway.records.take(name)
             ]
         assert responses["TrainClient"] == responses["GatewayClient"]

@@ -33,21 +33,21 @@ async def test_another_node_continues_after_the_streamed_tokens(how):
     fleet.stream("a", first, [12], start=2)
     node = fleet.node("a")
     if how == "vanishes":
-        fleet.router.nodes.leave(node, "silent")
+        fleet.router.leave(node, "silent")
     elif how == "drains":
         fleet.router.on_failed(node, failed(first, "it is draining", retryable=True, tried=False))
     else:
         for request in node.leases.values():
-            request.placed -= 100.0
-        node.last_progress -= 100.0
+            request.state.placed -= 100.0
+        node.heard.progress -= 100.0
         reclaim_stalled(fleet.router, 75.0)
     [second] = fleet.sent["b"]
     assert ints(second.prompt_ids).tolist() == [5, 5, 5, 10, 11, 12]
     assert (second.sampling.max_tokens, second.sampling.resumed, second.sampling.seed) == (5, 3, 7)
     fleet.finish("b", second, [13, 14])
     answer = await fleet.calls[0]
-    assert answer.token_ids.tolist() == [10, 11, 12, 13, 14]
-    assert answer.logprobs.tolist() == [-0.5, -0.5, -0.5, -0.25, -0.25]
+    assert answer.ids.tolist() == [10, 11, 12, 13, 14]
+    assert answer.token_logprobs.tolist() == [-0.5, -0.5, -0.5, -0.25, -0.25]
     assert answer.version_spans == (VersionSpan(0, 5, 0),) and answer.sampled_by == (("a", 3), ("b", 2))
     assert (fleet.router.counters.tokens_resumed, fleet.router.counters.tokens_lost) == (3, 0)
     await fleet.close()
@@ -62,8 +62,8 @@ async def test_an_answer_goes_on_with_the_same_or_newer_weights():
     fleet.stream("a", first, [10, 11], version=2)
     hello = NodeHello(node_id="new", engine="test", run_id=None, version=3, max_concurrent=64, instance="new")
     fleet.sent["new"], fleet.cancelled["new"] = [], []
-    fleet.router.nodes.attach(b"new", hello)
-    fleet.router.nodes.leave(fleet.node("a"), "silent")
+    fleet.router.attach(b"new", hello)
+    fleet.router.leave(fleet.node("a"), "silent")
     assert not fleet.sent["old"]
     fleet.finish("new", fleet.sent["new"][0], [12], version=3)
     assert (await fleet.calls[0]).version_spans == (VersionSpan(0, 2, 2), VersionSpan(2, 3, 3))
@@ -81,9 +81,9 @@ async def test_a_claim_of_older_weights_than_the_request_allows_is_refused(how):
     claim = fleet.finish if how == "answers" else fleet.stream
     claim("a", fleet.sent["a"][0], [10], version=1)
     fleet.stream("b", fleet.sent["b"][0], [10], version=3)
-    fleet.router.nodes.leave(fleet.node("b"), "silent")
+    fleet.router.leave(fleet.node("b"), "silent")
     claim("c", fleet.sent["c"][0], [11], version=2)
-    assert [fleet.node(name).bad_answers for name in "abc"] == [1, 0, 1]
+    assert [fleet.node(name).counters.bad_answers for name in "abc"] == [1, 0, 1]
     await fleet.close()
 
 
@@ -93,7 +93,7 @@ async def test_an_answer_that_no_serving_node_can_continue_starts_anew():
     fleet.router.newest_version = 2
     await fleet.ask(max_tokens=8)
     fleet.stream("a", fleet.sent["a"][0], [10, 11], version=2)
-    fleet.router.nodes.leave(fleet.node("a"), "silent")
+    fleet.router.leave(fleet.node("a"), "silent")
     [again] = fleet.sent["old"]
     assert (len(ints(again.prompt_ids)), again.sampling.resumed, again.sampling.max_tokens) == (1, 0, 8)
     assert fleet.router.counters.tokens_lost == 2
@@ -119,7 +119,7 @@ async def test_a_part_that_cannot_be_true_costs_the_node_the_request(changes):
     await fleet.ask()
     [first] = fleet.sent["a"]
     fleet.stream("a", first, **({"ids": [10]} | changes))
-    assert fleet.node("a").bad_answers == 1 and fleet.cancelled["a"] == [first.lease]
+    assert fleet.node("a").counters.bad_answers == 1 and fleet.cancelled["a"] == [first.lease]
     [second] = fleet.sent["b"]
     assert len(ints(second.prompt_ids)) == 1
     await fleet.close()
@@ -131,7 +131,7 @@ async def test_an_answer_must_begin_with_what_was_streamed():
     await fleet.ask()
     fleet.stream("a", fleet.sent["a"][0], [10, 11])
     fleet.finish("a", fleet.sent["a"][0], [10, 12, 13])
-    assert (fleet.node("a").bad_answers, fleet.router.counters.tokens_lost) == (1, 2)
+    assert (fleet.node("a").counters.bad_answers, fleet.router.counters.tokens_lost) == (1, 2)
     assert len(ints(fleet.sent["b"][0].prompt_ids)) == 1
     await fleet.close()
 
@@ -144,8 +144,8 @@ async def test_a_late_part_means_nothing():
     fleet.calls[0].cancel()
     await asyncio.gather(*fleet.calls, return_exceptions=True)
     fleet.stream("a", first, [10])
-    fleet.router.nodes.update_status(fleet.node("a"), status())
-    assert fleet.node("a").bad_answers == 0
+    fleet.router.update_status(fleet.node("a"), status())
+    assert fleet.node("a").counters.bad_answers == 0
     await fleet.close()
 
 
@@ -203,7 +203,7 @@ async def test_killed_in_mid_answer_the_tokens_are_those_of_a_calm_run(open_gate
                     await asyncio.sleep(0.01)
                 await a.kill()
                 [node] = [node for node in gateway.router.nodes.attached() if node.node_id == "a"]
-                gateway.router.nodes.leave(node, "killed")
+                gateway.router.leave(node, "killed")
                 status_code, reply = await call
             resumed = gateway.router.counters.tokens_resumed
             assert status_code == 200 and reply["choices"][0]["token_ids"] == calm and len(calm) == 120
@@ -223,7 +223,7 @@ def swapped(fleet: Fleet, name: str, request: Generate, swap: int, versions: tup
 
 
 def report(fleet: Fleet, name: str, version: int) -> None:
-    fleet.router.nodes.update_status(fleet.node(name), status(version=version))
+    fleet.router.update_status(fleet.node(name), status(version=version))
 
 
 @pytest.mark.parametrize("swap", [1, 3])
@@ -233,11 +233,11 @@ async def test_a_swap_that_the_node_did_not_report_meanwhile_is_refused(swap):
     fleet.router.newest_version = 4
     await fleet.ask(2)
     swapped(fleet, "a", fleet.sent["a"][0], swap, (3, 4))
-    assert fleet.node("a").bad_answers == 1 and len(fleet.sent["b"]) == 2, "it goes to another node"
+    assert fleet.node("a").counters.bad_answers == 1 and len(fleet.sent["b"]) == 2, "it goes to another node"
     report(fleet, "a", 4)
     await fleet.ask(2)
     swapped(fleet, "a", fleet.sent["a"][1], swap, (3, 4))
-    assert fleet.node("a").bad_answers == 2, "it had swapped before it got this one"
+    assert fleet.node("a").counters.bad_answers == 2, "it had swapped before it got this one"
     await fleet.close()
 
 
@@ -261,7 +261,7 @@ async def test_honest_swaps_within_answers_are_taken():
     fleet.finish("a", late, [10, 11], version=3)
     answers = await asyncio.gather(*fleet.calls)
     assert [len(answer.version_spans) for answer in answers] == [2, 2, 2, 2, 1, 1]
-    assert fleet.node("a").bad_answers == 0
+    assert fleet.node("a").counters.bad_answers == 0
     await fleet.close()
 
 
@@ -274,12 +274,12 @@ async def test_a_version_is_swapped_in_once():
     report(fleet, "a", 3)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
-    assert fleet.node("a").bad_answers == 1
+    assert fleet.node("a").counters.bad_answers == 1
     report(fleet, "a", 3)
     fleet.node("a").reports.forget(4)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][1], 1, (3, 4))
-    assert fleet.node("a").bad_answers == 1
+    assert fleet.node("a").counters.bad_answers == 1
     await fleet.close()
 
 
@@ -291,9 +291,9 @@ async def test_what_was_streamed_keeps_its_version():
     fleet.stream("a", fleet.sent["a"][0], [10, 11, 12], version=3)
     report(fleet, "a", 4)
     swapped(fleet, "a", fleet.sent["a"][0], 1, (3, 4))
-    assert fleet.node("a").bad_answers == 1
+    assert fleet.node("a").counters.bad_answers == 1
     report(fleet, "a", 3)
     fleet.stream("a", fleet.sent["a"][1], [10], version=3)
     fleet.stream("a", fleet.sent["a"][1], [11], start=1, version=4)
-    assert fleet.node("a").bad_answers == 2
+    assert fleet.node("a").counters.bad_answers == 2
     await fleet.close()

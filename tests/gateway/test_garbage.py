@@ -122,7 +122,7 @@ async def test_a_silent_node_is_found_though_messages_of_many_frames_are_read(op
         monkeypatch.setattr(gateway._swarm.control, "tick", ticked.set)
 
         async def is_lost_after(silent_s: float) -> bool:
-            attached.last_heard = time.monotonic() - silent_s
+            attached.heard.anything = time.monotonic() - silent_s
             for _ in range(2):
                 ticked.clear()
                 await ticked.wait()

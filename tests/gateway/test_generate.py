@@ -30,10 +30,10 @@ async def test_ids_logprobs_and_spans_come_back_and_are_recorded(open_gateway, n
         assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
         [record] = gateway.records.take("r1")
         assert record.prompt_ids.tolist() == [5, 6, 7] and record.prompt_ids.dtype == np.int32
-        assert record.completion_ids.tolist() == ids.tolist()
-        assert record.logprobs.tolist() == logprobs.tolist()
-        assert record.version_spans == (VersionSpan(0, 6, 0),)
-        assert (record.finish_reason, record.node_id, record.session) == ("stop", "n0", "r1")
+        assert record.answer.ids.tolist() == ids.tolist()
+        assert record.answer.token_logprobs.tolist() == logprobs.tolist()
+        assert record.answer.version_spans == [VersionSpan(0, 6, 0)]
+        assert (record.answer.finish_reason, record.answer.node_id, record.session) == ("stop", "n0", "r1")
         assert gateway.records.take("r1") == []
 
 
@@ -123,7 +123,7 @@ async def test_a_bad_answer_goes_to_another_node_and_counts_against_the_first(
                 status, reply = await post(gateway.http_url, generate_body(5, 6))
         assert status == 200
         assert reply["choices"][0]["token_ids"] == tokens_for([5, 6], 6)[0].tolist()
-        assert {node.node_id: node.bad_answers for node in gateway.router.nodes} == {"bad": 1, "good": 0}
+        assert {node.node_id: node.counters.bad_answers for node in gateway.router.nodes} == {"bad": 1, "good": 0}
         assert gateway.router.counters.reissued == 1
         assert complaint in caplog.text
 

@@ -86,7 +86,7 @@ def test_drain_now(tmp_path, is_drained):
         assert [(name, type(message)) for name, message in its.told] == [("a", Drain)]
         (request,) = its.fleet.sent["a"]
         its.fleet.stream("a", request, [5, 6])
-        its.fleet.router.nodes.leave(its.fleet.node("a"), "said goodbye")
+        its.fleet.router.leave(its.fleet.node("a"), "said goodbye")
         await asyncio.sleep(0)
         again = its.fleet.sent["b"][-1]
         assert again.request_id == request.request_id and len(again.prompt_ids) == len(request.prompt_ids) + 8
@@ -203,7 +203,7 @@ def test_a_drain_outlasts_a_reconnect(tmp_path):
     async def test(its: Controlled) -> None:
         its.control.drain("a")
         hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=4, instance="a")
-        its.fleet.router.nodes.attach(b"again", hello)
+        its.fleet.router.attach(b"again", hello)
         its.control.tick()
         assert its.fleet.node("a").draining and isinstance(its.told[-1][1], Drain)
 

@@ -79,7 +79,7 @@ async def test_a_silent_nodes_late_answer_is_dropped_by_its_lease(open_gateway, 
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):
             assert (await call)[0] == 200
             [record] = gateway.records.take("r1")
-            assert record.node_id == "b"
+            assert record.answer.node_id == "b"
             # It speaks again: the gateway asks for a Hello, and drops the old answer.
             a.send(a.usual_answer(held[0], token_ids=b"\0" * 24))
             await a.until(
@@ -431,7 +431,10 @@ async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys)
         assert all(status == 200 for status, _ in await asyncio.gather(*calls))
         assert len(good.generates) == 30
         assert len(bad.generates) <= 16
-        assert {node.node_id: node.failures for node in gateway.router.nodes} == {"bad": len(bad.generates), "good": 0}
+        assert {node.node_id: node.counters.failures for node in gateway.router.nodes} == {
+            "bad": len(bad.generates),
+            "good": 0,
+        }
 
 
 async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway, node_keys):

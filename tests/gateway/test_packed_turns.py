@@ -12,7 +12,8 @@ from http_calls import generate_body
 from node_peer import PeerNode, tokens_for
 
 from composer_prime.wire.node import Generate
-from composer_prime.wire.turns import JSON, PACKED, PREFIX_MISSING, PackedAnswer, Prefix, TokenHash, TurnClient
+from composer_prime.wire.packed_answer import PackedAnswer
+from composer_prime.wire.turns import JSON, PACKED, PREFIX_MISSING, Prefix, TokenHash, TurnClient
 from composer_prime.wire.types import ints, pack_floats, pack_ints
 from orchestrator.gateway import GenerationRecord
 
@@ -63,10 +64,10 @@ def whole_record(record: GenerationRecord) -> tuple[Any, ...]:
     """What training reads of a record."""
     return (
         record.prompt_ids.tolist(),
-        record.completion_ids.tolist(),
-        record.logprobs.tolist(),
-        record.version_spans,
-        record.finish_reason,
+        record.answer.ids.tolist(),
+        record.answer.token_logprobs.tolist(),
+        record.answer.version_spans,
+        record.answer.finish_reason,
         record.sampling,
     )
 
@@ -205,7 +206,7 @@ async def test_a_remembered_token_takes_four_bytes():
 
     async def send(data: bytes, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
         answer = PackedAnswer(
-            request_id="r",
+            record_id="r",
             token_ids=pack_ints([9]),
             logprobs=pack_floats([0.0]),
             finish_reason="stop",

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from fleet import Fleet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.wire.node import Sampling
-from composer_prime.wire.types import VersionSpan
 from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
+from tests.records_made import record_of
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
 
 
 def record(session: str, prompt: list[int], completion: list[int]) -> GenerationRecord:
-    return GenerationRecord(
-        session=session,
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(completion, np.int32),
-        logprobs=-np.arange(len(completion), dtype=np.float32),
-        version_spans=(VersionSpan(0, len(completion), 1),) if completion else (),
-        finish_reason="stop",
-        sampling=Sampling(max_tokens=8),
-        node_id="n0",
-        time=0.0,
-    )
+    return record_of(session, prompt, completion, logprobs=[-float(at) for at in range(len(completion))], version=1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["r", "r#1", "r#2"]), st.booleans(), IDS, IDS), max_size=12))
@@ -39,8 +28,8 @@ def test_records_come_back_as_they_went_in(turns):
         expected.append((session, full, completion))
         assert records.append(record(session, full, completion), order)
     taken = records.take("r")
-    assert [(r.session, r.prompt_ids.tolist(), r.completion_ids.tolist()) for r in taken] == expected
-    assert all(len(r.logprobs) == len(r.completion_ids) for r in taken)
+    assert [(r.session, r.prompt_ids.tolist(), r.answer.ids.tolist()) for r in taken] == expected
+    assert all(len(r.answer.token_logprobs) == len(r.answer) for r in taken)
     assert records.num_bytes == 0 and len(records) == 0
 
 
@@ -61,7 +50,9 @@ def test_a_long_conversation_is_held_once():
 def test_a_rollout_without_an_answer_is_over_too():
     """Whoever counts rollouts learns of each one's end, once, and of the end of each of its sessions."""
     ended: list[str] = []
-    records = RolloutRecords(on_taken=ended.append)
+    router = Fleet().router
+    router.forget = ended.append
+    records = RolloutRecords(router)
     for name in ("r", "silent"):
         records.open(name)
     records.append(record("r#1", [1], [2]), 0)

@@ -19,8 +19,8 @@ from orchestrator.gateway.waits import reclaim_stalled
 def stall(node: AttachedNode) -> None:
     """Make it as if `node` had been silent about its requests for 100 s."""
     for request in node.leases.values():
-        request.placed -= 100.0
-    node.last_progress -= 100.0
+        request.state.placed -= 100.0
+    node.heard.progress -= 100.0
 
 
 async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_gateway, node_keys):
@@ -34,9 +34,9 @@ async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_
         calls = [asyncio.create_task(post(gateway.http_url, generate_body(5, i))) for i in range(4)]
         await hung.until(lambda: len(hung.generates) == 4)
         for request in gateway.router.open.values():
-            request.placed -= 20.0
+            request.state.placed -= 20.0
         hung_node = gateway.router.nodes.attached()[0]
-        hung_node.last_progress -= 20.0
+        hung_node.heard.progress -= 20.0
         async with PeerNode(gateway.node_endpoint, node_keys, "b") as other:
             replies = await asyncio.gather(*calls)
             assert [code for code, _ in replies] == [200] * 4
@@ -53,12 +53,12 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     reclaim_stalled(fleet.router, 75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     assert "stalls in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")
-    fleet.router.nodes.update_status(node, status(tokens_per_s=1.0, version=1))
+    fleet.router.update_status(node, status(tokens_per_s=1.0, version=1))
     assert node.cannot_serve(time.monotonic(), 0, 1) is not None, "a claim ends no suspension"
-    fleet.router.nodes.update_status(node, status())
-    node.suspended_until = 0.0
+    fleet.router.update_status(node, status())
+    node.standing.suspended_until = 0.0
     fleet.router.placing.look_again()
-    fleet.router.nodes.update_status(fleet.node("b"), status(kv_used=0.97))
+    fleet.router.update_status(fleet.node("b"), status(kv_used=0.97))
     await fleet.ask(6)
     assert len(node.leases) == 1
     fleet.answer("a", fleet.sent["a"][-1])
@@ -74,15 +74,15 @@ async def test_a_suspension_has_a_longest_time(stall_s, longest_s):
     node = fleet.node("a")
     for _ in range(8):
         await fleet.ask(6)
-        node.last_progress -= 2 * stall_s
+        node.heard.progress -= 2 * stall_s
         for request in node.leases.values():
-            request.placed -= 2 * stall_s
+            request.state.placed -= 2 * stall_s
         reclaim_stalled(fleet.router, stall_s)
-        suspended_s = node.suspended_until - time.monotonic()
+        suspended_s = node.standing.suspended_until - time.monotonic()
         assert 0 < suspended_s <= longest_s
-        node.suspended_until = 0.0
+        node.standing.suspended_until = 0.0
         fleet.router.placing.look_again()
-    assert node.stalls_in_row == 8 and suspended_s == pytest.approx(longest_s, abs=longest_s / 4)
+    assert node.standing.stalls_in_row == 8 and suspended_s == pytest.approx(longest_s, abs=longest_s / 4)
     await fleet.close()
 
 
@@ -93,10 +93,10 @@ async def test_a_suspension_outlasts_a_restart(instance):
     await fleet.ask(6)
     stall(fleet.node("a"))
     reclaim_stalled(fleet.router, 75.0)
-    until = fleet.node("a").suspended_until
+    until = fleet.node("a").standing.suspended_until
     hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=64, instance=instance)
-    node = fleet.router.nodes.attach(b"a2", hello)
-    assert "stalls in a row" in (node.cannot_serve(until - 1.0, 0, 0) or "") and node.places == 1
+    node = fleet.router.attach(b"a2", hello)
+    assert "stalls in a row" in (node.cannot_serve(until - 1.0, 0, 0) or "") and node.standing.places == 1
     assert node.cannot_serve(until, 0, 0) is None
     await fleet.close()
 
@@ -128,9 +128,9 @@ async def test_a_node_that_delivered_something_may_leave():
     for name in ("a", "b"):
         assert len(fleet.sent[name]) == 1
     fleet.stream("a", fleet.sent["a"][0], [10])
-    fleet.router.nodes.leave(fleet.node("a"), "reconnecting")
-    fleet.router.nodes.leave(fleet.node("b"), "reconnecting")
-    assert [fleet.node(name).failures_in_row for name in ("a", "b")] == [0, 1]
+    fleet.router.leave(fleet.node("a"), "reconnecting")
+    fleet.router.leave(fleet.node("b"), "reconnecting")
+    assert [fleet.node(name).standing.failures_in_row for name in ("a", "b")] == [0, 1]
     await fleet.close()
 
 
@@ -142,8 +142,8 @@ async def test_a_claim_of_one_place_ends_no_probation():
     reclaim_stalled(fleet.router, 75.0)
     for places in (1, 64):
         hello = NodeHello(node_id="a", engine="test", run_id=None, version=0, max_concurrent=places, instance="a")
-        node = fleet.router.nodes.attach(b"a2", hello)
-    assert (node.max_concurrent, node.places) == (64, 1)
+        node = fleet.router.attach(b"a2", hello)
+    assert (node.hello.max_concurrent, node.standing.places) == (64, 1)
     await fleet.close()
 
 
@@ -155,10 +155,10 @@ async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
     node = fleet.node("a")
     stall(node)
     node.draining = obstacle == "draining"
-    node.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
+    node.standing.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
     if obstacle == "outdated":
         fleet.router.newest_version = fleet.router.oldest_version = 1
-        fleet.router.nodes.update_status(fleet.node("b"), status(version=1))
+        fleet.router.update_status(fleet.node("b"), status(version=1))
     assert [other.node_id for other in fleet.router.serving()] == ["b"]
     reclaim_stalled(fleet.router, 75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
@@ -177,10 +177,10 @@ async def test_tokens_that_are_reported_and_never_delivered_do_not_count_for_lon
         if waited_s == 100.0:
             fleet.stream("a", fleet.sent["a"][0], [10])
         stall(node)
-        node.last_delivered -= waited_s
+        node.heard.delivered -= waited_s
         for request in node.leases.values():
-            request.placed -= waited_s
-        fleet.router.nodes.update_status(node, status(tokens_per_s=1e12))
+            request.state.placed -= waited_s
+        fleet.router.update_status(node, status(tokens_per_s=1e12))
         reclaim_stalled(fleet.router, 75.0)
         assert bool(node.leases) == holds
     await fleet.close()
@@ -193,7 +193,7 @@ async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are()
         await fleet.ask(2)
         node = fleet.node("a")
         stall(node)
-        fleet.router.nodes.update_status(node, reports)
+        fleet.router.update_status(node, reports)
         reclaim_stalled(fleet.router, 75.0)
         assert node.leases
         await fleet.close()
@@ -213,12 +213,12 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
     fleet = Fleet(a={})
     await fleet.ask(4)
     node = fleet.node("a")
-    fleet.router.nodes.update_status(node, status(running=4, tokens_per_s=1e12))
+    fleet.router.update_status(node, status(running=4, tokens_per_s=1e12))
     for request in fleet.router.open.values():
         request.since -= 100.0
-        request.placed -= held_s
+        request.state.placed -= held_s
     if not delivers:
-        node.last_delivered -= 100.0
+        node.heard.delivered -= 100.0
     if ended_by == "caller":
         for call in fleet.calls:
             call.cancel()
@@ -227,7 +227,7 @@ async def test_a_node_that_lets_deadlines_pass_is_suspended(held_s, delivers, is
         fleet.waits.enforce()
     replies = await asyncio.gather(*fleet.calls, return_exceptions=True)
     assert ["node a has not answered" in str(reply) for reply in replies] == [ended_by == "gateway"] * 4
-    assert (node.failures_in_row, node.places) == ((4, 1) if is_suspended else (0, 64))
+    assert (node.standing.failures_in_row, node.standing.places) == ((4, 1) if is_suspended else (0, 64))
     assert ("4 failures in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")) == is_suspended
     await fleet.close()
 
@@ -304,10 +304,10 @@ async def test_nobody_waits_for_a_large_node_that_does_not_serve(obstacle):
     fleet = Fleet(large={"max_context": 1000}, small={"max_context": 100})
     node = fleet.node("large")
     node.draining = obstacle == "draining"
-    node.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
+    node.standing.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
     if obstacle == "outdated":
         fleet.router.newest_version = fleet.router.oldest_version = 1
-        fleet.router.nodes.update_status(fleet.node("small"), status(version=1))
+        fleet.router.update_status(fleet.node("small"), status(version=1))
     await fleet.ask(prompt=50, max_tokens=950)
     assert [request.sampling.max_tokens for request in fleet.sent["small"]] == [50]
     await fleet.close()
@@ -317,23 +317,13 @@ async def test_a_long_conversation_waits_for_a_node_that_is_away_for_a_while():
     """Only when the node was silent for no_node_timeout_s (60 s here) is its context no longer counted on."""
     fleet = Fleet(large={"max_context": 1000}, small={"max_context": 100})
     node = fleet.node("large")
-    fleet.router.nodes.leave(node, "reconnecting")
+    fleet.router.leave(node, "reconnecting")
     await fleet.ask(prompt=300)
     assert not fleet.calls[0].done() and fleet.router.queued == 1
-    node.last_heard -= 100.0
+    node.heard.anything -= 100.0
     fleet.router.place()
     with pytest.raises(RequestError, match=r"Prompt length \(300\) exceeds maximum context length \(100\)"):
         await fleet.calls[0]
-    await fleet.close()
-
-
-async def test_requests_for_one_large_node_do_not_slow_down_the_fleet():
-    """They count as the fleet's queue only when at least half of its places may serve them."""
-    fleet = Fleet(large={"max_context": 1000, "max_concurrent": 4}, small={"max_context": 100})
-    await fleet.ask(20, prompt=10, max_tokens=990)
-    assert (fleet.router.queued, fleet.waits.queued_for_the_fleet()) == (16, 0)
-    await fleet.ask(70, prompt=10)
-    assert (fleet.router.queued, fleet.waits.queued_for_the_fleet()) == (22, 6)
     await fleet.close()
 
 

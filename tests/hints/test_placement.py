@@ -95,7 +95,7 @@ def test_the_hint_is_all_that_is_new(name, placement, question, replies, thought
         made = hinted_turn(sample, span, hinted, error(turn), 1.0)
         own = ints(sample.input_ids)[made.start : made.end]
         assert ints(made.teacher_ids)[made.teacher_start :].tolist() == own.tolist()
-        assert own.tolist() == played.records[turn].completion_ids.tolist()
+        assert own.tolist() == played.records[turn].answer.ids.tolist()
         assert made.teacher_start >= 1
 
 

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from orch_peers import PeerAuditor
 
 from composer_prime.config.orchestrator import AuditConfig
@@ -18,11 +17,11 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.audit import AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import Heard, NodeWelcome, Sampling, Status
-from composer_prime.wire.types import VersionSpan
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.swarm.audits import Audits
 from orchestrator.swarm.trust import NodeTrust
+from tests.records_made import record_of
 
 STATUS = Status(version=0, running=1, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
 
@@ -92,17 +91,14 @@ async def serve_audits(
 
 
 def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
-    return GenerationRecord(
-        session="s",
-        prompt_ids=np.array([5, prompt], np.int32),
-        completion_ids=np.arange(tokens, dtype=np.int32),
-        logprobs=np.full(tokens, -0.5, np.float32),
-        version_spans=(VersionSpan(0, tokens, version),),
-        finish_reason="length",
+    return record_of(
+        "s",
+        [5, prompt],
+        range(tokens),
+        version=version,
+        finish="length",
+        sampled_by=parts or [(node, tokens)],
         sampling=Sampling(max_tokens=tokens, seed=3),
-        node_id=node,
-        time=0.0,
-        sampled_by=parts,
     )
 
 

@@ -190,6 +190,8 @@ class ScriptedPool:
         self._reward = reward or (lambda request: float(draw(request.task_index, request.seed) < 0.5))
         self._turns, self._tasks = turns, tasks
         self.requests: list[RunRollout] = []
+        self._record_ids: dict[str, str] = {}
+        """The record of each rollout's newest turn."""
         self.pause_s: Callable[[RunRollout], float] = lambda request: 0.0
         self.gates: dict[tuple[str, int], asyncio.Event] = {}
         """By group id and turn: what that turn waits for."""
@@ -219,7 +221,8 @@ class ScriptedPool:
                 await gate.wait()
             sampled = await self._generate(request, prompt)
             prompt = [*prompt, *sampled, 2, 50 + turn]
-            turns.append(MessageRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn))
+            turns.append(MessageRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn,
+                                       record_id=self._record_ids[request.rollout_id]))  # fmt: skip
             turns.append(MessageRecord(role="tool", text="ok", num_tokens=2, error="bad" if turn == 0 else None))
         reward = self._reward(request)
         failure = reward if isinstance(reward, RolloutFailure) else None
@@ -243,6 +246,7 @@ class ScriptedPool:
         async with self._session.post(url, json=body, headers=headers) as reply:
             answer = await reply.json()
             assert reply.status == 200, answer
+            self._record_ids[request.rollout_id] = answer["request_id"]
             return answer["choices"][0]["token_ids"]
 
 

@@ -128,7 +128,8 @@ async def test_a_version_that_there_never_was_is_the_fault_of_who_names_it(audit
         audits.publish(b"", 3)
         one = record("n1", ("n0", 4), ("n1", 4))
         spans = (VersionSpan(0, 6, 3), VersionSpan(6, 8, 7))
-        audits.offer(dataclasses.replace(one, version_spans=spans), "r1")
+        answer = msgspec.structs.replace(one.answer, version_spans=list(spans))
+        audits.offer(dataclasses.replace(one, answer=answer), "r1")
         assert "node n1: 1 of 4 tokens" in (await audits.cleared("r1") or "")
         assert (trust["n0"].doubtful, trust["n1"].doubtful) == (0, 1)
 

@@ -166,7 +166,7 @@ async def settle() -> None:
 
 async def test_permits_keep_the_limit_and_go_to_the_lowest_order_first():
     """Two at a time; of those that wait, the lowest group number goes first."""
-    permits = Permits(lambda: 2, eval_share=0.5)
+    permits = Permits(2, eval_share=0.5)
     rollouts = Rollouts(permits)
     tasks = [rollouts.start(f"t{order}", TRAIN, order) for order in (5, 4, 3, 2)]
     await settle()
@@ -182,7 +182,7 @@ async def test_permits_keep_the_limit_and_go_to_the_lowest_order_first():
 
 async def test_evaluation_takes_its_share_and_all_that_training_leaves():
     """With both lanes waiting, evaluation holds a quarter; alone it takes everything."""
-    permits = Permits(lambda: 8, eval_share=0.25)
+    permits = Permits(8, eval_share=0.25)
     rollouts = Rollouts(permits)
     tasks = [rollouts.start("gate", TRAIN, 0)]
     tasks += [rollouts.start(f"g{at}", TRAIN, 0) for at in range(7)]
@@ -204,7 +204,7 @@ async def test_evaluation_takes_its_share_and_all_that_training_leaves():
 
 async def test_time_counts_as_shared_while_both_lanes_run():
     """Not while one of them does."""
-    permits, shared = Permits(lambda: 2, eval_share=0.5), []
+    permits, shared = Permits(2, eval_share=0.5), []
     async with permits.hold(EVAL, 0):
         await asyncio.sleep(0.01)
         async with permits.hold(TRAIN, 0):
@@ -217,8 +217,7 @@ async def test_time_counts_as_shared_while_both_lanes_run():
 
 async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
     """Cancelling before, at and after the grant leaks nothing."""
-    limit = 1
-    permits = Permits(lambda: limit, eval_share=1.0)
+    permits = Permits(1, eval_share=1.0)
     rollouts = Rollouts(permits)
     first, second, third = (rollouts.start(name, TRAIN, 0) for name in ("a", "b", "c"))
     await settle()
@@ -228,7 +227,7 @@ async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
     assert rollouts.begun == ["a", "c"]
     fourth = rollouts.start("d", TRAIN, 0)
     await settle()
-    limit = 2
+    permits.limit = 2
     permits.grant()
     # Granted, but cancelled before it ran.
     fourth.cancel()

@@ -300,7 +300,7 @@ async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path
     source = {"name": "s", "taskset": {"id": "x"}, "timeout_s": 0.1}
     config = make_config(tmp_path, source=[source]).orchestrator
     request = RequestFactory(config=config, gateway_url="http://127.0.0.1:1/v1", seed=1).training(plan(0), 0, 0)
-    runner = RolloutRunner({"s": pool}, records, Permits(lambda: 1, eval_share=0.5), grace_s=0.1)
+    runner = RolloutRunner({"s": pool}, records, Permits(1, eval_share=0.5), grace_s=0.1)
     result = await runner.run("s", request, order=0)
     failure = score_failure(result)
     assert failure is not None and failure.kind == "timeout" and failure.retryable

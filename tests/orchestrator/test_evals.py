@@ -175,7 +175,7 @@ async def test_rollouts_start_at_the_version_that_half_of_the_nodes_serve(open_r
         router.newest_version = 9
         for number, version in enumerate([9, 9, 9, 8, 8, 8, 8, 2]):
             hello = NodeHello(node_id=f"n{number}", engine="test", run_id=None, version=version, max_concurrent=8)
-            router.nodes.attach(str(number).encode(), hello)
+            router.attach(str(number).encode(), hello)
         assert run.pipeline._serving_version() == 8
 
 

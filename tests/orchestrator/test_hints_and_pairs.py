@@ -101,15 +101,19 @@ class ToolPool(ScriptedPool):
         asked = [{"role": "user", "content": f"Add {request.task_index} and 2."}]
         prompt = self._renderer.render_ids(asked, tools=TOOLS, add_generation_prompt=True)
         first = await self._generate(request, prompt)
+        one = self._record_ids[request.rollout_id]
         told = {"role": "tool", "tool_call_id": "c", "content": "Tool not found: plus"}
         prompt = self._renderer.bridge_to_next_turn(prompt, first, [told], tools=TOOLS).token_ids
         second = await self._generate(request, prompt)
+        two = self._record_ids[request.rollout_id]
         calls = [ToolCall(id="c", name="plus", arguments="{}")]
         turns = [
             MessageRecord(role="user", text="q"),
-            MessageRecord(role="assistant", text="a", num_tokens=len(first), call=0, parent=0, tool_calls=calls),
+            MessageRecord(
+                role="assistant", text="a", num_tokens=len(first), call=0, parent=0, tool_calls=calls, record_id=one
+            ),
             MessageRecord(role="tool", text=told["content"], error=told["content"], num_tokens=9, parent=1),
-            MessageRecord(role="assistant", text="b", num_tokens=len(second), call=1, parent=2),
+            MessageRecord(role="assistant", text="b", num_tokens=len(second), call=1, parent=2, record_id=two),
         ]
         reward = float(self._reward(request))
         session = SessionRecord(session_id=request.rollout_id, agent="a", trainable=True, reward=reward, tools=TOOLS)

@@ -17,9 +17,9 @@ def test_turns_of_two_agents_are_numbered_through():
     records = [policy[0], user, policy[1]]
     turns = [
         MessageRecord(role="user", text="q"),
-        MessageRecord(role="assistant", text="a", call=0, session=0),
-        MessageRecord(role="assistant", text="bb", call=1, session=0),
-        MessageRecord(role="assistant", text="please go on", call=0, session=1),
+        MessageRecord(role="assistant", text="a", call=0, session=0, record_id="g000003-0/0"),
+        MessageRecord(role="assistant", text="bb", call=1, session=0, record_id="g000003-0/1"),
+        MessageRecord(role="assistant", text="please go on", call=0, session=1, record_id="g000003-0#1/0"),
     ]
     sessions = [
         SessionRecord(session_id="g000003-0", agent="policy", trainable=True, reward=1.0),
@@ -30,14 +30,14 @@ def test_turns_of_two_agents_are_numbered_through():
     assert [turn.turn for turn in numbered] == [None, 0, 1, 2]
     [sample] = compile_rollout(PLAN, reply, records)
     assert [span.turn for span in sample.turns] == [0, 1]
-    assert [span.end - span.start for span in sample.turns] == [len(record.completion_ids) for record in policy]
+    assert [span.end - span.start for span in sample.turns] == [len(record.answer) for record in policy]
 
 
 # Mean surprisal in nats a token: what replay takes for how uncertain the student was.
 def test_a_turn_says_how_surprising_it_was():
     played = play("tiny", "Add.", [Step("a", "1"), Step("b")])
     said = [turn.surprisal for turn in played.rollout.turns if turn.turn is not None]
-    assert said == [pytest.approx(-float(record.logprobs.mean()), abs=1e-4) for record in played.records]
+    assert said == [pytest.approx(-float(record.answer.token_logprobs.mean()), abs=1e-4) for record in played.records]
 
 
 def test_a_turn_says_how_it_ended():

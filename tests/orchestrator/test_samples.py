@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,40 +12,36 @@ from hypothesis import strategies as st
 
 from composer_prime.errors import RolloutError
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints
+from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints, pack_floats
+from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
 from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
 from orchestrator.rollouts.samples import compile_rollout, turn_nodes, with_advantage
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
+from tests.records_made import record_of
 
 ONE_SESSION = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]
 PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
 
 
-@dataclass(frozen=True)
-class Record:
-    prompt_ids: np.ndarray
-    completion_ids: np.ndarray
-    logprobs: np.ndarray
-    version_spans: tuple[VersionSpan, ...]
-    session: str = "r"
-    node_id: str = "n"
-    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=64, temperature=0.7))
-    names: tuple[int, ...] = field(default=())
-    """The test's own identity of every sampled token."""
-
-
-def record(prompt: list[int], completion: list[int], *versions: int, session: str = "r") -> Record:
+def record(
+    prompt: list[int], completion: list[int], *versions: int, session: str = "r", name: str = ""
+) -> GenerationRecord:
     count = len(completion)
     cuts = np.linspace(0, count, len(versions or (0,)) + 1).astype(int)
-    spans = tuple(
+    spans = [
         VersionSpan(int(a), int(b), version) for a, b, version in zip(cuts, cuts[1:], versions or (0,), strict=False)
-    )
-    logprobs = np.array([-0.001 * token for token in completion], np.float32)
-    return Record(np.array(prompt, np.int32), np.array(completion, np.int32), logprobs, spans, session)
+    ]
+    logprobs = [-0.001 * token for token in completion]
+    sampling = Sampling(max_tokens=64, temperature=0.7)
+    return record_of(session, prompt, completion, logprobs=logprobs, spans=spans, sampling=sampling, record_id=name)
 
 
-def compiled(records: list[Record], **reply) -> list[Sample]:
+def answering(made: GenerationRecord, **changes) -> GenerationRecord:
+    return replace(made, answer=msgspec.structs.replace(made.answer, **changes))
+
+
+def compiled(records: list[GenerationRecord], **reply) -> list[Sample]:
     return compile_rollout(PLAN, RolloutReply(rollout_id="r", task_id="t", reward=1.0, **reply), records)
 
 
@@ -109,35 +106,34 @@ def test_only_trainable_sessions_become_samples():
     assert [ints(sample.input_ids).tolist() for sample in samples] == [[1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("counts", "said"),
-    [
-        ([2, 2], "shows 2 turns of session 'r', the gateway recorded 1"),
-        ([3], "3 tokens at the worker, 2 at the gateway"),
-    ],
-)
-def test_a_worker_that_saw_other_turns_is_contradicted(counts, said):
+@pytest.mark.parametrize("turns", [{"a": 2, "b": 2}, {"a": 3}])
+def test_a_worker_that_saw_other_turns_is_contradicted(turns):
     """Turns that the gateway did not record, or with another length, mean incomplete tokens: no training on them."""
-    with pytest.raises(RolloutError, match=said):
-        compiled([record([1], [2, 3])], turns=shown(*counts), sessions=ONE_SESSION)
+    with pytest.raises(RolloutError):
+        compiled([record([1], [2, 3], name="a")], turns=shown(**turns), sessions=ONE_SESSION)
 
 
-def shown(*counts: int) -> list[MessageRecord]:
-    return [MessageRecord(role="assistant", text="", call=call, num_tokens=count) for call, count in enumerate(counts)]
+def shown(**counts: int) -> list[MessageRecord]:
+    """The worker's turns: the tokens of each, by the name of its record."""
+    return [
+        MessageRecord(role="assistant", text="", call=call, num_tokens=count, record_id=name)
+        for call, (name, count) in enumerate(counts.items())
+    ]
 
 
 def test_a_reply_that_the_rollout_never_saw_is_not_trained():
     """Lost on its way and asked for again, or too late for a rollout that had ended: no part in the reward."""
-    lost, again = record([1], [2, 3]), record([1], [4, 5])
-    late = record([1, 4, 5, 9], [6, 7, 8])
+    lost, again = record([1], [2, 3], name="lost"), record([1], [4, 5], name="again")
+    late = record([1, 4, 5, 9], [6, 7, 8], name="late")
     for records in ([lost, again], [lost, again, late], [again, late]):
-        [sample] = compiled(records, turns=shown(2), sessions=ONE_SESSION)
+        [sample] = compiled(records, turns=shown(again=2), sessions=ONE_SESSION)
         assert ints(sample.input_ids).tolist() == [1, 4, 5]
 
 
 def test_several_answers_to_one_prompt_that_the_rollout_saw_are_all_trained():
     """An agent may ask for two answers to one prompt: neither is a repetition of the other."""
-    samples = compiled([record([1], [2, 3]), record([1], [4])], turns=shown(2, 1), sessions=ONE_SESSION)
+    records = [record([1], [2, 3], name="a"), record([1], [4], name="b")]
+    samples = compiled(records, turns=shown(a=2, b=1), sessions=ONE_SESSION)
     assert [ints(sample.input_ids).tolist() for sample in samples] == [[1, 2, 3], [1, 4]]
 
 
@@ -152,11 +148,11 @@ def test_turns_of_another_temperature_are_another_sample():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"logprobs": np.zeros(1, np.float32)}, "came with 1 log-prob"),
-        ({"logprobs": np.array([0.0, np.nan], np.float32)}, "not finite"),
-        ({"version_spans": (VersionSpan(0, 1, 0),)}, "do not cover"),
-        ({"version_spans": (VersionSpan(0, 1, 0), VersionSpan(0, 2, 1))}, "do not cover"),
-        ({"version_spans": (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))}, "do not cover"),
+        ({"logprobs": pack_floats([0.0])}, "came with 1 log-prob"),
+        ({"logprobs": pack_floats([0.0, np.nan])}, "not finite"),
+        ({"version_spans": [VersionSpan(0, 1, 0)]}, "do not cover"),
+        ({"version_spans": [VersionSpan(0, 1, 0), VersionSpan(0, 2, 1)]}, "do not cover"),
+        ({"version_spans": [VersionSpan(0, 2, 0), VersionSpan(2, 5, 1)]}, "do not cover"),
         ({"prompt_ids": np.empty(0, np.int32)}, "without a prompt"),
         ({"sampling": Sampling(max_tokens=9, temperature=0.0)}, "sampled with temperature 0, top_p 1, top_k 0"),
         ({"sampling": Sampling(max_tokens=9, top_p=0.9)}, "top_p 0.9"),
@@ -166,22 +162,22 @@ def test_turns_of_another_temperature_are_another_sample():
 def test_a_record_that_contradicts_itself_is_refused(change, said):
     """Misaligned logprobs or spans would shift every later token's loss."""
     with pytest.raises(RolloutError, match=said):
-        compiled([replace(record([1], [2, 3]), **change)])
+        made = record([1], [2, 3])
+        change_it = replace if change.keys() <= {"prompt_ids", "sampling"} else answering
+        compiled([change_it(made, **change)])
 
 
 @st.composite
-def conversations(draw) -> list[Record]:
+def conversations(draw) -> list[GenerationRecord]:
     """Records of a random tree of conversations: turns extend any earlier sequence, exactly or after a break."""
     tokens = st.lists(st.integers(3, 6), max_size=4)
-    sequences, records, name = [[1]], [], 0
+    sequences, records = [[1]], []
     for _ in range(draw(st.integers(1, 8))):
         history = draw(st.sampled_from(sequences))
         kept = history if draw(st.booleans()) else history[: draw(st.integers(1, len(history)))]
         prompt = [*kept, *draw(tokens)]
         completion = draw(tokens)
-        made = record(prompt, completion, *draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
-        records.append(replace(made, names=tuple(range(name, name + len(completion)))))
-        name += len(completion)
+        records.append(record(prompt, completion, *draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))))
         sequences.append([*prompt, *completion])
     return records
 
@@ -192,9 +188,9 @@ def test_every_sampled_token_is_trained_exactly_once_with_its_own_context(record
     """Whatever the branches: the trained (context, token, logprob, version) tuples are exactly the sampled ones."""
     sampled = []
     for rec in records:
-        for at, (token, logprob) in enumerate(zip(rec.completion_ids, rec.logprobs, strict=True)):
-            version = next(span.version for span in rec.version_spans if span.start <= at < span.end)
-            context = (*rec.prompt_ids.tolist(), *rec.completion_ids[:at].tolist())
+        for at, (token, logprob) in enumerate(zip(rec.answer.ids, rec.answer.token_logprobs, strict=True)):
+            version = next(span.version for span in rec.answer.version_spans if span.start <= at < span.end)
+            context = (*rec.prompt_ids.tolist(), *rec.answer.ids[:at].tolist())
             sampled.append((context, int(token), round(float(logprob), 5), version))
     trained = []
     samples = compiled(records)
@@ -209,7 +205,7 @@ def test_every_sampled_token_is_trained_exactly_once_with_its_own_context(record
         trained += [(tuple(ids[:at]), ids[at], round(float(logprobs[at]), 5), versions[at]) for at in versions]
     assert sorted(trained) == sorted(sampled)
     turns = sorted(turn.turn for sample in samples for turn in sample.turns)
-    assert turns == [number for number, rec in enumerate(records) if len(rec.completion_ids)]
+    assert turns == [number for number, rec in enumerate(records) if len(rec.answer)]
 
 
 def test_the_advantage_stands_on_trained_tokens_only():
@@ -223,7 +219,10 @@ def test_the_advantage_stands_on_trained_tokens_only():
 def test_trained_tokens_are_counted_by_node():
     records = [record([1, 2], [3, 4], 0), record([1, 2, 3, 4, 9], [5, 6, 7], 1)]
     reply = RolloutReply(rollout_id="r", task_id="t", reward=1.0)
-    served = [replace(each, node_id=name) for each, name in zip(records, ["slow", "fast"], strict=True)]
+    served = [
+        answering(each, sampled_by=[(name, len(each.answer))])
+        for each, name in zip(records, ["slow", "fast"], strict=True)
+    ]
     result = RolloutResult(reply=reply, records=served)
     finished = finished_rollout(
         result,
