@@ -87,7 +87,7 @@ def test_hacking_earns_no_more_than_giving_up(folder):
     unseen = {name for name, reply in replies.items() if not reply.metrics["hacks/rollouts"]}
     assert unseen <= {"equal to all", "answers"}  # Grading gives these nothing.
     assert sum(reply.metrics["solved_by_tests"] for reply in replies.values()) >= 5
-    assert all(reply.verdict["findings"] for reply in replies.values())
+    assert all(reply.verdict["findings"] for name, reply in replies.items() if name not in unseen)
 
 
 # penalize goes below giving up, quarantine leaves no reward, none only records.
