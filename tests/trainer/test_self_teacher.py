@@ -164,7 +164,7 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
     for step in (1, 2):
         auxiliary = teacher.prepare([row])
         start = auxiliary[0].references["policy"]
-        assert start.shape == row.advantages_T.shape and not start.requires_grad
+        assert start.shape == row.terms["policy"].arrays["advantages"].shape and not start.requires_grad
         counts = totals(samples, pairs)
         metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, auxiliary=auxiliary)
         teacher.follow()
