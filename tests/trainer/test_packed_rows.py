@@ -44,7 +44,7 @@ def difference(lm, samples, budget: int) -> float:
     for row in rows_of(samples, CPU, budget):
         logprobs_T = policy(row).logprobs_R
         for index, sample_id in enumerate(row.sample_ids):
-            packed[sample_id] = logprobs_T[row.sequence_T == index]
+            packed[sample_id] = logprobs_T[row.terms["policy"].arrays["sequence"] == index]
     lm.set_attn_implementation("sdpa" if lm.config._attn_implementation == PACKED else "eager")
     for sample_id, logprobs_T in packed.items():
         worst = max(worst, (logprobs_T - alone(lm, by_id[sample_id], by_id[sample_id].temperature)).abs().max().item())
@@ -83,7 +83,10 @@ def test_the_order_of_documents_changes_nothing(seed, order):
     policy = Policy(QWEN, PACKED)
     with torch.no_grad():
         (row,) = rows_of(samples, CPU)
-        by_id = {name: policy(row).logprobs_R[row.sequence_T == i] for i, name in enumerate(row.sample_ids)}
+        by_id = {
+            name: policy(row).logprobs_R[row.terms["policy"].arrays["sequence"] == i]
+            for i, name in enumerate(row.sample_ids)
+        }
         renamed = [_renamed(samples[index], f"{position:02d}") for position, index in enumerate(order)]
         (other,) = rows_of(renamed, CPU)
         logprobs_T = policy(other).logprobs_R
@@ -133,7 +136,7 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
         row = row_of(batch, CPU, share=share)
         logprobs_T = policy(row).logprobs_R
         lm.zero_grad()
-        (logprobs_T * row.advantages_T).sum().backward()
+        (logprobs_T * row.terms["policy"].arrays["advantages"]).sum().backward()
         results.append((logprobs_T.detach(), {name: p.grad.clone() for name, p in lm.named_parameters()}, row))
     (one, grads, row), (other, shared_grads, shared_row) = results
     assert shared_row.input_ids.numel() < 0.7 * row.input_ids.numel() and shared_row.packed_tokens == row.packed_tokens

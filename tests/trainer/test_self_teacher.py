@@ -165,7 +165,7 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
         auxiliary = teacher.prepare([row])
         start = auxiliary[0].references["policy"]
         assert start.shape == row.terms["policy"].arrays["advantages"].shape and not start.requires_grad
-        counts = totals(samples, pairs)
+        counts = totals(samples, [pair_unit(pair) for pair in pairs])
         metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, auxiliary=auxiliary)
         teacher.follow()
         distances.append(metrics["policy/reference_kl"])
