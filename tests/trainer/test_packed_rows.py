@@ -92,7 +92,7 @@ def test_the_order_of_documents_changes_nothing(seed, order):
         logprobs_T = policy(other).logprobs_R
     for index, name in enumerate(other.sample_ids):
         expected = by_id[samples[order[int(name)]].sample_id]
-        assert (logprobs_T[other.sequence_T == index] - expected).abs().max() < 1e-5
+        assert (logprobs_T[other.terms["policy"].arrays["sequence"] == index] - expected).abs().max() < 1e-5
 
 
 def _renamed(sample, name: str):
