@@ -64,7 +64,12 @@ class ChunkFolder:
     def __init__(self, kept: Path | None = None) -> None:
         """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
         self._scratch = Scratch("weights") if kept is None else None
-        self.path = self._scratch.path if kept is None else kept
+        self._scratch: Scratch | None = None
+        if kept is None:
+            self.path = (scratch := Scratch("weights")).path
+            self._scratch = scratch
+        else:
+            self.path = kept
         self._pulled: dict[str, tuple[int, hashlib._Hash]] = {}
         """Bytes on the disk, and their hash so far."""
         self._lock = threading.Lock()

@@ -146,9 +146,11 @@ def altered(item, source, number):
         kinds = (ast.ClassDef, ast.FunctionDef)
         found = next((each for each in reversed(scope) if isinstance(each, kinds) and each.name == name), None)
         scope = found.body if found is not None else []
-    marks = [ast.unparse(each) for each in getattr(found, "decorator_list", ())]
-    is_plain = isinstance(found, ast.FunctionDef) and all(mark.startswith("pytest.mark.") for mark in marks)
-    if not is_plain or any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(found)):
+    if not isinstance(found, ast.FunctionDef):
+        return None
+    if not all(ast.unparse(each).startswith("pytest.mark.") for each in found.decorator_list):
+        return None
+    if any(isinstance(each, (ast.Return, ast.Yield)) for each in ast.walk(found)):
         return None
     row = item.callspec.params if hasattr(item, "callspec") else {}
     places = [

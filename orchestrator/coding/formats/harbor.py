@@ -218,5 +218,6 @@ def read_scores(content: bytes) -> dict[str, float]:
         scores = msgspec.json.decode(content, type=dict[str, float] | float)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
-    scores = scores if isinstance(scores, dict) else {"reward": scores}
+    if not isinstance(scores, dict):
+        scores = {"reward": float(scores)}
     return scores if all(map(math.isfinite, scores.values())) else {}

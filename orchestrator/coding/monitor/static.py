@@ -129,8 +129,9 @@ class _Reader(ast.NodeVisitor):
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self._imports |= dict(_imported(node))
         for node in ast.walk(tree):  # Other names of modules and built-ins.
-            target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if isinstance(target, ast.Name) and (dotted := self._dotted(node.value)) is not None:
+            if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Name):
+                continue
+            if (dotted := self._dotted(node.value)) is not None:
                 self._imports[target.id] = dotted
 
     def _add(self, rule: str | None, key: str, node: ast.AST) -> None:
