@@ -213,7 +213,7 @@ class BatchScheduler:
         self.counters["batches"] += 1
         self._note_supply()
 
-    def _serving_version(self) -> int:
+    def serving_version(self) -> int:
         """Return the policy version that will probably sample a rollout that starts now.
 
         At least half of the serving nodes have it or a newer one. So a node that lags does not delay the others.
@@ -224,7 +224,7 @@ class BatchScheduler:
 
     def _start(self) -> None:
         slots = free_slots(
-            version=self._serving_version(),
+            version=self.serving_version(),
             formed=self.batches.formed,
             under_way=len(self.dispatcher.in_flight) + len(self.buffer),
             groups_per_step=self.config.groups_per_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 HeadKernels = Literal["auto", "torch", "triton"]
@@ -37,12 +37,15 @@ class OptimConfig(BaseConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm here; None never clips."""
 
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in ("adamw", "muon") and ":" not in name:
+            raise ValueError("expected adamw, muon, or `module:Class` of your own")
+        return name
+
     @model_validator(mode="after")
-    def _is_known(self) -> OptimConfig:
-        if self.type not in ("adamw", "muon") and ":" not in self.type:
-            raise ValueError(
-                f"trainer.optim.type is {self.type!r}; expected adamw, muon, or `module:Class` of your own"
-            )
+    def _settings_are_its_own(self) -> OptimConfig:
         if self.settings and ":" not in self.type:
             raise ValueError(
                 f"trainer.optim.settings is {self.settings}, but trainer.optim.type {self.type} has keys of its own: "

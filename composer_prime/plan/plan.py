@@ -25,7 +25,7 @@ from composer_prime.plan.footprint import (
     orchestrator_need,
     rank_need,
 )
-from composer_prime.plan.preflight import Findings, check_start, source_runtimes
+from composer_prime.plan.preflight import Findings, check_start, setting_notes, source_runtimes
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
@@ -72,6 +72,7 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
         rows += _memory(config, findings.shape, machine, findings)
         rows += _disk(config, findings.shape, machine, findings)
     _note_cores(config, machine, findings)
+    findings.notes += setting_notes(config)
     where = "on this machine (the plan is for another)" if machine.imagined else "here"
     return Plan(rows=rows, problems=findings.problems, notes=findings.notes, where=where)
 

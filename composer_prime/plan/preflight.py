@@ -97,6 +97,23 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
     return findings
 
 
+def setting_notes(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that is allowed but makes a run do little: key, value, consequence, remedy."""
+    steps, warmup = config.run.max_steps, config.trainer.schedule.warmup_steps
+    if 0 < steps <= warmup:
+        yield (
+            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
+            f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
+        )
+    held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
+    if held_out and not config.orchestrator.eval.every_steps:
+        yield (
+            f"orchestrator.source {held_out[0]!r} has an eval_taskset, but orchestrator.eval.every_steps is 0: "
+            "nothing is evaluated; for an evaluation before the first step, every 20 steps and at the end set "
+            "--orchestrator.eval.every_steps 20"
+        )
+
+
 def _model(config: Config, findings: Findings) -> None:
     template = config.model.chat_template
     if template is not None and not template.is_file():

@@ -206,7 +206,7 @@ def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
     assert "3 things are wrong" in text
     assert f"trainer.optim.lr = 'fast' ({wrong}): expected a valid number" in text
     assert "run.max_steps = '-3' (the command line): expected a value greater than or equal to 0" in text
-    assert "expected 'adamw' or 'muon'" in text
+    assert "expected adamw, muon" in text
 
 
 def test_independent_rules_and_unknown_options_are_listed_together(base):
@@ -321,7 +321,7 @@ def test_help_is_short_and_tells_more_by_section(capsys):
     assert "--trainer.optim.lr" in optim and "--trainer.optim.lr" in trainer and "--trainer.schedule" in trainer
     assert "--trainer.schedule" not in optim and "--model.path" not in trainer and "--model.path" in everything
     assert "--channels.replay-dpo.weight" in help_of(capsys, "channels.replay_dpo")
-    assert "  channels      The terms of the loss" in short
+    assert "  channels      The loss." in short
     with pytest.raises(SystemExit) as ended:
         parse_command_line(["--help", "trainr"])
     assert ended.value.code == 2 and "--help trainr: no such section" in capsys.readouterr().err

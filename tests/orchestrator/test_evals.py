@@ -176,7 +176,8 @@ async def test_rollouts_start_at_the_version_that_half_of_the_nodes_serve(open_r
         for number, version in enumerate([9, 9, 9, 8, 8, 8, 8, 2]):
             hello = NodeHello(node_id=f"n{number}", engine="test", run_id=None, version=version, max_concurrent=8)
             router.attach(str(number).encode(), hello)
-        assert run.pipeline._serving_version() == 8
+        training = await run.pipeline._loaded
+        assert training.scheduler.serving_version() == 8
 
 
 async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):
