@@ -187,5 +187,5 @@ def test_bad_rows_are_refused_by_sample():
         change(lengths=batch.lengths[:-1])
     with pytest.raises(RunMismatchError, match="one positive number"):
         change(temperatures=[0.0] * len(batch.lengths))
-    with pytest.raises(RunMismatchError, match="first token is marked"):
+    with pytest.raises(RunMismatchError, match="first token is marked as trained in s1-"):
         change(loss_mask=b"\1" * sum(batch.lengths))

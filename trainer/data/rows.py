@@ -228,8 +228,8 @@ def teacher_passes(row: Row, *, share: bool, max_tokens: int | None) -> list[ran
 def checked_row(batch: MicroBatch, vocabulary: int) -> Row:
     """Cut `batch` into its documents, after a check of what the packer does not know.
 
-    Raises RunMismatchError (lengths that do not fit, token ids outside the vocabulary) or NonFiniteError (NaN or
-    infinity among logprobs or advantages). Both name what is at fault.
+    Raises RunMismatchError (lengths or temperatures that do not fit, token ids outside the vocabulary, a first token
+    that is trained) or NonFiniteError (NaN or infinity among logprobs or advantages). Both name what is at fault.
     """
     where = f"micro-batch {batch.index} of step {batch.step} (samples {', '.join(batch.sample_ids) or 'none'})"
     count = len(ints(batch.input_ids))
@@ -240,7 +240,13 @@ def checked_row(batch: MicroBatch, vocabulary: int) -> Row:
             raise RunMismatchError(f"{where}: {name} has {len(array)} entries for {count} tokens")
     if sum(batch.lengths) != count or min(batch.lengths, default=0) < 1:
         raise RunMismatchError(f"{where}: lengths {batch.lengths} do not add up to {count} tokens")
+    if len(batch.temperatures) != len(batch.lengths) or min(batch.temperatures) <= 0:
+        raise RunMismatchError(f"{where}: temperatures {batch.temperatures} must be one positive number a document")
     row = Row.of(batch)
+    first = np.isin(row.starts[: len(batch.lengths)], row.trained)
+    if first.any():
+        name = row.name(int(np.flatnonzero(first)[0]))
+        raise RunMismatchError(f"{where}: the first token is marked as trained in {name}, but nothing predicts it")
     if row.ids_N.min() < 0 or row.ids_N.max() >= vocabulary:
         raise RunMismatchError(
             f"{where}: token ids {row.ids_N.min()}..{row.ids_N.max()}, the model's vocabulary is 0..{vocabulary - 1}"
