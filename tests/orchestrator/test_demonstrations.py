@@ -391,7 +391,7 @@ async def test_a_trainer_that_attaches_again_gets_no_row_that_it_blamed(open_run
         async with PeerTrainer(run_dir, run.step_endpoint) as first:
             await first.attach(0)
             blamed, *rest = served(await first.ask(1, 0))
-            ledger.append_step(run_dir.ledger, 1, [], [f"row {blamed}"])
+            ledger.append_step(run_dir.ledger, 1, [], [blamed])
         async with PeerTrainer(run_dir, run.step_endpoint) as second:
             ledger.append_rewind(run_dir.ledger, 0)
             await second.attach(0)

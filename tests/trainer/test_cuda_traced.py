@@ -34,7 +34,8 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, te
         (row,) = rows_of(
             samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True, teacher_in_row=teacher_in_row
         )
-        assert {row.input_ids.device, row.source_R.device, row.sampler_logprobs_T.device} == {CUDA}
+        arrays = [array for term in row.terms.values() for array in term.arrays.values()]
+        assert len(arrays) > 1 and {each.device for each in (row.input_ids, row.source_R, *arrays)} == {CUDA}
         states = None if teacher_in_row else policy.states(row.taught.readings[0])
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets)
         part = TeacherPart(share=1.0, hidden_DH=states, head=None)
