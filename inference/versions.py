@@ -262,10 +262,19 @@ class VersionFolder:
                     )
                 self.bytes_pulled += len(piece)
                 try:
-                    await asyncio.to_thread(self.chunks.append, what, ref, have, piece)
+                    await self._keep(what, ref, have, piece)
                 except CorruptWeightsError:
                     if not self._source.refuse(ref.sha256):
                         raise
+
+    async def _keep(self, what: str, ref: ChunkRef, offset: int, piece: bytes) -> None:
+        """Write a piece that came, to its end: a pull that is cancelled as another chunk fails must not lose it."""
+        writing = asyncio.ensure_future(asyncio.to_thread(self.chunks.append, what, ref, offset, piece))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
 
     def _follows(self, manifest: Manifest) -> bool:
         """Whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -276,13 +277,21 @@ def test_the_run_keeps_a_version_that_is_pulled_elsewhere(publisher, invite, enr
 
 
 def test_a_model_file_keeps_its_whole_chunks(tmp_path, publisher, invite):
-    """A file of several chunks, as the weights of a base: the third chunk breaks, the first two are not asked again."""
+    """A file of several chunks, as the weights of a base: the third chunk breaks, the first two are not asked again.
+
+    They came just before it and wait for the only thread that writes.
+    """
     parts, state = [bytes([number]) * 1000 for number in range(4)], NodeState(tmp_path, invite)
     state.model.mkdir(parents=True)
     file = ModelFile("model.safetensors", [ref_of(part) for part in parts])
     source = CutSource(publisher.store, {ref_of(part).sha256: part for part in parts}, left=2)
+
+    async def cut() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await pull_files(source, [file], state)
+
     with pytest.raises(ConnectionResetError):
-        asyncio.run(pull_files(source, [file], state))
+        asyncio.run(cut())
     source.left = 100
     asyncio.run(pull_files(source, [file], state))
     assert (state.model / "model.safetensors").read_bytes() == b"".join(parts)
