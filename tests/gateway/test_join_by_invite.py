@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -258,24 +257,6 @@ while True:
         os.kill(pid, 0)
 
 
-@pytest.mark.process
-def test_nodes_of_one_machine_may_note_their_enrollment_at_once(keys, tmp_path):
-    """They share the pass for relays, and each writes it."""
-    script = f"""
-import pathlib, sys
-from composer_prime.wire.enrollment import Invite
-from inference.enrolling import NodeState
-invite = Invite.read({invite_for(keys, "127.0.0.1:1").text()!r})
-state = NodeState(pathlib.Path({str(tmp_path)!r}), invite)
-state.path.mkdir(exist_ok=True)
-for number in range(200):
-    state.note_enrolled(int(sys.argv[1]), bytes([number, int(sys.argv[1])]) * 36)
-"""
-    nodes = [subprocess.Popen([sys.executable, "-c", script, str(slot)]) for slot in range(4)]
-    assert [node.wait(200) for node in nodes] == [0] * 4
-    assert [path.name for path in tmp_path.rglob("relay.pass*")] == ["relay.pass"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -292,7 +273,7 @@ async def test_a_machine_that_cannot_serve_leaves_the_invite_unused(keys, tmp_pa
     invite = invite_for(keys, "127.0.0.1:1")
     machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
     with pytest.raises(ConfigError, match=message):
-        await machine._start(MACHINE, {})
+        await machine._start(MACHINE)
     assert not list(tmp_path.glob("run-1-*"))
 
 
@@ -306,7 +287,7 @@ async def test_the_plan_waits_for_the_first_version(open_gateway, keys, store, t
         def machine() -> _Machine:
             return _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
 
-        starting = asyncio.create_task(machine()._start(MACHINE, {}))
+        starting = asyncio.create_task(machine()._start(MACHINE))
         await until(lambda: keys.registry.list(), "the node to enroll")
         assert not starting.done()
         gateway.publish(publisher.publish(1))
@@ -314,10 +295,10 @@ async def test_the_plan_waits_for_the_first_version(open_gateway, keys, store, t
         assert share.engine == "local"
         small = msgspec.structs.replace(MACHINE, memory=1 << 20)
         with pytest.raises(ConfigError, match=r"million parameters needs .* GiB of memory"):
-            await machine()._start(small, {})
+            await machine()._start(small)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
         with pytest.raises(ConfigError, match=r"GiB of disk more .*: pass --state-dir"):
-            await machine()._start(MACHINE, {})
+            await machine()._start(MACHINE)
 
 
 def test_a_state_folder_that_cannot_be_written_is_named(keys):
@@ -361,18 +342,18 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
 
 
 async def test_refusals_of_the_run_reach_the_machine(open_gateway, keys, tmp_path):
-    """Used up; withdrawn or revoked, which the handshake itself refuses; expired by this machine's clock."""
+    """Used up or revoked, which the handshake itself refuses, with the remedy; expired by this machine's clock."""
     async with open_gateway() as gateway:
         invite = invite_for(keys, gateway.node_endpoint)
         states = [NodeState(tmp_path / name, invite) for name in "ab"]
         first = await enroll(invite, states[0], 0, "box", MACHINE, 100)
-        with pytest.raises(InviteError, match="for 1 nodes and 1 have used it"):
+        with pytest.raises(InviteError, match="orchestrator invite RUN_DIR"):
             await enroll(invite, states[1], 0, "box", MACHINE, 100)
         keys.registry.revoke(first.keys.own.public, "too slow")
-        with pytest.raises(InviteError, match=r"does not know this key: .*turned away for good"):
+        with pytest.raises(InviteError, match="orchestrator invite RUN_DIR"):
             await enroll(invite, states[0], 0, "box", MACHINE, 100)
         expired = invite_for(keys, gateway.node_endpoint, valid_s=-5)
-        with pytest.raises(InviteError, match=r"the invite expired at .* UTC, here it is"):
+        with pytest.raises(InviteError, match="expired at"):
             await enroll(expired, states[1], 0, "box", MACHINE, 100)
 
 
