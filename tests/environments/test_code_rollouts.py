@@ -141,17 +141,6 @@ def test_bad_settings_are_told(folder: Path, change: dict[str, Any], error: Any,
         load(source(**{"folder": folder} | change))
 
 
-# Tasks that a run makes come at the end of the set. A worker that loaded it before finds them when they are played.
-def test_a_set_that_grew_has_its_new_tasks(folder: Path, tmp_path: Path) -> None:
-    environment = load(source(folder, grown=str(tmp_path / "grown")))
-    assert environment.num_tasks == 1
-    with pytest.raises(IndexError):
-        environment.describe(1)
-    make_folder(tmp_path / "grown", make_task(id="harder"))
-    assert environment.describe(1)[0] == "code/harder" and environment.num_tasks == 2
-    assert load(source(folder, grown=str(tmp_path / "grown"))).num_tasks == 2
-
-
 def test_a_missing_tree_is_told(tmp_path: Path) -> None:
     make_folder(tmp_path, make_task(tree="gone-2.0"))
     with pytest.raises(ConfigError, match="is missing; copy trees"):

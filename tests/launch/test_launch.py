@@ -234,7 +234,7 @@ def test_a_run_goes_on_without_teachers(stand):
 
 @pytest.mark.parametrize("online", [True, False])
 def test_the_launcher_serves_local_teachers(tmp_path, online):
-    # Only a run that replays online has them, with the frozen base, at an address that the orchestrator gets.
+    # Only a run that replays online has them, at an address that the orchestrator gets.
     pool = Path(__file__).parents[2] / "configs" / "teachers" / "tiny.toml"
     words = ["@", str(config_file(tmp_path)), "@", str(pool), "--teachers.online", str(online).lower()]
     roles = {role.name: role for role in role_commands(resolve(words).config, RunDir(tmp_path / "run"), gpus=0)}
@@ -243,7 +243,7 @@ def test_the_launcher_serves_local_teachers(tmp_path, online):
     if online:
         argv = roles["teachers"].argv
         served = [argv[index + 1] for index, word in enumerate(argv) if word == "--model"]
-        assert served == ["tiny/teacher_a", "tiny/teacher_b", "tiny/teacher_c", "tiny"]
+        assert served == ["tiny/teacher_a", "tiny/teacher_b", "tiny/teacher_c"]
         assert url == f"http://127.0.0.1:{argv[argv.index('--port') + 1]}/v1"
 
 

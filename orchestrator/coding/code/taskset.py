@@ -254,7 +254,7 @@ class CodeEpisode(vf.Task[CodeData, CodeState]):
             "tool_errors": float(errors),
             "turns_used": float(trace.num_turns),
             **{f"calls/{name}": float(count) for name, count in state.calls.items()},
-            **({} if self.data.conflict_seed is None else {PROBE: float(result.solved)}),
+            **({} if self.data.conflict_seed is None else {PROBE: float(expected <= result.passed)}),
             **state.verdict.metrics(self._earned(state)),
         }
 
