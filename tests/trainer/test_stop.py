@@ -15,7 +15,7 @@ from step_peer import StepPeer
 
 from composer_prime.run.ledger import check_ledger, effective
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 def stop_after(run, peer: StepPeer, step: int, number: int = signal.SIGTERM, count: int = 1) -> tuple[list[int], str]:
@@ -122,7 +122,7 @@ def test_a_rank_ends_with_its_killed_launcher(make_run):
     with StepPeer(run.dir, make_samples, max_steps=3) as peer:
         peer.quiet_from = 1
         launcher = subprocess.Popen([sys.executable, "-c", start, *rank_command])
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 200
         while not peer.requests:
             assert time.monotonic() < deadline
             time.sleep(0.05)
