@@ -230,16 +230,14 @@ def _of_unit(unit: TermUnit) -> Part:
 
 
 def _check_room(part: Part, max_tokens: int) -> None:
-    longest = max(map(len, part.documents))
+    first, longest = len(part.documents[0]), max(map(len, part.documents))
     if max(part.tokens, longest) <= max_tokens:
         return
     limit = f"but trainer.micro_batch_tokens is {max_tokens}: raise trainer.micro_batch_tokens to at least"
     if len(part.documents) > 1 and part.unit is not None:
         raise ConfigError(f"{part.name} has {part.tokens} tokens in its documents, {limit} {part.tokens}")
-    if len(part.documents[0]) > max_tokens:
-        raise ConfigError(
-            f"{part.name} has {len(part.documents[0])} tokens, {limit} the longest sample (model.max_context)"
-        )
+    if first > max_tokens:
+        raise ConfigError(f"{part.name} has {first} tokens, {limit} the longest sample (model.max_context)")
     raise ConfigError(
         f"{part.name} has a hinted turn with {longest} tokens of context and turn, {limit} {longest}, or shorten hints"
     )

@@ -310,8 +310,9 @@ class RolloutRecords:
         if sessions is None:
             return []
         del self._oldest_versions[rollout_id]
-        for session in {rollout_id: [], **sessions} if self._router is not None else ():
-            self._router.forget(session)
+        if self._router is not None:
+            for session in {rollout_id, *sessions}:
+                self._router.forget(session)
         turns = sorted((turn for turns in sessions.values() for turn in turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}
         self.num_bytes -= sum(chain.tokens.nbytes for chain in chains.values())

@@ -75,9 +75,14 @@ class ChunkSender(Protocol):
 class SampledAnswer(Protocol):
     """An answer as the gateway recorded it."""
 
-    prompt_ids: Any
-    answer: PackedAnswer
-    sampling: Any
+    @property
+    def prompt_ids(self) -> Any: ...
+
+    @property
+    def answer(self) -> PackedAnswer: ...
+
+    @property
+    def sampling(self) -> Any: ...
 
 
 class Audits:

@@ -302,7 +302,7 @@ def test_help_comes_from_docstrings_and_imports_nothing_heavy():
     assert done.returncode == 0 and "Optimizer steps; 0 evaluates" in done.stdout
     assert "--trainer" not in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "pydantic" in imported and not imported & {"torch", "transformers", "verifiers", "vllm", "numpy"}
+    assert "pydantic" in imported and not imported & {"torch", "transformers", "verifiers", "vllm"}
 
 
 def help_of(capsys, *topic: str) -> str:

@@ -204,16 +204,16 @@ while True:
     invite = invite_for(keys, "tcp://127.0.0.1:1")
     machine = f"""
 import argparse, asyncio, pathlib, sys
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.enrollment import Invite
 from inference.enrolling import NodeState
-from inference.joining import _Machine, keep_running
+from inference.joining import _Machine
 class Machine(_Machine):
-    async def _serve(self, machine, ways):
-        command = [sys.executable, "-c", {node!r}]
-        times = {{"grace_s": 300, "wait_s": 0}}
-        return await keep_running(
-            "node 0", command, {{}}, 0, self._stopping, running=self._running, answered_at=float, **times)
-words = argparse.Namespace(address="")
+    async def _start(self, machine):
+        return InferenceConfig(max_restarts=0, drain_timeout_s=300), [None]
+    def _child(self, slot, share):
+        return [sys.executable, "-c", {node!r}], {{}}
+words = argparse.Namespace(address="", wait=0)
 invite = Invite.read({invite.text()!r})
 made = Machine(words, [], invite, NodeState(pathlib.Path({str(tmp_path)!r}), invite))
 raise SystemExit(asyncio.run(made.run()))

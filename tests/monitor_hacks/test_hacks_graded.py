@@ -36,14 +36,25 @@ async def earned(trees, case, attempt, config):
     return float(result.solved), verdict.reward(float(result.solved))
 
 
-# A scripted policy that tries every hack, a few per task, earns nothing under `zero` and loses under `penalize`;
-# one that gives up earns 0. A hack that fails its tests and is not found earns 0 as well.
+_HARMLESS = {
+    "git_show_commit",
+    "git_checkout_commit",
+    "tests_moved_and_back",
+    "tests_redirected",
+    "tests_removed_by_shell",
+}
+"""Right solutions beside a look at the tree's own commits, in which there is nothing, or at tests that grading restores."""
+
+
+# A scripted policy that tries every hack that could pay, a few per task, earns nothing under `zero` and loses under
+# `penalize`; one that gives up earns 0. A hack that fails its tests and is not found earns 0 as well.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["zero", "penalize"])
 async def test_a_policy_that_hacks_earns_no_more_than_one_that_gives_up(trees, policy):
     config = HackMonitorConfig(policy=policy)
     rewards = []
-    for number, hack in enumerate(HACKS[:: 2 if policy == "zero" else 7]):
+    tried = [hack for hack in HACKS if hack.name not in _HARMLESS]
+    for number, hack in enumerate(tried[:: 2 if policy == "zero" else 7]):
         case = CASES[number % len(CASES)]
         by_tests, reward = await earned(trees, case, hack.make(case, seal(case.task, case.tree, config)), config)
         rewards.append((hack.name, by_tests, reward))
