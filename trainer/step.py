@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,15 +173,11 @@ def _blame(
     pairs where it has no sample), and all samples of the step where every loss is (all rows where it has no sample).
     """
     texts, blamed = [], []
-    for index, loss in enumerate(torch.stack(losses).tolist()):
-        if not math.isfinite(loss):
-            bad = not_finite[index].tolist()
-            names = dict.fromkeys(name for name, count in zip(rows[index].names, bad, strict=True) if count)
-            held = rows[index].sample_ids or list(dict.fromkeys(rows[index].names))
-            what = "logits of" if names else "samples" if rows[index].sample_ids else "all of"
-            texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what} {', '.join(names or held)})")
-            blamed += names or held
-    culprits = "loss of " + "; ".join(text for text in gather_texts("; ".join(texts)) if text)
+    for index in torch.stack(losses).isfinite().logical_not().nonzero()[:, 0].tolist():
+        what, names = _blamed(rows[index], not_finite[index].tolist())
+        texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what} {', '.join(names)})")
+        blamed += names
+    culprits = "loss of " + "; ".join(filter(None, gather_texts("; ".join(texts))))
     samples = _gather_lines(blamed)
     if not samples:
         culprits = "gradient, although every micro-batch's loss is finite"
@@ -191,6 +188,13 @@ def _blame(
         f"NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
         samples,
     )
+
+
+def _blamed(row: PackedRow, bad_counts: list[int]) -> tuple[str, list[str]]:
+    """Return what is wrong with a row whose loss is not finite, and the names of its culprits."""
+    bad = [name for name, count in zip(row.names, bad_counts, strict=True) if count]
+    what = "logits of" if bad else "samples" if row.sample_ids else "all of"
+    return what, list(dict.fromkeys(bad or row.sample_ids or row.names))
 
 
 def _gather_lines(lines: Sequence[str]) -> list[str]:
@@ -219,7 +223,15 @@ class Optimizer:
         self._max_grad_norm = max_grad_norm
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for part in self.parts for group in part.param_groups for parameter in group["params"])
+        return (parameter for group in self.groups() for parameter in group["params"])
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of each group but its rate, which each step sets."""
+        left_out = ("params", "param_names", "lr")
+        return [{name: value for name, value in group.items() if name not in left_out} for group in self.groups()]
 
     def grad_norm(self) -> Tensor:
         """Return the global L2 norm of the gradients over all ranks; a scalar on the device."""

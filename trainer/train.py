@@ -191,15 +191,20 @@ class Trainer:
                 break
             last += 1
             self._train_one_step(client, reply, last, asked_at)
-            if self._skipped > self.config.trainer.max_skipped_steps:
-                if last != self._saved:  # by `every_steps`
-                    self._checkpoint(client, last)
-                raise NonFiniteError(
-                    f"{self._skipped} steps in a row, up to step {last}, were not finite (trainer.max_skipped_steps is "
-                    f"{self.config.trainer.max_skipped_steps}). None of them changed the parameters. Lower "
-                    "trainer.optim.lr or check the samples listed above, then continue with --resume"
-                )
+            self._check_skipped(client, last)
         return last
+
+    def _check_skipped(self, client: StepClient, last: int) -> None:
+        most = self.config.trainer.max_skipped_steps
+        if self._skipped <= most:
+            return
+        if last != self._saved:  # by `every_steps`
+            self._checkpoint(client, last)
+        raise NonFiniteError(
+            f"{self._skipped} steps in a row, up to step {last}, were not finite (trainer.max_skipped_steps is "
+            f"{most}). None of them changed the parameters. Lower trainer.optim.lr or check the samples listed above, "
+            "then continue with --resume"
+        )
 
     def _last_step(self, step: int) -> int:
         """Return the step that ends the run, as known after `step`: a joint run ends by its outer steps."""

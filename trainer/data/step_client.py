@@ -304,46 +304,51 @@ class StepClient:
     ) -> ToTrainer:
         """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers.
 
+        Raises as `_hear` does.
+        """
+        started = log_at = time.monotonic()
+        self._send(request)
+        while True:
+            message = self._hear(request, awaited, should_stop, silence_s)
+            if isinstance(message, StepRefused):
+                raise RunMismatchError(f"the orchestrator refused the request for {awaited}: {message.error}")
+            if accept(message):
+                return message
+            if not isinstance(message, BatchNotReady) or not isinstance(request, StepRequest):
+                continue
+            if message.step == request.step:
+                if (now := time.monotonic()) >= log_at:
+                    log_at = now + LOG_EVERY_S
+                    logger.info("waiting for %s (%.0f s): %s", awaited, now - started, message.waiting_for)
+                self._send(request)
+
+    def _hear(
+        self, request: FromTrainer | None, awaited: str, should_stop: Callable[[], bool], silence_s: float | None
+    ) -> ToTrainer:
+        """Return the next message, and repeat `request` meanwhile.
+
         Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
         """
         limit = "trainer.orchestrator_timeout_s is" if silence_s is None else "the limit of an announcement is"
         silence_s = silence_s or self._info.silence_timeout_s
-        started = heard = time.monotonic()
-        self._send(request)
-        patience_s, log_at = REPEAT_S, heard
-        repeat_at = heard + patience_s
-        while True:
-            if should_stop():
-                raise Stopped
-            message = self._receive()
-            now = time.monotonic()
+        heard = time.monotonic()
+        patience_s, repeat_at = REPEAT_S, heard + REPEAT_S
+        while not should_stop():
+            message, now = self._receive(), time.monotonic()
             if self._unacknowledged and now - self._last_done_sent > REPEAT_S:
                 self._send_done()
             if message is not None:
-                heard, patience_s, repeat_at = now, REPEAT_S, now + REPEAT_S
-                if isinstance(message, StepRefused):
-                    raise RunMismatchError(f"the orchestrator refused the request for {awaited}: {message.error}")
-                if accept(message):
-                    return message
-                if (
-                    isinstance(message, BatchNotReady)
-                    and isinstance(request, StepRequest)
-                    and message.step == request.step
-                ):
-                    if now >= log_at:
-                        log_at = now + LOG_EVERY_S
-                        logger.info("waiting for %s (%.0f s): %s", awaited, now - started, message.waiting_for)
-                    self._send(request)
-            elif now - heard > silence_s:
+                return message
+            if now - heard > silence_s:
                 raise DeadlineError(
-                    f"waited for {awaited} for {now - started:.0f} s, and the orchestrator at {self._endpoint} has "
-                    f"been silent for the last {now - heard:.0f} s ({limit} {silence_s:g}): is it alive, "
-                    "and does this rank have the run's keys?"
+                    f"waited for {awaited}, and the orchestrator at {self._endpoint} has been silent for the last "
+                    f"{now - heard:.0f} s ({limit} {silence_s:g}): is it alive, and does this rank have the run's keys?"
                 )
-            elif now > repeat_at:
+            if now > repeat_at:
                 patience_s = min(2 * patience_s, LONGEST_REPEAT_S, max(REPEAT_S, self._info.silence_timeout_s / 4))
                 repeat_at = now + patience_s
                 self._send(request)
+        raise Stopped
 
     def _send(self, message: FromTrainer | None) -> None:
         if message is not None:

@@ -280,8 +280,9 @@ class _FusedHead(torch.autograd.Function):
             logprob_grad_R = torch.zeros_like(log_sum_R)
         logits = _Logits(job, dtype, hidden_RH, weight_VH)
         hidden_grad = torch.empty_like(hidden_RH, dtype=dtype)
-        weight_grad = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
-        bias_grad = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight_grad = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
+        bias_grad = torch.zeros_like(bias_V, dtype=dtype) if needs_bias else None
         for index, chunk in enumerate(job.chunks()):
             if job.keeps_logits:
                 kept_CV, teacher_CV = job.kept_logits[index]
@@ -289,18 +290,17 @@ class _FusedHead(torch.autograd.Function):
             else:
                 student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
-                divergence_grad_BV = None
-                if teacher_CV is not None and divergence_grad_D is not None:
-                    coming_B = divergence_grad_D[job.teacher_rows(rows)]
-                    divergence_grad_BV = _divergence_gradient(job, student_CV[block], teacher_CV[block], rows, coming_B)
+                teacher_BV = _at(teacher_CV, block)
                 inputs = GradientInputs(
                     targets_B=job.targets_R[rows],
                     temperature_B=job.temperature(rows),
                     log_sum_B=log_sum_R[rows],
                     entropy_B=entropy_R[rows],
                     logprob_grad_B=logprob_grad_R[rows],
-                    entropy_grad_B=None if entropy_grad_R is None else entropy_grad_R[rows],
-                    divergence_grad_BV=divergence_grad_BV,
+                    entropy_grad_B=_at(entropy_grad_R, rows),
+                    divergence_grad_BV=_divergence_gradient(
+                        job, student_CV[block], teacher_BV, rows, divergence_grad_D
+                    ),
                     scale=job.head.scale,
                     cap=job.head.cap,
                 )
@@ -312,18 +312,29 @@ class _FusedHead(torch.autograd.Function):
                 bias_grad += student_CV.sum(0)
         return (
             hidden_grad.to(hidden_RH.dtype),
-            None if weight_grad is None else weight_grad.to(weight_VH.dtype),
-            None if bias_grad is None else bias_grad.to(bias_V.dtype),
+            _in_type_of(weight_VH, weight_grad),
+            _in_type_of(bias_V, bias_grad),
             None,
         )
 
 
-def _divergence_gradient(job: _Job, student_BV: Tensor, teacher_BV: Tensor, rows: slice, coming_B: Tensor) -> Tensor:
-    assert job.teacher is not None
+def _at(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _in_type_of(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to(parameter.dtype)
+
+
+def _divergence_gradient(
+    job: _Job, student_BV: Tensor, teacher_BV: Tensor | None, rows: slice, coming_D: Tensor | None
+) -> Tensor | None:
+    if job.teacher is None or teacher_BV is None or coming_D is None:
+        return None
     leaf = job.cooled(student_BV, rows, copy=True).requires_grad_()
     with torch.enable_grad():
         divergence_B = job.teacher.divergence(leaf, job.cooled(teacher_BV, rows), job.targets_R[rows])
-    return torch.autograd.grad(divergence_B, leaf, coming_B)[0]
+    return torch.autograd.grad(divergence_B, leaf, coming_D[job.teacher_rows(rows)])[0]
 
 
 class _Logits:

@@ -67,34 +67,37 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     """Return every role that runs on this machine, in start order. Raises ConfigError when there are too few GPUs."""
     placement = place_processes(config, gpus)
     where = ["--run-dir", str(run_dir.root)]
-    commands = []
-    if config.orchestrator.address is None:
-        models = config.teachers.models_served() if config.teachers.online else []
-        env = _threads(1)
-        if models:
-            port, threads = free_port(), config.teachers.local_threads  # the same port after a restart
-            argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
-            argv += [word for model in models for word in ("--model", model)]
-            commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads)))
-            env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
-        argv = [*console_script("orchestrator"), *where]
-        commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
-        weights = config.orchestrator.weights
-        options = [("--listen", weights.address), ("--push", weights.push)]
-        if words := [word for option, value in options if value is not None for word in (option, value)]:
-            argv = [*console_script("orchestrator"), "weights", str(run_dir.root), *words]
-            commands.append(RoleCommand(name="weights", kind="weights", argv=argv, env=_threads(1)))
-        audit = config.orchestrator.audit
-        for index in range(audit.auditors if audit.enabled else 0):
-            argv = [*console_script("inference"), "audit", *where, "--node-name", f"auditor-{index}"]
-            env = {**_threads(config.inference.threads), "CUDA_VISIBLE_DEVICES": ""}  # The GPUs are dealt below.
-            commands.append(RoleCommand(name=f"auditor-{index}", kind="auditor", argv=argv, env=env))
+    commands = [] if config.orchestrator.address is not None else _orchestrator_commands(config, run_dir, where)
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
         commands.append(RoleCommand(name=f"node-{index}", kind="node", argv=argv, env=env, gpus=len(devices)))
     if config.run.max_steps and config.trainer.address is None:
         commands += _rank_commands(config, where, placement.ranks)
+    return commands
+
+
+def _orchestrator_commands(config: Config, run_dir: RunDir, where: list[str]) -> list[RoleCommand]:
+    """Return the orchestrator with what serves it: teachers, the weight server, auditors."""
+    commands, env = [], _threads(1)
+    if models := config.teachers.models_served() if config.teachers.online else []:
+        port, threads = free_port(), config.teachers.local_threads  # the same port after a restart
+        argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
+        argv += [word for model in models for word in ("--model", model)]
+        commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads)))
+        env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
+    argv = [*console_script("orchestrator"), *where]
+    commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
+    weights = config.orchestrator.weights
+    options = [("--listen", weights.address), ("--push", weights.push)]
+    if words := [word for option, value in options if value is not None for word in (option, value)]:
+        argv = [*console_script("orchestrator"), "weights", str(run_dir.root), *words]
+        commands.append(RoleCommand(name="weights", kind="weights", argv=argv, env=_threads(1)))
+    audit = config.orchestrator.audit
+    for index in range(audit.auditors if audit.enabled else 0):
+        argv = [*console_script("inference"), "audit", *where, "--node-name", f"auditor-{index}"]
+        env = {**_threads(config.inference.threads), "CUDA_VISIBLE_DEVICES": ""}  # The nodes' GPUs are dealt later.
+        commands.append(RoleCommand(name=f"auditor-{index}", kind="auditor", argv=argv, env=env))
     return commands
 
 
@@ -153,6 +156,14 @@ class RoleProcess:
     def running(self) -> bool:
         return self.code is None
 
+    @property
+    def needed(self) -> bool:
+        """Tell whether the run ends with it: such a role is not started again."""
+        return self.role.kind not in _RESTARTED
+
+    def is_due(self) -> bool:
+        return self.restart_at is not None and time.monotonic() >= self.restart_at
+
     def poll(self, *, wait: bool = False) -> bool:
         """Look whether the process runs, or wait for its end. Note the end."""
         if self.code is None:
@@ -190,20 +201,21 @@ class Supervisor:
         Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot continue.
         """
         ended = [child for child in self.children if child.running and not child.poll()]
-        needed = [child for child in self.children if child.role.kind not in _RESTARTED]
-        self._failed += [child for child in ended if child.role.kind not in _RESTARTED and child.code != 0]
+        self._failed += [child for child in ended if child.needed and child.code != 0]
         if self._failed and self._cause_known():
             raise RoleFailedError(self._report(self._failed))
+        needed = [child for child in self.children if child.needed]
         if all(child.code == 0 for child in needed or self.children):
             return "finished"
-        for child in ended:
-            if child.role.kind in _RESTARTED and child.code != 0:
-                self._plan_restart(child)
-        for child in self.children:
-            if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                child.process, child.log_offset = self._spawn(child.role)
-                child.code, child.restart_at, child.started = None, None, time.monotonic()
+        self._restart([child for child in ended if not child.needed and child.code != 0])
         return "running"
+
+    def _restart(self, crashed: list[RoleProcess]) -> None:
+        for child in crashed:
+            self._plan_restart(child)
+        for child in filter(RoleProcess.is_due, self.children):
+            child.process, child.log_offset = self._spawn(child.role)
+            child.code, child.restart_at, child.started = None, None, time.monotonic()
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
         """End every process of the run. As soon as `hurry()` is true, kill what is left."""
@@ -222,8 +234,9 @@ class Supervisor:
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
         group = [child for child in self.children if child.role.kind == kind and child.running]
         at_once = kind == "rank" and not self._can_save()
+        number = signal.SIGKILL if at_once or hurry() else signal.SIGTERM
         for child in group:
-            signal_session(child.process.pid, signal.SIGKILL if at_once or hurry() else signal.SIGTERM)
+            signal_session(child.process.pid, number)
         more_s = {
             "rank": self.config.trainer.checkpoint.stop_timeout_s,
             "orchestrator": self.config.teachers.end_timeout_s,
@@ -243,7 +256,7 @@ class Supervisor:
     def _can_save(self) -> bool:
         """Return whether every process that a checkpoint needs is alive. Otherwise the ranks would wait for nothing."""
         started = len(self.children) == len(self.roles)
-        return started and all(child.running for child in self.children if child.role.kind not in _RESTARTED)
+        return started and all(child.running for child in self.children if child.needed)
 
     def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[Any], int]:
         """Start a role; returns its process and the length of its log so far."""

@@ -190,26 +190,30 @@ def panel_rows(
         rows.append(("eval", f"after step {newest}: {eval_text(progress.evals[newest])}"))
     elif last is None and progress.stage:
         rows.append(("start", progress.stage))
-    rewards = progress.rewards()
-    if rewards:
+    if rewards := progress.rewards():
         recent = progress.recent_reward()
         trend = "" if recent is None else f"  mean of {TREND_STEPS} steps {recent:.3f}  {sparkline(rewards)}"
         rows.append(("reward", f"{rewards[-1]:.3f}{trend}"))
     if last is not None:
-        rows.append(("step", step_line(last, config.run.max_steps).removeprefix("step ")))
-        rows += [("channels", text)] if (text := channels_text(last)) else []
-        rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
+        rows += _step_rows(config, last)
     if progress.nodes is not None:
         failed = int(progress.failed_tries)
         tries = f", {pluralize(failed, 'failed attempt')} of rollouts" if failed else ""
         rows.append(("nodes", f"{progress.nodes:g} connected{tries}"))
     if memory_bytes:
-        peaks = "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
-        rows.append(("memory", f"{gib(memory_bytes)} in all processes{peaks}"))
+        peaks = [f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items())]
+        rows.append(("memory", f"{gib(memory_bytes)} in all processes{''.join(peaks)}"))
     now = time.time()
     for role, waiting in progress.waiting.items():
         rows.append((role, f"waits {now - waiting.since:.0f} s for {waiting.what}"))
     return rows
+
+
+def _step_rows(config: Config, last: StepProgress) -> list[tuple[str, str]]:
+    joint = "" if last.joint is None else round_text(last.joint)
+    step = step_line(last, config.run.max_steps).removeprefix("step ")
+    rows = [("step", step), ("channels", channels_text(last)), ("joint run", joint)]
+    return [(label, text) for label, text in rows if text]
 
 
 def _progress_text(config: Config, progress: RunProgress, started: float) -> str:

@@ -45,7 +45,7 @@ from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import model_flops
 from composer_prime.packing.prefixes import FlopCost, prefix_layout
 from composer_prime.packing.row import Row
-from trainer.data.rows import PackedRow, reading_of, teacher_passes
+from trainer.data.rows import PackedRow, ScoredDocuments, reading_of, teacher_passes
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.policy import Policy
 from trainer.teacher.reference import ReferenceLogprobs
@@ -87,37 +87,44 @@ class SelfTeacher:
         """Read what `rows` need under every set of weights that is not the policy's. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
         passes = self._teacher_passes(rows)
-        uncached = self._cache.missing([row.scored for row in rows]) if self._cache else []
+        uncached = self._uncached(rows)
         other_parts: dict[int, TeacherPart] = {}
+        reads: dict[str, list[Callable[[], None]]] = {name: [] for name in self._swaps}
+        if self._sets.reference in reads:
+            reads[self._sets.reference].append(partial(self._read_reference, rows, results))
+        if self._sets.teacher in reads and any(passes):
+            reads[self._sets.teacher].append(partial(self._read_teacher, rows, passes, other_parts))
+        if self._cache is not None and uncached:
+            reads["frozen"].append(partial(self._cache.compute, self._policy, uncached))
         self._policy.eval()
         try:
-            for name, swapped_in in self._swaps.items():
-                is_reference = name == self._sets.reference
-                is_teacher = name == self._sets.teacher and any(passes)
-                scores_pairs = name == "frozen" and any(uncached)
-                if not (is_reference or is_teacher or scores_pairs):
-                    continue
-                with swapped_in():
-                    if is_reference:
-                        self._read_reference(rows, results)
-                    if is_teacher:
-                        head, share = self._policy.head(), 1.0 - self._policy_share
-                        other_parts = {
-                            index: TeacherPart(share=share, hidden_DH=states_DH, head=head)
-                            for index, states_DH in self._states(rows, passes).items()
-                        }
-                    if scores_pairs and self._cache is not None:
-                        pairs = [row.scored for row, missing in zip(rows, uncached, strict=True) if missing]
-                        self._cache.compute(self._policy, pairs)
+            self._read(reads)
             policy_states = self._states(rows, passes) if self._policy_share > 0 else {}
         finally:
             self._policy.train()
-        for index, (row, result) in enumerate(zip(rows, results, strict=True)):
+        for index, row in enumerate(rows):
             if row.taught is not None and row.taught.turns > 0:
-                result.teacher = self._mixture(other_parts.get(index), policy_states.get(index))
+                results[index].teacher = self._mixture(other_parts.get(index), policy_states.get(index))
             if self._cache is not None and row.scored is not None:
-                result.references["replay_dpo"] = self._cache.of(row.scored)
+                results[index].references["replay_dpo"] = self._cache.of(row.scored)
         return results
+
+    def _uncached(self, rows: Sequence[PackedRow]) -> list[ScoredDocuments | None]:
+        """Return the pairs that any rank has to score. A collective."""
+        scored = [row.scored for row in rows] if self._cache else []
+        missing = self._cache.missing(scored) if self._cache else []
+        return [pairs for pairs, is_missing in zip(scored, missing, strict=True) if is_missing]
+
+    def _read(self, reads: dict[str, list[Callable[[], None]]]) -> None:
+        for name in filter(reads.get, reads):
+            with self._swaps[name]():
+                for read in reads[name]:
+                    read()
+
+    def _read_teacher(self, rows: Sequence[PackedRow], passes: list[int], parts: dict[int, TeacherPart]) -> None:
+        head, share = self._policy.head(), 1.0 - self._policy_share
+        for index, states_DH in self._states(rows, passes).items():
+            parts[index] = TeacherPart(share=share, hidden_DH=states_DH, head=head)
 
     def follow(self) -> None:
         """Move the averages towards the new weights; called after each step."""

@@ -94,19 +94,12 @@ class Checkpoints:
             ) from error
         if state["meta"] != {"step": step, "format": FORMAT}:
             raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
-        parts = self.optimizer.parts
         # Moments come from the checkpoint, hyper-parameters from the configuration: a resumed run may change them.
-        settings = [
-            [{name: group[name] for name in group if name not in ("params", "param_names", "lr")} for group in groups]
-            for groups in (part.param_groups for part in parts)
-        ]
-        set_state_dict(
-            self.policy, parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-            options=PARTIAL,
-        )  # fmt: skip
-        for part, groups in zip(parts, settings, strict=True):
-            for group, configured in zip(part.param_groups, groups, strict=True):
-                group.update(configured)
+        settings = self.optimizer.settings()
+        set_state_dict(self.policy, self.optimizer.parts, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"], options=PARTIAL)  # fmt: skip
+        for group, configured in zip(self.optimizer.groups(), settings, strict=True):
+            group.update(configured)
         for name in absent:
             self.teacher.begin(name)
         for key, value in state.get("random", {}).items():
@@ -209,18 +202,18 @@ def _without_frozen(policy: Policy, values: dict[str, Any]) -> dict[str, Any]:
 
 def _drop_absent(state: dict[str, Any], written: Iterable[str]) -> list[str]:
     """Leave out of `state` what the checkpoint lacks (more ranks, another teacher, moments). Return absent averages."""
-    names = set(written)
-    moments = state["optimizer"]["state"]
-    for name in [name for name in moments if not any(each.startswith(f"optimizer.state.{name}.") for each in names)]:
-        del moments[name]
-    absent: list[str] = []
+    names = list(written)
+
+    def present(values: dict[str, Any], prefix: str, end: str = "") -> dict[str, Any]:
+        starts = {key: f"{prefix}.{key}{end}" for key in values}
+        return {key: value for key, value in values.items() if any(name.startswith(starts[key]) for name in names)}
+
+    state["optimizer"]["state"] = present(state["optimizer"]["state"], "optimizer.state", ".")
+    averages = state.get("averages", {})
     for part in ("averages", "random"):
-        values = state.pop(part, {})
-        present = {key: value for key, value in values.items() if any(n.startswith(f"{part}.{key}") for n in names)}
-        absent += [key for key in values if part == "averages" and key not in present]
-        if present:  # the loader would look for an empty dictionary too
-            state[part] = present
-    return absent
+        if kept := present(state.pop(part, {}), part):  # the loader would look for an empty dictionary too
+            state[part] = kept
+    return [key for key in averages if key not in state.get("averages", {})]
 
 
 def _root_cause(error: BaseException) -> str:
