@@ -7,7 +7,6 @@ import ipaddress
 import re
 import socket
 import sys
-from collections import Counter
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -85,22 +84,6 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def network(host: str) -> str:
-    """Return what one site has of addresses: `host` itself, or of IPv6 its network of 48 bits."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 80 << 80))
-
-
-def has_share(held: Counter[str], network: str, limit: int) -> bool:
-    """Return whether `network` may hold one more: each gets half of what the others leave of `limit`."""
-    return held[network] < limit - held.total()
 
 
 def _host(host: str, text: str, key: str, bind: bool) -> str:

@@ -1,5 +1,6 @@
 """Small things about the event loop: background tasks, waiting for a change, and how late the loop runs.
 
+    until_signal   the exit status of a process's work, which SIGINT and SIGTERM cancel
     watched    a task whose failure is reported at once
     Notifier   wakes every waiter when something changed
     freeze_startup   shorter garbage collections, which stop the loop
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
+import signal
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -21,6 +24,34 @@ from typing import Any
 import numpy as np
 
 _MAX_SAMPLES = 1 << 14
+_OPEN_FILES = 16384
+
+
+async def until_signal(work: Coroutine[Any, Any, None]) -> int:
+    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened.
+
+    It may have `_OPEN_FILES` open, connections among them, or as many as the system lets it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES:  # -1: no limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
+    task = asyncio.ensure_future(work)
+    signals: list[int] = []
+
+    def stop(number: int) -> None:
+        signals.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+        return 128 + signals[0]
+    return 0
 
 
 def watched(work: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> asyncio.Task[None]:

@@ -16,14 +16,10 @@ import asyncio
 import importlib
 import logging
 import os
-import resource
 import secrets
 import shutil
-import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from composer_prime.config import Config, load
 from composer_prime.console import (
@@ -45,7 +41,6 @@ from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write
 from orchestrator.swarm import COMMANDS
 
 FAILED = 1
-_OPEN_FILES = 16384
 _COMMANDS = {
     **COMMANDS,
     "audit": "orchestrator.main:audit",
@@ -156,7 +151,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
 def _run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.model_source import resolve_model
     from composer_prime.wire.turns import GATEWAY_TOKEN_VARIABLE
-    from orchestrator.event_loop import freeze_startup
+    from orchestrator.event_loop import freeze_startup, until_signal
     from orchestrator.pipeline import Pipeline
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -178,33 +173,6 @@ def _run(config: Config, run_dir: RunDir) -> int:
     except (ComposerError, OSError) as error:
         print(f"orchestrator: {error}", file=sys.stderr)
         return FAILED
-
-
-async def until_signal(work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened.
-
-    It may have `_OPEN_FILES` open, connections among them, or as many as the system lets it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _OPEN_FILES:  # -1: no limit.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
-    task = asyncio.ensure_future(work)
-    signals: list[int] = []
-
-    def stop(number: int) -> None:
-        signals.append(number)
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not signals:
-            raise
-        return 128 + signals[0]
-    return 0
 
 
 if __name__ == "__main__":

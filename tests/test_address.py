@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections import Counter
 
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.address import Address, endpoint_url, has_share, is_loopback, network, reachable, tcp_address
+from composer_prime.address import Address, endpoint_url, is_loopback, reachable, tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.sockets import bind_router, dealer
@@ -108,20 +107,6 @@ def test_a_bound_endpoint_is_reached_from_the_same_machine():
     assert reachable("tcp://0.0.0.0:5500") == "tcp://127.0.0.1:5500"
     assert reachable("tcp://[::]:5500") == "tcp://[::1]:5500"
     assert reachable("tcp://192.0.2.7:5500") == "tcp://192.0.2.7:5500"
-
-
-# An IPv4 address is one client, an IPv6 one its network of 48 bits; each gets half of what the others leave.
-def test_networks_share_what_there_is():
-    for host, expected in (
-        ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("2001:db8:1:2::3", "2001:db8:1::"),
-        ("fe80::1%eth0", "fe80::"), ("a name", "a name"),
-    ):  # fmt: skip
-        assert network(host) == expected
-    held = Counter()
-    for client in "abcd":
-        while has_share(held, client, 8):
-            held[client] += 1
-    assert held == {"a": 4, "b": 2, "c": 1, "d": 1}
 
 
 def test_loopback_is_known_in_every_form():

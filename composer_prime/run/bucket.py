@@ -10,29 +10,14 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from typing import Any
 
 from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.run.weights import is_chunk_name
 
 DRIVERS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "file": "", "memory": ""}
 """The extra of each scheme; empty where fsspec itself has the driver."""
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws (AWS_PROFILE if not the default one)",
-    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    "azure": "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-}
-"""Where the driver of each extra looks for them."""
-_NO_CREDENTIALS = {
-    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError",
-    "CredentialUnavailableError",
-}  # fmt: skip
-"""What botocore, google.auth and azure.identity raise without any."""
-_TIMES = ("LastModified", "last_modified", "mtime", "created")
-"""Where drivers say when an object was written."""
 _MANIFEST = re.compile(r"v([0-9]{6,12})\.manifest")
 
 
@@ -54,13 +39,13 @@ class Bucket:
                 f"{url} needs the extra {DRIVERS[scheme]!r} ({error}): pip install 'composer-prime[{DRIVERS[scheme]}]'"
             ) from None
         except Exception as error:  # Each driver has a tree of its own.
-            where = _CREDENTIALS.get(DRIVERS[scheme])
-            remedy = f"set {where}, or give another URL" if where else "give another URL"
-            raise ConfigError(f"{url} cannot be opened ({type(error).__name__}: {error}): {remedy}") from error
+            raise ConfigError(
+                f"{url} cannot be opened ({type(error).__name__}: {error}): set the account and credentials that this "
+                "cloud's own command line reads, or give another URL"
+            ) from error
         self.url = url.rstrip("/")
         self._root = root.rstrip("/")
         self._renames = scheme == "file"
-        self._credentials = _CREDENTIALS.get(DRIVERS[scheme], "")
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
         """Return up to `size` bytes of a chunk from `offset`; None when there is no such chunk. Raises OSError."""
@@ -77,13 +62,10 @@ class Bucket:
             raise
 
     def claim(self, run_id: str) -> None:
-        """Note that the URL is this run's, after trying each right with an object that is removed again.
-
-        On a disk what a killed push left unfinished is removed: one push at a time writes there.
+        """Note that the URL is this run's.
 
         Raises ConfigError when it is another run's, UnwritableError without the rights, OSError when it is not reached.
         """
-        self._try_rights(f"{self._root}/probe-{run_id}")
         path = f"{self._root}/run_id"
         with self._as_os_error("read"):
             held = self._fs.cat_file(path).decode().strip() if self._fs.exists(path) else None
@@ -91,42 +73,11 @@ class Bucket:
             raise ConfigError(
                 f"{self.url} holds the weights of run {held!r}, this is run {run_id!r}: give each run a URL"
             )
-        self._write(path, run_id.encode())
-        if self._renames:
-            for folder in ("chunks", "manifests"):
-                for name, _ in self._listed(folder):
-                    if name.endswith(".partial"):
-                        self._remove(f"{self._root}/{folder}/{name}")
-
-    def _try_rights(self, path: str) -> None:
-        """Raise UnwritableError with the first missing right.
-
-        What is absent is not asked for: S3 answers as without the right to read where that to list is missing.
-        """
-        self._write(path, b"probe")
-        try:
-            with self._as_os_error("list"):
-                self._fs.ls(self._root, detail=False)
-            with self._as_os_error("read"):
-                self._fs.cat_file(path)
-        except OSError:
-            with suppress(OSError):
-                self._remove(path)
-            raise
-        self._remove(path)
+        self._write({"run_id": run_id.encode()})
 
     def chunk_sizes(self) -> dict[str, int]:
         """Return the bytes of every chunk, by sha256. Raises OSError."""
-        return {name: int(entry["size"] or 0) for name, entry in self._listed("chunks") if is_chunk_name(name)}
-
-    def chunk_times(self) -> dict[str, float]:
-        """Return when each chunk was written, Unix seconds, where the driver says that. Raises OSError."""
-        times = {}
-        for name, entry in self._listed("chunks"):
-            written = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
-            if is_chunk_name(name) and isinstance(written, int | float | datetime):
-                times[name] = written.timestamp() if isinstance(written, datetime) else float(written)
-        return times
+        return {name: size for name, size in self._listed("chunks") if is_chunk_name(name)}
 
     def versions(self) -> list[int]:
         """Return the versions whose manifest is there, ascending. Raises OSError."""
@@ -138,40 +89,42 @@ class Bucket:
         with self._as_os_error("read"):
             return self._fs.cat_file(f"{self._root}/manifests/v{version:06d}.manifest")
 
-    def put_chunk(self, sha256: str, data: bytes) -> None:
-        self._write(f"{self._root}/chunks/{sha256}", data)
+    def put_chunks(self, chunks: Mapping[str, bytes]) -> None:
+        """Write chunks by their names, at once where the driver can."""
+        self._write({f"chunks/{sha256}": data for sha256, data in chunks.items()})
 
     def put_manifest(self, version: int, signed: bytes) -> None:
-        self._write(f"{self._root}/manifests/v{version:06d}.manifest", signed)
+        self._write({f"manifests/v{version:06d}.manifest": signed})
 
     def remove_chunk(self, sha256: str) -> None:
-        self._remove(f"{self._root}/chunks/{sha256}")
+        self._remove(f"chunks/{sha256}")
 
     def remove_manifest(self, version: int) -> None:
-        self._remove(f"{self._root}/manifests/v{version:06d}.manifest")
+        self._remove(f"manifests/v{version:06d}.manifest")
 
-    def _listed(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+    def _listed(self, folder: str) -> list[tuple[str, int]]:
+        """Return the names and bytes of the files in a folder."""
         with suppress(FileNotFoundError), self._as_os_error("list"):
             entries = self._fs.ls(f"{self._root}/{folder}", detail=True)
-            return [(entry["name"].rpartition("/")[2], entry) for entry in entries]
+            return [(entry["name"].rpartition("/")[2], int(entry["size"] or 0)) for entry in entries]
         return []
 
-    def _write(self, path: str, data: bytes) -> None:
-        """Write an object whole. A bucket shows no part of it; on a disk it comes by a rename."""
+    def _write(self, objects: Mapping[str, bytes]) -> None:
+        """Write objects whole, by their paths below the URL. A bucket shows no part of one; a disk renames it."""
+        ending = ".partial" if self._renames else ""
         try:
             with self._as_os_error("write"):
-                if not self._renames:
-                    self._fs.pipe_file(path, data)
-                    return
-                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._fs.pipe_file(f"{path}.partial", data)
-                self._fs.mv(f"{path}.partial", path)
+                for path in objects if self._renames else ():
+                    self._fs.makedirs(f"{self._root}/{path}".rpartition("/")[0], exist_ok=True)
+                self._fs.pipe({f"{self._root}/{path}{ending}": data for path, data in objects.items()})
+                for path in objects if self._renames else ():
+                    self._fs.mv(f"{self._root}/{path}{ending}", f"{self._root}/{path}")
         except FileNotFoundError as error:
             raise OSError(f"{self.url}: cannot write: there is no such bucket or disk ({error})") from error
 
     def _remove(self, path: str) -> None:
         with suppress(FileNotFoundError), self._as_os_error("delete"):
-            self._fs.rm_file(path)
+            self._fs.rm_file(f"{self._root}/{path}")
 
     @contextmanager
     def _as_os_error(self, right: str) -> Iterator[None]:
@@ -186,6 +139,4 @@ class Bucket:
                 "and delete there, or another URL"
             ) from error
         except Exception as error:  # Each driver has a tree of its own.
-            if type(error).__name__ in _NO_CREDENTIALS and self._credentials:
-                raise UnwritableError(f"{self.url}: no credentials ({error}): set {self._credentials}") from error
             raise OSError(f"{self.url}: cannot {right}: {type(error).__name__}: {error}") from error

@@ -269,29 +269,32 @@ class WeightStore:
                 self._manifest_path(later).unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk from `offset`; None when the store has no such chunk.
-
-        The chunk's access time is set: `prune` spares what is being pulled.
-        """
-        if not is_chunk_name(sha256):
+        """Return up to `size` bytes of a chunk from `offset`, for a node; None when the store has no such chunk."""
+        path = self.pulled_path(sha256)
+        if path is None:
             return None
         try:
-            with (self._chunks / sha256).open("rb") as file:
-                with suppress(OSError):  # Another user's file, or a disk mounted read-only.
-                    os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
+            with path.open("rb") as file:
                 file.seek(offset)
                 return file.read(size)
-        except FileNotFoundError:
+        except FileNotFoundError:  # Pruned meanwhile.
             return None
 
-    def chunk_size(self, sha256: str) -> int | None:
-        """Return the bytes of a chunk; None when the store has no such chunk."""
-        if not is_chunk_name(sha256):
-            return None
+    def pulled_path(self, sha256: str) -> Path | None:
+        """Return the file of a chunk that is given out now; None when the store has no such chunk.
+
+        Its access time is set: `prune` spares what is being pulled.
+        """
+        path = self._chunks / sha256
         try:
-            return (self._chunks / sha256).stat().st_size
+            if not is_chunk_name(sha256) or path.is_symlink():
+                return None
+            modified_ns = path.stat().st_mtime_ns
         except FileNotFoundError:
             return None
+        with suppress(OSError):  # Another user's file, or a disk mounted read-only.
+            os.utime(path, ns=(time.time_ns(), modified_ns))
+        return path
 
     def remove_partials(self) -> None:
         """Drop what a killed trainer was writing. Only the trainer calls it, before it writes."""

@@ -7,7 +7,7 @@ audits.py          answers that wait for an audit; auditors.py has who checks th
 accounts.py        what each node did and costs, on disk and after a restart
 node_control.py    drain, evict and ban in the running orchestrator
 node_commands.py   the same from the command line, over loopback
-weight_service.py  a run's weights over HTTP or in a bucket
+weight_service.py  a run's weights over HTTP (weight_server.py) or in a bucket
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 
 It reads the weight store only, in a process of its own, so a fleet that pulls gigabytes delays no token. A bucket gets
 each version's chunks before its manifest; chunks that are there are not sent again. What the run's store no longer
-names is removed from the bucket after `_SPARED_S`, so that a slow node can end its pull. What a new process finds
-there unnamed counts from when it was written.
+names is removed from the bucket after `_SPARED_S`, so that a slow node can end its pull.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -31,12 +30,12 @@ from composer_prime.run.process import end_with_parent
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.run.weights import CHUNK_BYTES, ChunkRef, Manifest, WeightStore, open_signed
-from composer_prime.wire.weight_server import WeightServer
+from orchestrator.event_loop import until_signal
+from orchestrator.swarm.weight_server import WeightServer
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-_METRICS_EVERY_S = 10.0
 _UPLOADS_AT_ONCE = 4
 _SPARED_S = 600.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
@@ -50,31 +49,24 @@ class BucketPush:
         store: WeightStore,
         bucket: Bucket,
         decode: Callable[[bytes], Manifest],
-        *,
-        spared_s: float = _SPARED_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spared_s`: how long what the store no longer names stays in the bucket."""
         self.bytes_pushed = 0
         self.version: int | None = None
         """The version pushed last."""
+        self.stopped = threading.Event()
+        """Set to begin no further chunk."""
         self._store = store
         self._bucket = bucket
         self._decode = decode
-        self._spared_s = spared_s
         self._clock = clock
         self._pushed = b""
         """The manifest pushed last."""
         self._unnamed_since: dict[str, float] = {}
         """By chunk in the bucket, of `clock`."""
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Begin no further chunk."""
-        self._stopped.set()
 
     def push_newest(self) -> bool:
-        """Push the store's newest version, unless that is done, and prune. Return whether there was something to push.
+        """Push the store's newest version, unless that is done. Return whether there was something to push.
 
         Raises CorruptWeightsError when a chunk is gone from the store (a newer version is there by then) or altered,
         OSError when the bucket fails. What was sent stays, and the next call continues from there.
@@ -82,71 +74,34 @@ class BucketPush:
         versions = self._store.versions()
         signed = self._store.manifest(versions[-1]) if versions else b""
         if not versions or signed == self._pushed:
-            if any(self._clock() - since >= self._spared_s for since in self._unnamed_since.values()):
-                self._try_prune(set(self._unnamed_since))
             return False
         manifest = self._decode(signed)
         held = self._bucket.chunk_sizes()
-        missing = {ref.sha256: ref for ref in manifest.refs if held.get(ref.sha256) != ref.size}
-        self._push_chunks(missing.values())
-        if self._stopped.is_set():
-            return False
+        missing = [ref for ref in manifest.refs if held.get(ref.sha256) != ref.size]
+        for start in range(0, len(missing), _UPLOADS_AT_ONCE):
+            if self.stopped.is_set():
+                return False
+            chunks = {ref.sha256: self._chunk(ref) for ref in missing[start : start + _UPLOADS_AT_ONCE]}
+            self._bucket.put_chunks(chunks)
+            self.bytes_pushed += sum(map(len, chunks.values()))
         self._bucket.put_manifest(manifest.version, signed)
-        if not self._pushed:
-            self._unnamed_since = self._written_since()
         self._pushed, self.version = signed, manifest.version
-        self._try_prune({*held, *missing})
+        try:
+            self._prune(set(held))
+        except OSError as error:
+            logger.warning("old weights stay in the bucket: %s", error)
         return True
 
-    def _push_chunks(self, refs: Iterable[ChunkRef]) -> None:
-        """Send chunks, several at a time, until one fails. A driver may hang: no end of a process waits for that."""
-        errors, lock, rest = list[Exception](), threading.Lock(), iter(refs)
-
-        def push() -> None:
-            while not errors and not self._stopped.is_set():
-                with lock:
-                    ref = next(rest, None)
-                if ref is None:
-                    return
-                try:
-                    size = self._push_chunk(ref)
-                except Exception as error:
-                    errors.append(error)
-                    return
-                with lock:
-                    self.bytes_pushed += size
-
-        threads = [threading.Thread(target=push, name="push", daemon=True) for _ in range(_UPLOADS_AT_ONCE)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-
-    def _push_chunk(self, ref: ChunkRef) -> int:
+    def _chunk(self, ref: ChunkRef) -> bytes:
         data = self._store.chunk(ref.sha256, 0, CHUNK_BYTES)
         if data is None or hashlib.sha256(data).hexdigest() != ref.sha256:
             raise CorruptWeightsError(
                 f"chunk {ref.sha256} of {self._store.root} is {'gone' if data is None else 'altered'}: it is not pushed"
             )
-        self._bucket.put_chunk(ref.sha256, data)
-        return len(data)
-
-    def _written_since(self) -> dict[str, float]:
-        now, unix = self._clock(), time.time()
-        return {sha256: now - max(0.0, unix - written) for sha256, written in self._bucket.chunk_times().items()}
-
-    def _try_prune(self, held: set[str]) -> None:
-        """Prune. A bucket that refuses it has the weights all the same: that is tried again after `spared_s`."""
-        try:
-            self._prune(held)
-        except (ComposerError, OSError) as error:
-            self._unnamed_since = dict.fromkeys(self._unnamed_since, self._clock())
-            logger.warning("old weights stay in the bucket: %s", error)
+        return data
 
     def _prune(self, held: set[str]) -> None:
-        """Remove manifests that the store no longer has, and chunks that it has not named for `spared_s`."""
+        """Remove manifests that the store no longer has, and chunks that it has not named for `_SPARED_S`."""
         versions, named = self._store.versions(), set[str]()
         for version in versions:
             try:
@@ -158,10 +113,9 @@ class BucketPush:
                 self._bucket.remove_manifest(version)
         now = self._clock()
         self._unnamed_since = {sha256: self._unnamed_since.get(sha256, now) for sha256 in held - named}
-        for sha256, since in list(self._unnamed_since.items()):
-            if now - since >= self._spared_s:
+        for sha256, since in self._unnamed_since.items():
+            if now - since >= _SPARED_S:
                 self._bucket.remove_chunk(sha256)
-                del self._unnamed_since[sha256]
 
 
 def main(words: list[str]) -> int:
@@ -183,43 +137,38 @@ def main(words: list[str]) -> int:
         verifier = RunKeys(run_dir.keys).verifier()
         decode = lambda raw: open_signed(raw, verifier, run_id=run_id)
         push = BucketPush(WeightStore(run_dir.weights), bucket, decode)
-    from orchestrator.main import until_signal
-
     return asyncio.run(until_signal(_serve(run_dir, address, push, once=options.once)))
 
 
 async def _serve(run_dir: RunDir, address: Address | None, push: BucketPush | None, *, once: bool) -> None:
-    store = WeightStore(run_dir.weights)
-    server = WeightServer(store, store.manifest) if address is not None else None
-    tasks = []
+    server = None
     try:
-        if server is not None and address is not None:
+        if address is not None:
+            server = WeightServer(WeightStore(run_dir.weights))
             await server.start(address)
             print(f"serving {run_dir.weights} at {server.url}", flush=True)
         if push is not None:
-            tasks.append(asyncio.create_task(_keep_pushing(push, once=once)))
-        tasks += [] if once else [asyncio.create_task(_measure(run_dir, store, server, push))]
-        await asyncio.gather(*tasks)
+            await _keep_pushing(push, MetricsFile(run_dir.metrics, "weights"), once=once)
+        else:
+            await asyncio.Event().wait()
     finally:
         if push is not None:
-            push.stop()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            push.stopped.set()
         if server is not None:
             await server.close()
 
 
-async def _keep_pushing(push: BucketPush, *, once: bool) -> None:
+async def _keep_pushing(push: BucketPush, metrics: MetricsFile, *, once: bool) -> None:
     """Push each new version. A bucket that fails is tried again, later each time; with `once` the error is raised."""
     failures = 0
     while True:
         pause_s = _LOOK_EVERY_S
         before, start = push.bytes_pushed, time.monotonic()
         try:
-            if await _in_daemon_thread(push.push_newest):
+            if await _in_daemon_thread(push.push_newest) and push.version is not None:
                 logger.info("weights v%s pushed: %.3f MB in %.2f s", push.version,
                             (push.bytes_pushed - before) / 1e6, time.monotonic() - start)  # fmt: skip
+                metrics.log(push.version, {"weights/pushed_bytes": push.bytes_pushed})
             failures = 0
         except (ComposerError, OSError) as error:
             if once:
@@ -245,22 +194,6 @@ async def _in_daemon_thread(call: Callable[[], bool]) -> bool:
 
     threading.Thread(target=run, name="push", daemon=True).start()
     return await asyncio.wrap_future(answer)
-
-
-async def _measure(run_dir: RunDir, store: WeightStore, server: WeightServer | None, push: BucketPush | None) -> None:
-    """Append a line to metrics.jsonl whenever something was served or pushed."""
-    metrics, last = MetricsFile(run_dir.metrics, "weights"), {}
-    while True:
-        await asyncio.sleep(_METRICS_EVERY_S)
-        versions = await asyncio.to_thread(store.versions)
-        figures = {}
-        if server is not None:
-            figures |= {"weights/served_bytes": server.bytes_sent, "weights/refused": server.refused}
-        if push is not None:
-            figures |= {"weights/pushed_bytes": push.bytes_pushed, "weights/pushed_version": push.version}
-        if versions and figures != last:
-            metrics.log(versions[-1], figures)
-            last = figures
 
 
 def _parser() -> argparse.ArgumentParser:

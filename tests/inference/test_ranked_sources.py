@@ -210,7 +210,7 @@ def test_a_copy_may_lag(tmp_path):
         pull = asyncio.ensure_future(pull_one_by_one(sources, [ref]))
         await asyncio.sleep(0.05)
         assert not pull.done()
-        bucket.put_chunk(ref.sha256, store.read(ref))
+        bucket.put_chunks({ref.sha256: store.read(ref)})
         await asyncio.wait_for(pull, TIMEOUT_S)
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ from pathlib import Path
 from composer_prime.address import Address
 from composer_prime.run.bucket import Bucket
 from composer_prime.run.weights import CHUNK_BYTES, WeightStore
-from composer_prime.wire.weight_server import WeightServer
+from orchestrator.swarm.weight_server import WeightServer
 
 KINDS = ["server", "static host", "folder", "bucket"]
 
@@ -49,5 +49,5 @@ async def served(kind: str, root: Path) -> AsyncIterator[str]:
         bucket = Bucket(f"memory://{uuid.uuid4().hex}/run")
         for path in (root / "chunks").iterdir():
             with path.open("rb") as file:
-                bucket.put_chunk(path.name, file.read(2 * CHUNK_BYTES))
+                bucket.put_chunks({path.name: file.read(2 * CHUNK_BYTES)})
         yield bucket.url
