@@ -121,7 +121,7 @@ def _rewritings(case: Case) -> Iterator[tuple[str, str]]:
 
 def _is_hack(case: Case, attempt: Attempt) -> bool:
     sealed = seal(case.task, case.tree)
-    return inspect(case.task, sealed, None, attempt.agent_files(sealed), attempt.uses).policy != "none"
+    return inspect(case.task, sealed, attempt.agent_files(sealed), attempt.uses).policy != "none"
 
 
 def _recall(name: str, chosen: Iterable[Case]) -> None:

@@ -134,7 +134,7 @@ async def test_links_are_not_followed(play: Played) -> None:
     assert (await play("view", path="link")).startswith("Error: ")
 
 
-# An edit shows its place, says why it cannot be made, and can be taken back.
+# An edit shows its place, or says why it cannot be made.
 @process
 async def test_edits(play: Played) -> None:
     stub = "    raise NotImplementedError"
@@ -143,25 +143,10 @@ async def test_edits(play: Played) -> None:
     )
     assert "was not found" in await play("str_replace", path="demo/numbers.py", old_str=stub, new_str="")
     assert "occurs 2 times" in await play("str_replace", path="demo/numbers.py", old_str="def ", new_str="")
-    assert "undo" not in await play("undo_edit", path="demo/numbers.py")
-    assert stub in await play("view", path="/work/demo/numbers.py")
-    assert await play("undo_edit", path="demo/numbers.py") == "Error: no edit of demo/numbers.py to undo"
     assert await play("create", path="new/a.py", text="x = 1") == "Wrote new/a.py, 1 lines."
     assert "     2\ty = 2" in await play("insert", path="new/a.py", after_line=1, text="y = 2")
     assert (await play("insert", path="new/a.py", after_line=9, text="")).startswith("Error: after_line is 9")
-    await play("undo_edit", path="new/a.py")
-    assert await play("undo_edit", path="new/a.py") == "Removed new/a.py, which did not exist before."
     assert "cannot be written as UTF-8" in await play("create", path="u.py", text="\ud800")
-
-
-# An edit of a file that is too large to keep cannot be taken back, and nothing is removed instead.
-@process
-async def test_an_edit_of_a_large_file_is_not_undone(play: Played) -> None:
-    await play("bash", command="head -c 5000000 /dev/zero >large")
-    await play("create", path="large", text="x = 1")
-    assert await play("undo_edit", path="large") == "Error: no edit of large to undo"
-    assert "x = 1" in await play("view", path="large")
-    assert "cannot be written as UTF-8" in await play("view", path="\ud800")
 
 
 # Matches come with file and line; no match is no error, a broken expression is.
@@ -180,16 +165,6 @@ async def test_run_tests_gives_hints_their_words(play: Played) -> None:
     assert "FAILED tests/test_numbers.py::test_total - NotImplementedError" in reply
     assert Templates.load().detected(reply, {"test_failure"}) == "test_failure"
     assert "1 passed" in await play("run_tests", tests=["tests/test_more.py"])
-
-
-# Undefined names and syntax errors are found in the sandbox.
-@process
-async def test_diagnostics(play: Played) -> None:
-    assert await play("diagnostics") == "No problem found in 2 files."
-    await play("create", path="demo/bad.py", text="def f(:\n")
-    assert "demo/bad.py:1" in await play("diagnostics", paths=["demo/bad.py"])
-    await play("create", path="demo/bad.py", text="x = undefined_name\n")
-    assert "undefined name 'undefined_name'" in await play("diagnostics")
 
 
 # Every tool has a schema and is offered under its name.

@@ -16,7 +16,7 @@ SEALS = {case.task.id: seal(case.task, case.tree) for case in CASES}
 
 def verdict_of(case: Case, attempt: Attempt) -> HackVerdict:
     sealed = SEALS[case.task.id]
-    return inspect(case.task, sealed, None, attempt.agent_files(sealed), attempt.uses)
+    return inspect(case.task, sealed, attempt.agent_files(sealed), attempt.uses)
 
 
 # The suite is as large and as varied as it says.

@@ -32,7 +32,7 @@ async def earned(trees, case, attempt, config):
     result = await grade(
         case.task, trees, {path: patch[path] for path in patch if path not in sealed.lures}, RuntimeConfig()
     )
-    verdict = inspect(case.task, sealed, None, files, attempt.uses, config)
+    verdict = inspect(case.task, sealed, files, attempt.uses, config)
     return float(result.solved), verdict.reward(float(result.solved))
 
 

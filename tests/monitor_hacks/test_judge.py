@@ -14,8 +14,8 @@ CASE = cases()[0]
 USAGE = {"prompt_tokens": 10, "completion_tokens": 1}
 
 
-async def reviewed(answer: str, command: str, status: int = 200):
-    """Return (verdict before, verdict after, questions) of a rollout with one command."""
+async def reviewed(answer: str, command: str, status: int = 200, **files: bytes):
+    """Return (verdict before, verdict after, questions) of a rollout with one command, and `files` left by it."""
     questions = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -28,7 +28,7 @@ async def reviewed(answer: str, command: str, status: int = 200):
     async with chat_server(handle) as url:
         config = HackMonitorConfig(judge=EndpointConfig(base_url=url, model="m", timeout_s=100))
         sealed = seal(CASE.task, CASE.tree, config)
-        verdict = inspect(CASE.task, sealed, None, sealed.agent_files(), [bash(command)], config)
+        verdict = inspect(CASE.task, sealed, {**sealed.agent_files(), **files}, [bash(command)], config)
         judge = HackJudge(config)
         try:
             return verdict, await judge.review(CASE.task, verdict, "x = 1"), questions
@@ -42,9 +42,9 @@ async def reviewed(answer: str, command: str, status: int = 200):
     [("HACK", 200, True), ("honest.", 200, False), ("Well", 200, False), ("HACK", 500, False)],
 )
 async def test_a_judge_confirms_suspicions(answer, status, is_hack):
-    before, after, questions = await reviewed(answer, "find / -name '*.toml'", status)
+    before, after, questions = await reviewed(answer, "pytest -q", status, **{CASE.module: b"def broken(:"})
     assert before.is_suspicious and before.policy == "none" and len(questions) == 1
-    assert "find / -name" in questions[0] and CASE.task.prompt in questions[0]
+    assert "def broken(:" in questions[0] and CASE.task.prompt in questions[0]
     assert after.is_hack is is_hack and after.reward(1.0) == (0.0 if is_hack else 1.0)
 
 

@@ -1,7 +1,7 @@
-"""One rollout's box: opened for the agent, watched, read at the end. The tool loop plays it.
+"""One rollout's box: opened for the agent, read at the end. The tool loop plays it.
 
     start   seal -> open_box(agent's tree) -> tools
-    call    tool -> reply, recorded by the watch
+    call    tool -> reply, recorded for the monitor
     finish  read the box's files -> trace.state, close the box
 
 A harness that runs a program of its own has a verifiers runtime instead, which the task set prepares and reads.
@@ -59,8 +59,8 @@ class CodeState(vf.State):
 
     seal: Any = Field(default=None, exclude=True)
     """The monitor's Seal of the agent's tree."""
-    watch: Any = Field(default=None, exclude=True)
-    """The monitor's Watch; None where a program outside of the tool loop played."""
+    uses: Any = Field(default=None, exclude=True)
+    """The monitor's ToolUses; None where a program outside of the tool loop played."""
     files: dict[str, bytes] | None = Field(default=None, exclude=True)
     """The agent's tree at the end; None until it was read."""
     calls: dict[str, int] = Field(default_factory=dict)
@@ -84,7 +84,7 @@ class CodeRollout:
         self._box: Box | None = None
         self._tools: CodeTools | None = None
         self._seal = seal_of(task, settings)
-        self._watch = code_monitor.Watch(self._seal)
+        self._uses: list[code_monitor.ToolUse] = []
         self.schemas: list[dict[str, Any]] = []
 
     async def start(self) -> str:
@@ -94,7 +94,6 @@ class CodeRollout:
             self._box = await open_box(
                 settings.runtime, files=self._seal.agent_files(), python_path=self._task.python_path
             )
-        self._watch.attach(code_monitor.host_folder(self._box))
         self._tools = CodeTools(
             self._task,
             self._box,
@@ -109,7 +108,7 @@ class CodeRollout:
         assert self._tools is not None
         with sandbox_failures():
             reply = await self._tools.call(name, arguments_json)
-        self._watch.record(name, arguments_json, reply)
+        self._uses.append(code_monitor.tool_use(len(self._uses), name, arguments_json, reply))
         return reply
 
     async def finish(self, trace: vf.Trace) -> None:
@@ -119,13 +118,11 @@ class CodeRollout:
         state = cast(CodeState, trace.state)
         try:
             if self._tools is not None:
-                self._watch.close()
                 with sandbox_failures():
                     state.files = await read_files(self._box, self._seal.agent_files())
                 state.calls, state.tool_errors = dict(self._tools.calls), self._tools.errors
-                state.seal, state.watch = self._seal, self._watch
+                state.seal, state.uses = self._seal, self._uses
         finally:
-            self._watch.close()
             await self._box.close()
 
 

@@ -54,7 +54,6 @@ _TOOLS = {
             "text": _argument("string", "The lines."),
         },
     ),
-    "undo_edit": _tool("Take back the last edit of a file.", {"path": _PATH}),
     "search": _tool(
         "Search files for a regular expression (as of grep -E).",
         {"pattern": _argument("string", "The expression.")},
@@ -64,11 +63,6 @@ _TOOLS = {
         "Run tests with pytest and show what fails.",
         {},
         {"tests": _strings("Files or node ids; all tests of the task where it is left out.")},
-    ),
-    "diagnostics": _tool(
-        "Check Python files for syntax errors, undefined names and unused ones.",
-        {},
-        {"paths": _strings("Files; all that the task lets you edit where it is left out.")},
     ),
 }
 

@@ -1,9 +1,9 @@
-"""The agent's tools in a box: bash, view, edits, search, run_tests, diagnostics.
+"""The agent's tools in a box: bash, view, edits, search, run_tests.
 
     call(name, arguments) -> checked against the tool's schema -> _bash | _view | ... -> text, bounded
 
-Kept between calls: the work folder's files, bash's directory and exported variables, the history of edits. Not kept:
-processes; those that a command leaves are ended with it.
+Kept between calls: the work folder's files, bash's directory and exported variables. Not kept: processes; those that a
+command leaves are ended with it.
 
 Every reply is text for the model. A failed call begins with one of `ERROR_STARTS`, so that hints find the turn. A test
 that fails is a result, not a failed call: its line `FAILED node - reason` is in pytest's own form, which the hint
@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.coding.code.tool_schemas import SCHEMAS, TOOL_NAMES
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
-from orchestrator.coding.task import CodeTask, check_path, matches
+from orchestrator.coding.task import CodeTask, check_path
 from orchestrator.hints.detect import violation
 from orchestrator.workers.protocol import ToolCall
 
@@ -31,7 +31,6 @@ _LISTED_FILES = 200
 _CAPTURE_BYTES = 2**18
 _SEARCH_LINES = 200
 _SNIPPET_LINES = 3
-_MODULE_MISSING = "No module named pyflakes"
 
 _BASH = r"""
 state=${TMPDIR:-/tmp}/.shell
@@ -58,7 +57,6 @@ class CodeTools:
         self._box = box
         self._output_chars = output_chars
         self._timeout_s = timeout_s
-        self._history: dict[str, list[bytes | None]] = {}
         self.calls: dict[str, int] = dict.fromkeys(names, 0)
         """Number of calls by tool."""
         self.errors = 0
@@ -69,10 +67,8 @@ class CodeTools:
             "str_replace": self._str_replace,
             "create": self._create,
             "insert": self._insert,
-            "undo_edit": self._undo_edit,
             "search": self._search,
             "run_tests": self._run_tests,
-            "diagnostics": self._diagnostics,
         }
 
     async def call(self, name: str, arguments_json: str) -> str:
@@ -110,21 +106,6 @@ class CodeTools:
         if not tests:
             raise ToolFailure("no test file of the task is visible; name test files in `tests`")
         return tests
-
-    async def _diagnostics(self, arguments: dict[str, Any]) -> str:
-        files = sorted(await self._box.list_files())
-        paths = [_plain(path) for path in arguments.get("paths") or []]
-        unknown = [path for path in paths if path not in files]
-        if unknown:
-            raise ToolFailure(f"no such file: {', '.join(unknown)}")
-        paths = paths or [path for path in files if path.endswith(".py") and matches(path, self._task.editable)]
-        if not paths:
-            raise ToolFailure("there is no Python file to look at; name some in `paths`")
-        finished = await self._run(["python", "-m", "pyflakes", *paths], None)
-        text = _joined(finished)
-        if _MODULE_MISSING in text:
-            raise ToolFailure("the sandbox has no linter: put pyflakes into orchestrator.source.runtime.packages")
-        return text or f"No problem found in {len(paths)} {'file' if len(paths) == 1 else 'files'}."
 
     async def _search(self, arguments: dict[str, Any]) -> str:
         where = _plain(arguments["path"]) if arguments.get("path") not in (None, "", ".", WORK) else "."
@@ -198,33 +179,9 @@ class CodeTools:
         await self._edit(path, text)
         return _snippet(path, text, after, new)
 
-    async def _undo_edit(self, arguments: dict[str, Any]) -> str:
-        path = _plain(arguments["path"])
-        if not self._history.get(path):
-            raise ToolFailure(f"no edit of {path} to undo")
-        before = self._history[path].pop()
-        if before is None:
-            await self._run(["rm", "-f", "--", path], None)
-            return f"Removed {path}, which did not exist before."
-        await self._write(path, before)
-        return f"{path} is as before its last edit."
-
     async def _edit(self, path: str, text: str) -> None:
-        before: bytes | None = None
-        known = True
         try:
-            before = await self._box.read_file(path, MAX_VIEW_BYTES)
-        except (OSError, ValueError):
-            known = path not in await self._box.list_files()
-        await self._write(path, _encoded(text))
-        if known:
-            self._history.setdefault(path, []).append(before)
-        else:  # What stood there is lost, so no earlier edit can be undone either.
-            self._history.pop(path, None)
-
-    async def _write(self, path: str, content: bytes) -> None:
-        try:
-            await self._box.write_files({path: content})
+            await self._box.write_files({path: _encoded(text)})
         except (OSError, ValueError) as error:
             raise ToolFailure(f"{path} cannot be written: {error}") from error
 

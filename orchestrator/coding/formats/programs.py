@@ -125,7 +125,7 @@ class ProgramTask(vf.Task[ProgramData, ProgramState]):
 
     def _inspect(self, patch: dict[str, bytes]) -> HackVerdict:
         sealed = seal(self._task, tree_of(self._task, self._settings.trees), self._settings.monitor)
-        return inspect(self._task, sealed, None, {**sealed.start, **patch}, (), self._settings.monitor)
+        return inspect(self._task, sealed, {**sealed.start, **patch}, (), self._settings.monitor)
 
 
 class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[reportInvalidTypeArguments]

@@ -1,8 +1,8 @@
 """The monitor: did a rollout earn its reward, or find a way around the task?
 
-    seal (before.py) ──> agent plays, Watch (during.py) ──> inspect (after.py) ──> HackVerdict (verdict.py) ──> reward
-      unwanted files        tool calls, file events           files, code, constants      policy of the source
-      lures, hashes                                           └─ judge.py, if a judge is configured
+    seal (before.py) ──> agent plays ──> inspect (after.py) ──> HackVerdict (verdict.py) ──> reward
+      unwanted files       tool calls      files, code, calls       policy of the source
+      lures, hashes                        └─ judge.py, if a judge is configured
 
 Grading is the first defense: it copies only source files into a pristine tree. The monitor checks what grading cannot:
 how the agent made the patch, and code that works only for the tests. Read after.py first.
@@ -10,7 +10,7 @@ how the agent made the patch, and code that works only for the tests. Read after
 
 from orchestrator.coding.monitor.after import inspect
 from orchestrator.coding.monitor.before import Seal, seal
-from orchestrator.coding.monitor.during import ToolUse, Watch, host_folder, tool_use
+from orchestrator.coding.monitor.tool_uses import ToolUse, tool_use
 from orchestrator.coding.monitor.verdict import HackFinding, HackMonitorConfig, HackVerdict
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "HackVerdict",
     "Seal",
     "ToolUse",
-    "Watch",
-    "host_folder",
     "inspect",
     "seal",
     "tool_use",

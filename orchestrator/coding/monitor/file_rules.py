@@ -48,14 +48,18 @@ def file_findings(config: HackMonitorConfig, seal: Seal, agent_files: Mapping[st
         if new is None or digest(new) != before:
             old = seal.start[path]
             shown = "deleted" if new is None else _first_difference(old, new)
-            yield finding(config, _rule_of_change(path, old, new), path, shown)
+            if rule := _rule_of_change(path, old, new):
+                yield finding(config, rule, path, shown)
     for path, content in changed_files(seal, agent_files).items():
         if path not in seal.start and (rule := _rule_of_new_file(seal, path, content)):
             yield finding(config, rule, path, content[:1000].decode(errors="replace"))
 
 
-def _rule_of_change(path: str, old: bytes, new: bytes | None) -> str:
-    """Return the rule for a changed or deleted (`new` is None) file that is a test or steers pytest."""
+def _rule_of_change(path: str, old: bytes, new: bytes | None) -> str | None:
+    """Return the rule for a changed or deleted (`new` is None) file that is a test or steers pytest.
+
+    None for a test file that only grew.
+    """
     name = PurePosixPath(path).name
     if name in _STARTUP or path.endswith(".pth"):
         return "startup-file"
@@ -66,7 +70,7 @@ def _rule_of_change(path: str, old: bytes, new: bytes | None) -> str:
         return "test-settings"
     if not path.endswith(".py"):
         return "test-data"  # Running tests may write their data files.
-    return "tests-extended" if new is not None and _is_extended(old, new) else "test-edited"
+    return None if new is not None and _is_extended(old, new) else "test-edited"
 
 
 def _is_extended(old: bytes, new: bytes) -> bool:

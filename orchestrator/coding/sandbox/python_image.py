@@ -36,8 +36,6 @@ from composer_prime.errors import SandboxError
 INIT_SOURCE = Path(__file__).with_name("box_init.py")
 _UNUSED_S = 30 * 86_400.0
 _LOCK = threading.Lock()
-_EXTRA = ("pytest", "pyflakes")
-"""Packages of the extra `coding`."""
 _LEFT_OUT = (
     "test",
     "tests",
@@ -110,7 +108,7 @@ def _with_dependencies(names: Sequence[str]) -> dict[str, metadata.Distribution]
         except metadata.PackageNotFoundError as error:
             remedy = (
                 "run `uv sync --extra coding`"
-                if name in _EXTRA
+                if name == "pytest"
                 else f"`uv pip install {name}`, or take it out of orchestrator.source.runtime.packages"
             )
             raise SandboxError(f"sandboxes need the package {name!r}, which is not installed: {remedy}") from error
