@@ -4,7 +4,7 @@
 
 First the tasks of each source are made, with all refusals, into a folder that is removed afterwards. Then the test runs
 of a sample of them are played twice: all in one box with one interpreter that forks, as the factory does, and each in a
-box and an interpreter of its own. Wall time means something on a quiet machine only; CPU time hardly changes.
+box and an interpreter of its own. The times mean something on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ from pathlib import Path
 
 from composer_prime.config.sandbox import RuntimeConfig
 from orchestrator.coding.factory.check import draw_tasks
-from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
+from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, factory_runtime
 from orchestrator.coding.factory.journal import MakingJournal
 from orchestrator.coding.factory.suite import SuiteRun, run_suite
 from orchestrator.coding.task import CodeTask
-
-
-class _Quiet(Watcher):
-    def source_ended(self, source: str, problem: str) -> None:
-        print(f"{source}: {problem or 'done'}")
 
 
 def main() -> None:
@@ -43,40 +38,35 @@ def main() -> None:
         out = Path(folder) / "tasks"
         print(f"load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
         factory = TaskFactory(
-            MakingJournal(out), FactorySettings(limit=options.limit), runtime, options.jobs, options.cache, _Quiet()
+            MakingJournal(out), FactorySettings(limit=options.limit), runtime, options.jobs, options.cache
         )
         report = asyncio.run(factory.make(options.source))
         print(f"load average after: {os.getloadavg()[0]:.1f}")
         print(
-            f"{report['made_in_this_run']} proven of {report['candidates']} candidates in {report['wall_s']} s wall, "
-            f"{report['cpu_s']} s CPU: {report['tasks_per_minute']} a minute with {options.jobs} jobs, "
-            f"{report['tasks_per_cpu_minute']} a CPU minute"
+            f"{report['made_in_this_run']} proven of {report['candidates']} candidates in {report['wall_s']} s: "
+            f"{report['tasks_per_minute']} a minute with {options.jobs} jobs; refused: {report['sources_refused']}"
         )
         asyncio.run(compare(draw_tasks(out, options.sample, 0), out, runtime))
 
 
 async def compare(tasks: Sequence[CodeTask], out: Path, runtime: RuntimeConfig) -> None:
-    """Print CPU and wall seconds a test run, both ways."""
+    """Print the seconds of a test run, both ways."""
     trees: dict[str, list[CodeTask]] = {}
     for task in tasks:
         trees.setdefault(task.tree, []).append(task)
-    shared, single = [0.0, 0.0], [0.0, 0.0]
+    seconds = {"forks of one interpreter": 0.0, "an interpreter and a box each": 0.0}
     for tree, of_tree in trees.items():
         runs = [SuiteRun(key=task.id, tests=task.tests, files=dict(task.start), timeout_s=120) for task in of_tree]
         python_path = of_tree[0].python_path
-        for sums, groups in ((shared, [runs]), (single, [[run] for run in runs])):
+        for way, groups in zip(seconds, ([runs], [[run] for run in runs]), strict=True):
             for group in groups:
                 started = time.monotonic()
-                results = await run_suite(
+                await run_suite(
                     runtime, out / "trees" / tree, group, python_path=python_path, test_timeout_s=5, hash_seed=0
                 )
-                sums[0] += sum(result.cpu_s for result in results.values())
-                sums[1] += time.monotonic() - started
-    count = len(tasks)
-    print(f"a test run, mean of {count}:  CPU s   wall s")
-    print(f"  forks of one interpreter     {shared[0] / count:6.3f}   {shared[1] / count:6.3f}")
-    print(f"  an interpreter and a box each {single[0] / count:5.3f}   {single[1] / count:6.3f}")
-    print(f"  ratio                        {single[0] / shared[0]:6.1f}   {single[1] / shared[1]:6.1f}")
+                seconds[way] += time.monotonic() - started
+    for way, spent in seconds.items():
+        print(f"  {way:30} {spent / len(tasks):6.3f} s a test run, mean of {len(tasks)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from composer_prime.config.sandbox import RuntimeConfig
@@ -20,8 +19,8 @@ from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import bounded_interval
 from orchestrator.coding.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
-from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, Watcher, factory_runtime
-from orchestrator.coding.factory.journal import CandidateVerdict, MakingJournal
+from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, factory_runtime
+from orchestrator.coding.factory.journal import MakingJournal
 
 NOTHING = 1
 KINDS = ("delete", "mutate")
@@ -136,24 +135,20 @@ def make_tasks(options: argparse.Namespace) -> int:
         packages=packages,
     )
     journal = MakingJournal(options.output, overwrite=options.overwrite)
-    console = Console(stderr=True)
-    with _ScreenWatcher(console) as watcher:
-        factory = TaskFactory(
-            journal, settings, factory_runtime(options.runtime, packages), options.jobs, options.cache, watcher
-        )
-        try:
-            report = asyncio.run(_until_stopped(factory, options.source))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            console.print(f"interrupted: {options.output} keeps finished tasks; repeat the command to continue")
-            return INTERRUPTED
-        finally:
-            journal.close()
+    factory = TaskFactory(journal, settings, factory_runtime(options.runtime, packages), options.jobs, options.cache)
+    try:
+        report = asyncio.run(_until_stopped(factory, options.source))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(f"interrupted: {options.output} keeps finished tasks; repeat the command to continue", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        journal.close()
     _print_report(report, options.output)
     problems = list(report["sources_refused"].values())
     if len(problems) == len(set(options.source)):
         raise ConfigError("\n".join(problems))
     for problem in problems:
-        console.print(f"refused: {problem}", style="yellow", markup=False)
+        print(f"refused: {problem}", file=sys.stderr)
     return 0 if report["tasks"] else NOTHING
 
 
@@ -163,49 +158,6 @@ async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, 
     assert work is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
     return await factory.make(sources)
-
-
-class _ScreenWatcher(Watcher):
-    """Draws a bar a source, or prints a line now and then where no bar can be drawn."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        columns = (
-            "{task.description}",
-            BarColumn(),
-            MofNCompleteColumn(),
-            "{task.fields[proven]} proven",
-            TimeElapsedColumn(),
-        )
-        shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
-        self._progress = Progress(*shown, console=console)
-        self._bars: dict[str, TaskID] = {}
-        self._proven: dict[str, int] = {}
-        self._looked_at = 0
-        self._lines = ProgressLines()
-
-    def __enter__(self) -> _ScreenWatcher:
-        if self._console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._console.is_terminal:
-            self._progress.stop()
-
-    def source_begun(self, source: str) -> None:
-        self._lines.tell(lambda: f"{source}: unpacking, then three runs of its tests")
-
-    def candidates_found(self, source: str, count: int, done: int) -> None:
-        self._bars[source] = self._progress.add_task(source, total=count, completed=done, proven=0)
-
-    def verdict(self, verdict: CandidateVerdict) -> None:
-        self._looked_at += 1
-        self._proven[verdict.source] = self._proven.get(verdict.source, 0) + (not verdict.reason)
-        if verdict.source in self._bars:
-            self._progress.update(self._bars[verdict.source], advance=1, proven=self._proven[verdict.source])
-        if not self._console.is_terminal:
-            self._lines.tell(lambda: f"{pluralize(sum(self._proven.values()), 'task')} of {self._looked_at} candidates")
 
 
 def _print_report(report: dict[str, Any], folder: Path) -> None:
@@ -227,7 +179,7 @@ def _print_report(report: dict[str, Any], folder: Path) -> None:
     console.print(
         f"{pluralize(report['tasks'], 'task')} of {pluralize(report['candidates'], 'candidate')} in {folder}; "
         f"{report['made_in_this_run']} in this run of {clock(report['wall_s'])}: {report['tasks_per_minute']} tasks a "
-        f"minute, {report['tasks_per_cpu_minute']} a CPU minute; reasons of each candidate: {folder}/report.json",
+        f"minute; reasons of each candidate: {folder}/report.json",
         soft_wrap=True,
     )
 

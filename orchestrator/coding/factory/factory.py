@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import resource
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
+from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.factory.baseline import Baseline, PlaySuite, last_line, measure_baseline
 from orchestrator.coding.factory.building import build_task
@@ -87,15 +87,6 @@ def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
     return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
 
 
-class Watcher:
-    """Is told how the work goes. This one shows nothing."""
-
-    def source_begun(self, source: str) -> None: ...
-    def candidates_found(self, source: str, count: int, done: int) -> None: ...
-    def verdict(self, verdict: CandidateVerdict) -> None: ...
-    def source_ended(self, source: str, problem: str) -> None: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _Work:
     """One source in work."""
@@ -116,22 +107,19 @@ class TaskFactory:
     jobs: int
     cache: Path
     """Downloaded archives."""
-    watcher: Watcher
     problems: dict[str, str] = field(default_factory=dict)
     """Source -> why it gives no task at all."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Source -> what its baseline showed."""
     _boxes: asyncio.Semaphore = field(init=False)
-    _box_cpu_s: float = 0.0
-    """CPU seconds in boxes. The system counts them for the boxes, not for this process."""
+    _lines: ProgressLines = field(default_factory=ProgressLines)
 
     def __post_init__(self) -> None:
         self._boxes = asyncio.Semaphore(self.jobs)
 
     async def make(self, sources: Sequence[str]) -> dict[str, Any]:
         """Make the tasks of all sources. Return the report, which is also written, also when the work is canceled."""
-        started, cpu_before = time.monotonic(), cpu_seconds()
-        before = len(self.journal.verdicts)
+        started, before = time.monotonic(), len(self.journal.verdicts)
         await self._try_box()  # without sandboxes every candidate would be refused for it
         places = asyncio.Semaphore(max(self.jobs, 1))
         try:
@@ -140,8 +128,7 @@ class TaskFactory:
                     group.create_task(self._make_source(source, places))
         finally:
             total = self.journal.finish(self.settings.limit)
-            used = cpu_seconds() - cpu_before + self._box_cpu_s
-            report = self._report(total, time.monotonic() - started, used, before)
+            report = self._report(total, time.monotonic() - started, before)
             self.journal.write_report(report)
         return report
 
@@ -152,8 +139,7 @@ class TaskFactory:
 
     async def _make_source(self, source: str, places: asyncio.Semaphore) -> None:
         async with places:
-            self.watcher.source_begun(source)
-            problem = ""
+            self._lines.tell(lambda: f"{source}: unpacking, then three runs of its tests")
             try:
                 tree = await asyncio.to_thread(self._open, source)
                 self.journal.begin(tree.name, self.settings.identity())
@@ -161,8 +147,7 @@ class TaskFactory:
                 if self.settings.history:
                     await self._make_history(Path(source))
             except (ConfigError, SandboxError, OSError) as error:
-                problem = self.problems[source] = str(error)
-            self.watcher.source_ended(source, problem)
+                self.problems[source] = str(error)
 
     def _open(self, source: str) -> SourceTree:
         """Get a source and put its tree below trees/."""
@@ -243,7 +228,7 @@ class TaskFactory:
             runs: Sequence[SuiteRun], *, preload: Sequence[str], hash_seed: int, explain: bool = False
         ) -> dict[str, SuiteResult]:
             async with self._boxes:
-                results = await run_suite(
+                return await run_suite(
                     self.runtime,
                     tree.folder,
                     runs,
@@ -253,8 +238,6 @@ class TaskFactory:
                     hash_seed=hash_seed,
                     explain=explain,
                 )
-            self._box_cpu_s += sum(result.cpu_s for result in results.values())
-            return results
 
         return play
 
@@ -262,7 +245,6 @@ class TaskFactory:
         """Prove the candidates that no earlier run did, in order, until the limit is reached."""
         orders = {candidate.id: order for order, candidate in enumerate(candidates)}
         waiting = [candidate for candidate in candidates if candidate.id not in self.journal.verdicts]
-        self.watcher.candidates_found(work.tree.name, len(candidates), len(candidates) - len(waiting))
         batches = iter([waiting[start : start + BATCH] for start in range(0, len(waiting), BATCH)])
 
         async def worker() -> None:
@@ -330,7 +312,11 @@ class TaskFactory:
             detail=proof.detail,
         )
         self.journal.add(verdict, task)
-        self.watcher.verdict(verdict)
+        self._lines.tell(self._words)
+
+    def _words(self) -> str:
+        made = sum(not verdict.reason for verdict in self.journal.verdicts.values())
+        return f"{pluralize(made, 'task')} of {len(self.journal.verdicts)} candidates"
 
     async def _make_history(self, repository: Path) -> None:
         """Make tasks of commits. They count as a source of their own, also for the limit."""
@@ -339,7 +325,6 @@ class TaskFactory:
         source = f"{name} history"
         orders = {_commit_id(name, commit): order for order, commit in enumerate(commits)}
         waiting = [commit for commit in commits if _commit_id(name, commit) not in self.journal.verdicts]
-        self.watcher.candidates_found(source, len(commits), len(commits) - len(waiting))
         for commit in waiting:
             if self._enough(orders):
                 return
@@ -376,7 +361,7 @@ class TaskFactory:
         (proof,) = await self._prove_batch(work, [candidate])
         return work, proof
 
-    def _report(self, total: int, wall_s: float, cpu_s: float, before: int) -> dict[str, Any]:
+    def _report(self, total: int, wall_s: float, before: int) -> dict[str, Any]:
         verdicts = list(self.journal.verdicts.values())
         proven = [verdict for verdict in verdicts if not verdict.reason]
         made = sum(not verdict.reason for verdict in verdicts[before:])
@@ -385,9 +370,7 @@ class TaskFactory:
             "candidates": len(verdicts),
             "made_in_this_run": made,
             "wall_s": round(wall_s, 1),
-            "cpu_s": round(cpu_s, 1),
             "tasks_per_minute": round(60 * made / max(wall_s, 1e-9), 1),
-            "tasks_per_cpu_minute": round(60 * made / max(cpu_s, 1e-9), 1),
             "jobs": self.jobs,
             "settings": dataclasses.asdict(self.settings),
             "tasks_by_source": dict(sorted(Counter(verdict.source for verdict in proven).items())),
@@ -405,9 +388,3 @@ class TaskFactory:
 
 def _commit_id(name: str, commit: SourceCommit) -> str:
     return f"{name}/history/{commit.commit[:12]}"
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all its children that have ended."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime

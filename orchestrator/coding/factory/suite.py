@@ -28,8 +28,6 @@ class SuiteRun(msgspec.Struct, frozen=True, kw_only=True):
     """Test files or folders, as pytest gets them; [] for what pytest finds by itself."""
     files: dict[str, str | None] = {}
     """Path -> text written over the tree; None for a file that is not there."""
-    select: list[str] | None = None
-    """Node ids to run; None for all."""
     exclude: list[str] = []
     timeout_s: float = 60.0
     trace: bool = False
@@ -71,8 +69,6 @@ class SuiteResult:
     """Executed lines, as "path:line"."""
     modules: list[str] = field(default_factory=list)
     """Modules from outside the tree that the run loaded."""
-    cpu_s: float
-    """The first run of a job has the start of the interpreter as well."""
 
     def passed(self) -> set[str]:
         return {node for node, record in self.tests.items() if record.outcome == "passed"}
@@ -107,7 +103,6 @@ async def run_suite(
             env={
                 "PYTHONHASHSEED": str(hash_seed),
                 "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                "PYTHONDONTWRITEBYTECODE": "",  # the box ends with the job, and its runs share the bytecode
             },
             stdin=json.dumps(job).encode(),
             timeout_s=_START_S + sum(run.timeout_s for run in runs),
@@ -121,14 +116,11 @@ async def run_suite(
         raise SandboxError(
             f"the tests of {tree.name} gave no report ({ended}): {said or 'nothing was printed'}"
         ) from error
-    results = {record["key"]: _result(record) for record in answer["runs"]}
-    start_cpu_s = answer["cpu_s"] - sum(result.cpu_s for result in results.values())
-    next(iter(results.values())).cpu_s += max(start_cpu_s, 0.0)
-    return results
+    return {record["key"]: _result(record) for record in answer["runs"]}
 
 
 def _result(record: Mapping) -> SuiteResult:
-    result = SuiteResult(ended=record["ended"], cpu_s=record["cpu_s"])
+    result = SuiteResult(ended=record["ended"])
     for line in record["records"]:
         if "node" in line:
             result.tests[line["node"]] = msgspec.convert(line, TestRecord)

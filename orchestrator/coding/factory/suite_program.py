@@ -4,26 +4,27 @@ This file runs inside a box with `python -P -c`. It imports nothing but the stan
 stdin. The interpreter imports pytest and the job's `preload` once, then forks one child a run. So a run costs the
 import of the tree and its tests, and not the start of Python.
 
-    parent ── fork ──> child: imports the tree, runs pytest ── one JSON line a test ──> parent
+    parent ── fork ──> child: imports the tree, runs pytest ── one JSON line a test ──> records file
 
-A child that passes its deadline is killed with its process group.
+A child that passes its deadline is killed with its process group. Broken code leaves files behind and removes others,
+so that the tree of each run is a new copy.
 """
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import gc
 import importlib
 import json
 import os
-import resource
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 from _pytest.config import get_config
@@ -86,10 +87,9 @@ class Reach:
 class SuiteReporter:
     """The pytest plugin of one run: picks the tests and writes a line for each."""
 
-    def __init__(self, run: dict, descriptor: int, root: str, test_timeout_s: float):
-        self.select = set(run["select"]) if run.get("select") is not None else None
+    def __init__(self, run: dict, records: Path, root: str, test_timeout_s: float):
         self.exclude = set(run.get("exclude", ()))
-        self.out = os.fdopen(descriptor, "w", buffering=1)
+        self.out = records.open("a", buffering=1)
         self.pid = os.getpid()
         self.root = root
         self.test_timeout_s = test_timeout_s
@@ -121,12 +121,7 @@ class SuiteReporter:
             self.write(collect_error=report.nodeid, message=report.longreprtext[-MESSAGE_CHARACTERS:])
 
     def pytest_collection_modifyitems(self, config, items) -> None:
-        kept = [
-            item
-            for item in items
-            if item.nodeid not in self.exclude and (self.select is None or item.nodeid in self.select)
-        ]
-        items[:] = kept
+        items[:] = [item for item in items if item.nodeid not in self.exclude]
         if self.reach:
             self.write(imported=self.reach.take())
 
@@ -205,157 +200,66 @@ def _foreign(module, root: str) -> bool:
     return file.startswith((sys.prefix, sys.base_prefix)) and not file.startswith(root)
 
 
-def play(run: dict, job: dict, root: str) -> dict:
+def play(run: dict, job: dict, root: str, aside: Path) -> dict:
     """Fork a child that runs the tests of one run, and return its records."""
-    receiving, sending = os.pipe()
-    said = tempfile.TemporaryFile() if run["trace"] else open(os.devnull, "r+b")  # noqa: SIM115
-    started = time.monotonic()
+    records, said = aside / "records", aside / "said"
+    records.write_bytes(b"")
+    deadline = time.monotonic() + run["timeout_s"]
     child = os.fork()
     if child == 0:
-        os.close(receiving)
-        _child(run, job, root, sending, said.fileno())
-    os.close(sending)
-    data, ended, usage = _listen(child, receiving, started + run["timeout_s"])
-    os.close(receiving)
-    records = [json.loads(line) for line in data.decode("utf-8", "replace").splitlines() if line.endswith("}")]
-    finished = [record["finished"] for record in records if "finished" in record]
-    if ended != "timeout" and finished and finished[-1] in COMPLETE:
-        ended = ""
-    elif run["trace"]:
-        said.seek(max(said.seek(0, os.SEEK_END) - MESSAGE_CHARACTERS, 0))
-        ended = f"{ended}: {said.read().decode('utf-8', 'replace')}".removesuffix(": ")
-    said.close()
-    return {
-        "key": run["key"],
-        "records": records,
-        "ended": ended,
-        "wall_s": round(time.monotonic() - started, 4),
-        "cpu_s": round(usage, 4),
-    }
-
-
-def _listen(child: int, receiving: int, deadline: float) -> tuple[bytes, str, float]:
-    """Return what the child wrote, how it ended, and its CPU seconds."""
-    data, exit_status, cpu_s = bytearray(), None, 0.0
-    while True:
-        readable, _, _ = select.select([receiving], [], [], 0.05 if exit_status is None else 0)
-        if readable:
-            chunk = os.read(receiving, 1 << 16)
-            data += chunk
-            if chunk:
-                continue
-            time.sleep(0.002)  # the pipe is closed, and the child is about to end
-        if exit_status is not None:
-            return bytes(data), f"exit status {exit_status}", cpu_s
-        finished, status, usage = os.wait4(child, os.WNOHANG)
-        if finished:
-            exit_status, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-            _kill_group(child)
-        elif time.monotonic() > deadline:
-            _kill_group(child)
-            _, status, usage = os.wait4(child, 0)
-            return bytes(data), "timeout", usage.ru_utime + usage.ru_stime
-
-
-def _kill_group(child: int) -> None:
+        _child(run, job, root, records, said)
+    finished, status = os.waitpid(child, os.WNOHANG)
+    while not finished and time.monotonic() < deadline:
+        time.sleep(0.005)
+        finished, status = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
+    if not finished:
+        os.waitpid(child, 0)
+    lines = records.read_text("utf-8", "replace").splitlines()
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    statuses = [record["finished"] for record in found if "finished" in record]
+    ended = f"exit status {os.waitstatus_to_exitcode(status)}" if finished else "timeout"
+    if finished and statuses and statuses[-1] in COMPLETE:
+        ended = ""
+    elif run["trace"]:
+        ended = f"{ended}: {said.read_text('utf-8', 'replace')[-MESSAGE_CHARACTERS:]}".removesuffix(": ")
+    return {"key": run["key"], "records": found, "ended": ended}
 
 
-def _child(run: dict, job: dict, root: str, sending: int, said: int) -> None:
+def _child(run: dict, job: dict, root: str, records: Path, said: Path) -> None:
     os.setsid()
+    output = os.open(said if run["trace"] else os.devnull, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for standard in (0, 1, 2):
-        os.dup2(said, standard)
+        os.dup2(output, standard)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.path[:0] = [os.path.normpath(os.path.join(root, folder)) for folder in job["python_path"]]
     status = 70
     try:
-        reporter = SuiteReporter(run, sending, root, job["test_timeout_s"])
+        reporter = SuiteReporter(run, records, root, job["test_timeout_s"])
         status = int(pytest.main([*job["arguments"], *run["tests"]], plugins=[reporter]))
     except BaseException as error:
-        os.write(sending, json.dumps({"crash": repr(error)[:MESSAGE_CHARACTERS]}).encode() + b"\n")
+        with records.open("a") as file:
+            file.write(json.dumps({"crash": repr(error)[:MESSAGE_CHARACTERS]}) + "\n")
     finally:
         os._exit(status)
 
 
-class PristineTree:
-    """Writes a run's files over the tree in the current folder, and afterwards puts everything back.
-
-    Broken code leaves files behind and removes others. The next run must not see that. Bytecode stays, because it costs
-    time to make; only that of changed files is removed.
-    """
-
-    def __init__(self):
-        self.folders, names = _walk()
-        self.content = {name: Path(name).read_bytes() for name in names if Path(name).is_file()}
-        self.links = names - self.content.keys()
-        self.modes = {name: os.stat(name).st_mode for name in self.content}
-        self.states = {name: _state(name) for name in self.content}
-        # A sandbox has a temporary folder of its own, its HOME. Another folder may hold what is not ours to remove.
-        temporary = tempfile.gettempdir()
-        self.temporary = Path(temporary) if temporary == os.environ.get("HOME") else None
-        self.kept = set(os.listdir(temporary)) if self.temporary else set()
-
-    def write(self, files: dict) -> None:
-        """Write path -> text; None removes a file."""
-        for name, text in files.items():
-            self._put(Path(name), None if text is None else text.encode())
-
-    def restore(self) -> None:
-        """Put the tree back as it was, and empty the temporary folder of what is new."""
-        folders, names = _walk()
-        for folder in folders - self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        for name in names - self.content.keys() - self.links:
-            self._put(Path(name), None)
-        for folder in self.folders - folders:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, content in self.content.items():
-            if name not in names or _state(name) != self.states[name]:
-                self._put(Path(name), None)
-                self._put(Path(name), content)
-                os.chmod(name, self.modes[name])
-                self.states[name] = _state(name)
-        for left in self.temporary.iterdir() if self.temporary else ():
-            if left.name in self.kept:
-                continue
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left, ignore_errors=True)
+def replace_tree(pristine: Path, files: dict, temporary: Path) -> None:
+    """Fill the current folder with the tree and `files` (path -> text; None removes one), and empty `temporary`."""
+    for folder in (Path(), temporary):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
             else:
-                left.unlink(missing_ok=True)
-
-    def _put(self, path: Path, content: bytes | None) -> None:
-        for stale in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            stale.unlink()
-        if content is None:
-            path.unlink(missing_ok=True)
-        else:
+                entry.unlink(missing_ok=True)
+    shutil.copytree(pristine, ".", symlinks=True, dirs_exist_ok=True)
+    for name, text in files.items():
+        path = Path(name)
+        path.unlink(missing_ok=True)
+        if text is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-
-def _walk() -> tuple[set[str], set[str]]:
-    """Return the folders and the files below the current folder, without bytecode."""
-    folders: set[str] = set()
-    files: set[str] = set()
-    for place, inner, names in os.walk("."):
-        links = [name for name in inner if os.path.islink(os.path.join(place, name))]
-        inner[:] = [name for name in inner if name != "__pycache__" and name not in links]
-        folders.update(os.path.join(place, name) for name in inner)
-        files.update(os.path.join(place, name) for name in (*names, *links))
-    return folders, files
-
-
-def _state(name: str) -> tuple[int, int, int]:
-    """Return what tells a changed file. Code can set the time of change of the content, but not that of the file."""
-    found = os.lstat(name)
-    return found.st_ctime_ns, found.st_mtime_ns, found.st_size
-
-
-def _cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its children."""
-    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+            path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -369,18 +273,23 @@ def main() -> None:
         except BaseException:
             continue
     get_config()  # imports pytest's own plugins
+    aside = Path(tempfile.gettempdir(), ".suite")
+    pristine = aside / "tree"
+    shutil.copytree(".", pristine, symlinks=True)
+    # By its source's hash, bytecode is never that of another run's file of the same size and second.
+    compileall.compile_dir(
+        pristine, quiet=2, stripdir=str(pristine), prependdir=root, invalidation_mode=PycInvalidationMode.CHECKED_HASH
+    )
+    (aside / "temporary").mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(aside / "temporary")
     gc.collect()
     gc.freeze()
     played = []
-    pristine = PristineTree()
     for run in job["runs"]:
-        pristine.write(run["files"])
-        try:
-            played.append(play(run, job, root))
-        finally:
-            pristine.restore()
+        replace_tree(pristine, run["files"], aside / "temporary")
+        played.append(play(run, job, root, aside))
     with os.fdopen(answer, "w") as out:
-        json.dump({"runs": played, "cpu_s": _cpu_seconds()}, out)
+        json.dump({"runs": played}, out)
 
 
 if __name__ == "__main__":
