@@ -4,13 +4,13 @@
     int8, int4      symmetric integers with one bfloat16 scale a block
 
 Every codec is a pure function of its input, so all peers decode the same values. `ErrorFeedback` adds what one encoding
-lost to the next delta. Integer codes are far from evenly used, so they are entropy coded (EntropyCodec).
+lost to the next delta. Integer codes are far from evenly used, so they are entropy coded.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import zstandard
@@ -36,31 +36,27 @@ def codec_from_spec(spec: str) -> Codec:
         return FloatCodec(kind)
     bits = {"int8": 8, "int4": 4}.get(kind)
     if bits and number.isdecimal() and 0 < (block := int(number)) <= MAX_BLOCK and block % 2 == 0:
-        return EntropyCodec(IntegerCodec(bits=bits, block=block))
+        return IntegerCodec(bits=bits, block=block)
     raise ValueError(f"no codec is called {spec!r}")
 
 
-class Codec(ABC):
+class Codec(Protocol):
     """Encodes float32 [n] to uint8 [bytes] and back."""
 
     spec: str
     """Its name in headers, with its parameter."""
 
-    @abstractmethod
     def size(self, n: int) -> int:
         """Return the bytes of an encoded vector of n elements; the most, where an entropy code makes them vary."""
+        ...
 
-    @abstractmethod
     def encode(self, values_n: Tensor) -> Tensor:
         """Return uint8 [bytes]. A block with NaN or infinity decodes to values that are not finite either."""
+        ...
 
-    @abstractmethod
     def decode(self, data: Tensor, n: int) -> Tensor:
         """Return float32 [n]. Raises ValueError when `data` does not have the size that n values take."""
-
-    def check(self, data: Tensor, n: int) -> None:
-        if data.numel() != self.size(n):
-            raise ValueError(f"{self.spec}: {data.numel()} bytes, but {n} values take {self.size(n)}")
+        ...
 
 
 class ErrorFeedback:
@@ -93,7 +89,7 @@ class ErrorFeedback:
 _FLOAT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class FloatCodec(Codec):
+class FloatCodec:
     """fp32 is exact. bf16 rounds to nearest, ties to even: a relative error of at most 2^-8 for normal numbers."""
 
     def __init__(self, spec: str) -> None:
@@ -107,20 +103,29 @@ class FloatCodec(Codec):
         return as_bytes(values_n.to(self.dtype))
 
     def decode(self, data: Tensor, n: int) -> Tensor:
-        self.check(data, n)
+        _check_size(self.spec, data, n, self.size(n))
         return from_bytes(data, self.dtype).to(torch.float32)
+
+
+def _check_size(spec: str, data: Tensor, n: int, expected: int) -> None:
+    if data.numel() != expected:
+        raise ValueError(f"{spec}: {data.numel()} bytes, but {n} values take {expected}")
 
 
 # -- blocks with one scale ---------------------------------------------------------------------------------------
 
 SCALE = torch.bfloat16
 """Type of a block's scale. It has float32's range, so NaN, infinity and the smallest deltas travel."""
+_PLAIN, _ZSTD = 0, 1
+_LEVEL = 1
+"""Codes have no repeats to look for: zstd's Huffman coder does all of the work at any level."""
 
 
-class IntegerCodec(Codec):
+class IntegerCodec:
     """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1), |x - s q| <= s / 2; 4 bits shifted by 8.
 
-    Wire form: the scales [blocks] bfloat16, then the codes, at 4 bits two to a byte.
+    Wire form: one byte that names the form, then a zstd frame or, where that is not shorter, the plain bytes: the
+    scales [blocks] bfloat16, then the codes, at 4 bits two to a byte. 4-bit codes take about 3.2 to 3.8 bits.
     """
 
     def __init__(self, *, bits: int, block: int) -> None:
@@ -131,9 +136,19 @@ class IntegerCodec(Codec):
         self.top = 2 ** (bits - 1) - 1
 
     def size(self, n: int) -> int:
+        return 1 + self._plain_size(n)
+
+    def _plain_size(self, n: int) -> int:
         return -(-n // self.block) * (2 + self.block * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
+        plain = self.encode_plain(values_n).numpy()
+        frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plain.data)
+        kind, body = (_ZSTD, frame) if len(frame) < plain.nbytes else (_PLAIN, plain.tobytes())
+        return torch.frombuffer(bytearray([kind]) + body, dtype=torch.uint8)
+
+    def encode_plain(self, values_n: Tensor) -> Tensor:
+        """Return uint8 [bytes] without the entropy code."""
         scales, relative = in_scale(in_blocks(values_n, self.block), self.top)
         # At most top + 1/4, because the scale is rounded: that rounds to top.
         codes = relative.round_().nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
@@ -141,7 +156,23 @@ class IntegerCodec(Codec):
         return torch.cat([as_bytes(scales.to(SCALE)), packed])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
-        self.check(data, n)
+        raw, plain_size = data.numpy().data, self._plain_size(n)
+        if not len(raw) or raw[0] not in (_PLAIN, _ZSTD):
+            raise ValueError(f"{self.spec}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
+        if raw[0] == _PLAIN:
+            return self.decode_plain(data[1:], n)
+        try:
+            # Check the announced size first, so that a small frame cannot take all memory.
+            if (announced := zstandard.frame_content_size(raw[1:])) != plain_size:
+                raise ValueError(f"{self.spec}: a frame of {announced} bytes, but {n} values take {plain_size}")
+            plain = zstandard.ZstdDecompressor().decompress(raw[1:], allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{self.spec}: {error}") from None
+        return self.decode_plain(torch.frombuffer(bytearray(plain), dtype=torch.uint8), n)
+
+    def decode_plain(self, data: Tensor, n: int) -> Tensor:
+        """Reverse `encode_plain`."""
+        _check_size(self.spec, data, n, self._plain_size(n))
         end = 2 * -(-n // self.block)
         scales = from_bytes(data[:end], SCALE).to(torch.float32).view(-1, 1)
         packed = data[end:]
@@ -164,48 +195,6 @@ def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
     scales = (blocks.abs().amax(dim=1, keepdim=True) / top).to(SCALE).to(torch.float32)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
     return scales, blocks / torch.where(scales == 0, torch.ones_like(scales), scales)
-
-
-# -- the lossless outer layer ------------------------------------------------------------------------------------
-
-_PLAIN, _ZSTD = 0, 1
-_LEVEL = 1
-"""Codes have no repeats to look for: zstd's Huffman coder does all of the work at any level."""
-
-
-class EntropyCodec(Codec):
-    """Lossless: one byte that names the form, then a zstd frame or, where that is not shorter, the inner bytes.
-
-    4-bit codes take about 3.2 to 3.8 bits.
-    """
-
-    def __init__(self, inner: Codec) -> None:
-        self.inner = inner
-        self.spec = inner.spec
-
-    def size(self, n: int) -> int:
-        return 1 + self.inner.size(n)
-
-    def encode(self, values_n: Tensor) -> Tensor:
-        plain = self.inner.encode(values_n).numpy()
-        frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plain.data)
-        kind, body = (_ZSTD, frame) if len(frame) < plain.nbytes else (_PLAIN, plain.tobytes())
-        return torch.frombuffer(bytearray([kind]) + body, dtype=torch.uint8)
-
-    def decode(self, data: Tensor, n: int) -> Tensor:
-        raw, plain_size = data.numpy().data, self.inner.size(n)
-        if not len(raw) or raw[0] not in (_PLAIN, _ZSTD):
-            raise ValueError(f"{self.spec}: {len(raw)} bytes do not begin with {_PLAIN} (as is) or {_ZSTD} (zstd)")
-        if raw[0] == _PLAIN:
-            return self.inner.decode(data[1:], n)
-        try:
-            # Check the announced size first, so that a small frame cannot take all memory.
-            if (announced := zstandard.frame_content_size(raw[1:])) != plain_size:
-                raise ValueError(f"{self.spec}: a frame of {announced} bytes, but {n} values take {plain_size}")
-            plain = zstandard.ZstdDecompressor().decompress(raw[1:], allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise ValueError(f"{self.spec}: {error}") from None
-        return self.inner.decode(torch.frombuffer(bytearray(plain), dtype=torch.uint8), n)
 
 
 # -- bytes and bits ----------------------------------------------------------------------------------------------

@@ -127,11 +127,6 @@ class GlobalModel:
         """Return masters, momentum, norms, and the last full sweep where it differs from the masters; not copies."""
         return self._tensors_at(self.outer_step)
 
-    @property
-    def largest_state_bytes(self) -> int:
-        """The most that `tensors` hold, at any outer step, and some for their names."""
-        return (1 << 16) + sum(tensor.nbytes for tensor in self._tensors_at(len(self.fragments) - 1).values())
-
     def _tensors_at(self, outer_step: int) -> dict[str, Tensor]:
         advanced = outer_step % len(self.fragments)  # fragments that this sweep has advanced already
         return {

@@ -83,7 +83,6 @@ class StreamingDiLoCo:
             frozen=frozen_digest(named), settings=agreed_settings(config) | dict(agreed or {}),
             round_deadline_s=config.round_deadline_s, outer_step=0, base_hash="", training=False,
             delta_bytes=max(self._codec.size(fragment.numel) for fragment in self.fragments),
-            state_bytes=self.global_model.largest_state_bytes,
         )  # fmt: skip
         self._link = PeerLink(config, JointKey.read(config.key_file), hello, self.replica.state_to_serve)
         self._steps = OuterSteps(config=config, link=self._link, ranks=self.ranks, replica=self.replica)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
@@ -29,7 +29,6 @@ class StateTransfer:
     serial: int
     source: str
     ranks: int
-    began: float
     progress_at: float
     """When it last made progress."""
     blobs: dict[int, Blob] = field(default_factory=dict)
@@ -54,18 +53,10 @@ class StateTransfer:
     def base(self) -> Base:
         return tuple(self.blobs[rank].header.base_hash for rank in sorted(self.blobs))
 
-    def progress(self, newest: int, now: float) -> str:
-        """Describe how far it is, how long that took, and how many rounds up to `newest` were closed meanwhile."""
-        if (step := self.first_step) is None:
-            return f"none of it is here after {now - self.began:.0f} s"
+    def progress(self) -> str:
         size = sum(blob.header.size for blob in self.blobs.values())
         received = sum(blob.received for blob in self.blobs.values())
-        took_s = (self.progress_at if self.complete else now) - self.began
-        part = f"{received / 1e6:.1f} of {size / 1e6:.1f} MB of rank(s) {sorted(self.blobs)}"
-        text = f"{part} are here after {took_s:.0f} s"
-        if (rounds := newest + 1 - step) > 0:
-            text += f", in which {rounds} round(s) were closed, one in {(now - self.began) / rounds:.2g} s"
-        return text
+        return f"{received / 1e6:.1f} of {size / 1e6:.1f} MB of rank(s) {sorted(self.blobs)} are here"
 
 
 class StateTransfers:
@@ -90,7 +81,7 @@ class StateTransfers:
         if sources:
             source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
             self._serial += 1
-            self.current = StateTransfer(self._serial, source.name, source.ranks, now, now)
+            self.current = StateTransfer(self._serial, source.name, source.ranks, now)
         return self.current
 
     def _useful(self, transfer: StateTransfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
@@ -140,21 +131,16 @@ class StateTransfers:
 
     def expire(self, oldest_useful: int) -> None:
         """Drop the current state when no peer can catch up from it any more."""
-        step = self.current.first_step if self.current is not None else None
-        if step is not None and step < oldest_useful:
-            self.drop()
-
-    def outgrow(self, oldest_useful: int, newest: int, now: float) -> None:
-        """Drop the current state when the rounds since, up to `newest`, do not all fit in memory."""
         current = self.current
         if current is None or (step := current.first_step) is None or step >= oldest_useful:
             return
-        self._failures[current.source] += 1
-        logger.warning(
-            "the state of peer %s is given up: %s. The rounds since, which stay for a joining peer beyond "
-            "--keep-rounds, outgrew the memory: start `diloco rendezvous` with a larger --memory-gb, or raise "
-            "diloco.sync_every, or the source's diloco.rate_limit_mbit", current.source, current.progress(newest, now),
-        )  # fmt: skip
+        if not current.complete:
+            self._failures[current.source] += 1
+            logger.warning(
+                "the state of peer %s is given up: %s, and the rounds since it are gone. If a peer still joins, start "
+                "`diloco rendezvous` with a larger --memory-gb, or raise diloco.sync_every, or the source's "
+                "diloco.rate_limit_mbit", current.source, current.progress(),
+            )  # fmt: skip
         self.drop()
 
 
@@ -274,7 +260,7 @@ class Bodies:
             )
         short_s = now - short[0] if short else 0.0
         while self.held_bytes + header.size > limit and self.rounds.drop_oldest(now, short_s):
-            self.transfers.outgrow(self.rounds.oldest, self.rounds.newest, now)
+            self.transfers.expire(self.rounds.oldest)
         if self.held_bytes + header.size <= limit:
             short.clear()
             return None
@@ -286,7 +272,7 @@ class Bodies:
 
     def check_room(self, hello: messages.PeerHello, now: float) -> None:
         """Raises WireError when the deltas of the peers that are here and of this one do not fit in memory at once."""
-        others = {peer.name: largest_total(peer.delta_bytes, peer.ranks) for peer in self.rounds.alive(now)}
+        others = {peer.name: peer.ranks * max(peer.delta_bytes.values()) for peer in self.rounds.alive(now)}
         needed = others | {hello.peer: hello.ranks * hello.delta_bytes}
         if (total := sum(needed.values())) > self.max_bytes:
             raise WireError(
@@ -295,27 +281,11 @@ class Bodies:
                 "raise diloco.fragments"
             )
 
-    def check_room_for_state(self, peer: Peer, now: float) -> None:
-        """Raises WireError when the state that this peer needs does not fit beside a round's deltas."""
-        state = largest_total(peer.state_bytes, peer.ranks)
-        deltas = sum(largest_total(each.delta_bytes, each.ranks) for each in self.rounds.alive(now))
-        if state + deltas > self.max_bytes:
-            raise WireError(
-                f"peer {peer.name} can only join with another peer's state, which takes up to {state / 1e9:.3g} GB "
-                f"beside {deltas / 1e9:.3g} GB of deltas, and the rendezvous has {self.max_bytes / 1e9:.3g} GB: start "
-                "`diloco rendezvous` with a larger --memory-gb"
-            )
-
     @property
     def held_bytes(self) -> int:
         """Bytes of all deltas and of the state, whole or not."""
         holders = [*self.rounds.rounds.values(), *([self.transfers.current] if self.transfers.current else [])]
         return sum(len(blob.data) for holder in holders for blob in holder.blobs.values())
-
-
-def largest_total(bytes_by_rank: Mapping[int, int], ranks: int) -> int:
-    """Return the most that all ranks have together, where not all have said so yet."""
-    return ranks * max(bytes_by_rank.values(), default=0)
 
 
 def _check_header(header: messages.Header, peer: Peer) -> None:

@@ -13,7 +13,6 @@ A rendezvous that was started a moment ago listens first: peers that trained wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
@@ -64,15 +63,13 @@ class Joins:
     gather_s: float
     listens_until: float
     """Before this moment no answer assumes that no peer trains."""
-    check_room: Callable[[Peer, float], None]
-    """Raises WireErrors when there is no room for the state that this peer needs."""
     _joins: dict[str, JoinAttempt] = field(default_factory=dict)
     """By peer."""
 
     def answer(self, ask: AskState, now: float) -> JoinAnswer:
         """Answer one rank.
 
-        Raises RunMismatchError when the ranks of the peer are at different outer steps, and as `check_room` does.
+        Raises RunMismatchError when the ranks of the peer are at different outer steps.
         """
         peer = self.rounds.peers.get(ask.peer)
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
@@ -140,7 +137,6 @@ class Joins:
             behind = ", ".join(each.name for each in leaders)
             return RoundNotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
         sources = [each for each in training if each in leaders or self._replayable(each.outer_step, each.base)]
-        self.check_room(peer, now)
         return self._state(join, sources, rank, now)
 
     def _replayable(self, outer_step: int, base: Base) -> bool:
@@ -210,8 +206,7 @@ class Joins:
             return RoundNotReady(waiting_for="a peer that trains")
         join.awaited_state = transfer.serial
         if not transfer.complete:
-            progress = transfer.progress(self.rounds.newest, now)
-            return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {progress}")
+            return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress()}")
         if transfer.outer_step is None:  # its ranks answered at different steps
             self.transfers.drop()
             return RoundNotReady(waiting_for="a state that is of one outer step on all ranks")

@@ -31,8 +31,6 @@ class Peer:
     """Digests of the parameters that are not trained, by rank."""
     delta_bytes: dict[int, int] = field(default_factory=dict)
     """The most that a delta of each rank has."""
-    state_bytes: dict[int, int] = field(default_factory=dict)
-    """The most that each rank's part of a state has."""
     heard: dict[int, float] = field(default_factory=dict)
     """When each rank last sent anything."""
     positions: dict[int, Position] = field(default_factory=dict)
@@ -126,46 +124,3 @@ def check_same_run(hello: PeerHello, other: Peer) -> None:
             f"{hello.peer}, {frozen} for peer {other.name}. Adapters fit the model that they were trained on: give "
             "both the same files as model.path (compare their sha256sum)"
         )
-
-
-_REMEMBERED_STEPS = 64
-
-
-class ModelAgreement:
-    """Compares the global models that peers report in beats and hellos, by outer step.
-
-    A round compares what its deltas start from. Nothing starts from the result of the last round: this compares it too,
-    also where a rendezvous that was restarted in between has closed a round a second time.
-    """
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[int, int], tuple[str, str]] = {}
-        """By outer step and rank: the first peer there, and the hash of its model."""
-        self._reported: set[int] = set()
-        """Outer steps whose difference was reported."""
-
-    def difference(self, peer: str, rank: int, position: Position) -> str:
-        """Describe how the peer's model differs from the first at this outer step; empty when it does not.
-
-        A difference is reported once for each outer step.
-        """
-        step = position.outer_step
-        first, model = self._models.get((step, rank), (peer, ""))
-        if first == peer:  # it may have rejoined since
-            self._models[step, rank] = peer, position.base_hash
-            oldest = max(each for each, _ in self._models) - _REMEMBERED_STEPS
-            self._models = {key: model for key, model in self._models.items() if key[0] >= oldest}
-            return ""
-        if model == position.base_hash or step in self._reported:
-            return ""
-        self._reported.add(step)
-        return (
-            f"peers {first} and {peer} hold different global models of outer step {step} (hashes {model} and "
-            f"{position.base_hash} of rank {rank}). Their final models will differ unless one rejoins with the "
-            "other's state"
-        )
-
-    def go_to(self, outer_step: int) -> None:
-        """Forget this outer step and later ones: the run continues from it."""
-        self._models = {key: model for key, model in self._models.items() if key[0] < outer_step}
-        self._reported = {step for step in self._reported if step < outer_step}

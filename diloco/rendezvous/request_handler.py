@@ -61,7 +61,7 @@ class RequestHandler:
         )  # fmt: skip
         self.joins = Joins(
             rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
-            listens_until=clock() + settings.listen_s, check_room=self.bodies.check_room_for_state,
+            listens_until=clock() + settings.listen_s,
         )  # fmt: skip
         self._unsettled_since = clock()
 
@@ -122,7 +122,6 @@ class RequestHandler:
         waiting_for = self.rounds.admit(hello, self._clock())
         if waiting_for is not None:
             return messages.RoundNotReady(waiting_for=waiting_for)
-        self._compare_models(hello.peer, hello.rank)
         self._on_change()
         logger.info("peer %s rank %d sent a hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
         return messages.PeerWelcome(beat_s=self.settings.beat_timeout_s / 5)
@@ -136,7 +135,6 @@ class RequestHandler:
         peer.inner_steps[beat.rank] = beat.inner_steps
         if peer.training:
             self.joins.note_training(peer.name)
-        self._compare_models(peer.name, beat.rank)
         self._on_change()
         current = self.rounds.open_round()
         return messages.BeatReply(
@@ -145,14 +143,6 @@ class RequestHandler:
             left_s=self.rounds.left_s(current, now) if current else None,
             state_wanted=self.transfers.requested_from(beat.peer, beat.rank),
         )
-
-    def _compare_models(self, peer: str, rank: int) -> None:
-        """Log it when a peer that has begun holds another global model than the others at its outer step."""
-        position = self.rounds.peers[peer].positions[rank]
-        if position.training or position.outer_step > 0:
-            difference = self.rounds.agreement.difference(peer, rank, position)
-            if difference:
-                logger.error("%s", difference)
 
     def _unusable(self, unusable: messages.Unusable) -> messages.ToPeer:
         source = self.transfers.refuse(unusable.serial)

@@ -17,7 +17,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
-from diloco.rendezvous.peers import Base, ModelAgreement, Peer, check_same_run, largest_party
+from diloco.rendezvous.peers import Base, Peer, check_same_run, largest_party
 from diloco.transport.messages import Header, PeerHello, Position, check_body, running_checksum
 
 
@@ -108,7 +108,6 @@ class Rounds:
         """The last closed round; -1 before the first."""
         self.settled = False
         """A round was closed since the start, or since `go_to`: until then the highest outer step wins."""
-        self.agreement = ModelAgreement()
         self._replaced: set[tuple[str, int]] = set()
         """Peers and instances of them that another instance has replaced."""
 
@@ -134,7 +133,7 @@ class Rounds:
             self.peers[hello.peer] = peer
         peer.layouts[hello.rank] = hello.layout
         peer.frozen[hello.rank] = hello.frozen
-        peer.delta_bytes[hello.rank], peer.state_bytes[hello.rank] = hello.delta_bytes, hello.state_bytes
+        peer.delta_bytes[hello.rank] = hello.delta_bytes
         peer.note(hello.rank, Position(hello.outer_step, hello.base_hash, hello.training), now)
         return None
 
@@ -263,7 +262,6 @@ class Rounds:
         closed = [each for each in self.rounds.values() if contiguous and each.quorum_id is not None]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
         self.newest, self.settled = lead - 1, False
-        self.agreement.go_to(lead)
 
     @property
     def oldest(self) -> int:

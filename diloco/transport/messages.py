@@ -186,8 +186,6 @@ class PeerHello(Message, frozen=True, tag="hello"):
     """Digest of what this rank holds of the parameters that are not trained."""
     delta_bytes: int = 0
     """The most that a delta of this rank has: the rendezvous must have room for those of all peers at once."""
-    state_bytes: int = 0
-    """The most that this rank's part of a state has."""
     protocol: int = 0
     """0 for releases before protocol 3, which did not send it."""
 

@@ -61,22 +61,13 @@ def test_peers_wait_for_room(taken):
     assert rendezvous.rounds.closed(0) is None and rendezvous.rounds.newest == 0
 
 
-# Peers whose deltas do not fit at once are told so when they come, with both figures; those that are there train on. So
-# is one that needs a state for which there is no room.
+# Peers whose deltas do not fit at once are told so when they come, with both figures; those that are there train on.
 def test_room_is_known_at_the_hello():
     rendezvous = RendezvousState(max_bytes=450)
     for peer in "abcd":
-        rendezvous.hello(peer, delta_bytes=100, state_bytes=200)
+        rendezvous.hello(peer, delta_bytes=100)
     with pytest.raises(WireError, match=r"of the peers a, b, c, d, e take up to 5e-07 GB, more than .* 4.5e-07 GB: .*"):
         rendezvous.hello("e", delta_bytes=100)
-    rendezvous = RendezvousState(max_bytes=450)
-    rendezvous.begin("a", "b", rounds=1)
-    rendezvous.hello("c", delta_bytes=100, state_bytes=400)
-    rendezvous.now += 1
-    for peer in "ab":
-        rendezvous.beat(peer, 1)
-    with pytest.raises(WireError, match=r"takes up to 4e-07 GB beside 1e-07 GB of deltas, .* has 4.5e-07 GB: .*"):
-        rendezvous.ask("c", 0, base_hash="another")
 
 
 # A cluster that stands still while its link beats costs the others three deadlines, not one each round. From its
@@ -262,35 +253,6 @@ def test_layout_of_a_body():
         RunMismatchError, match=r"delta/0/a/0 is of layout other, but the hello of peer a was of [0-9a-f]+"
     ):
         rendezvous.offer("a", 0, layout_hash="other")
-
-
-# Peers that report different models of one outer step are named, with both hashes, once. That holds also for the last
-# step, which no round starts from, for a peer that has ended meanwhile, and at a rendezvous that was restarted.
-@pytest.mark.parametrize("restarted", [False, True])
-def test_different_final_models(restarted, caplog):
-    rendezvous = RendezvousState()
-    rendezvous.begin("a", "b", rounds=2)
-    assert not caplog.messages
-    rendezvous.beat("a", 2, training=False)
-    if restarted:
-        rendezvous = RendezvousState()
-        rendezvous.hello("a", 2)
-        rendezvous.hello("b", 1)
-    for _ in range(2):
-        rendezvous.beat("b", 2, run="other")
-    (said,) = caplog.messages
-    models = f"{base(2)} and {base(2, 0, 'other')}"
-    assert f"peers a and b hold different global models of outer step 2 (hashes {models} of rank 0)" in said
-
-
-# A newcomer brings a model of its own, and steps that the run goes back to are taken anew: neither is reported.
-def test_newcomers_and_void_steps_are_no_difference(caplog):
-    rendezvous = RendezvousState()
-    rendezvous.begin("a", "b", rounds=3)
-    rendezvous.hello("c", run="other")
-    rendezvous.rounds.go_to(1)
-    rendezvous.beat("a", 3, run="other")
-    assert not [each for each in caplog.messages if "different" in each]
 
 
 # What the rendezvous answers to a peer that it does not know.
