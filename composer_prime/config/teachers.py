@@ -123,15 +123,6 @@ class BudgetConfig(BaseConfig):
     """Cap of all calls, over all resumes."""
 
 
-class KillSwitchConfig(BaseConfig):
-    """When a replay stops because its calls fail, and reports the reason."""
-
-    error_rate: float = Field(default=0.25, gt=0, le=1)
-    """Share of calls that failed after all retries."""
-    min_states: int = Field(default=20, ge=1)
-    """States with at least one call before the limit applies."""
-
-
 class GateConfig(BaseConfig):
     """The density gate on online pairs: it measures one window at a time, and only windows that pass are trained."""
 
@@ -174,10 +165,6 @@ class TeachersConfig(BaseConfig):
     """Timeout of one attempt; at its end a run waits this long for the answers of an online replay."""
     max_retries: int = Field(default=4, ge=0)
     """Retries after 408, 409, 429, 5xx, a lost connection, a timeout or an unreadable reply."""
-    retry_base_s: float = Field(default=1.0, gt=0)
-    """First pause before a retry; it doubles each time, with jitter."""
-    retry_max_s: float = Field(default=30.0, gt=0)
-    """Maximum pause, even if the endpoint asks for a longer one."""
     concurrent_states: int = Field(default=8, ge=1)
     """Concurrent states."""
     cache_dir: Path = Path("outputs/teacher_cache")
@@ -186,16 +173,10 @@ class TeachersConfig(BaseConfig):
     """Use only cached answers and make no calls."""
     assume_family: str | None = None
     """Family of traces that do not name a model; without it these states are refused."""
-    local_threads: int = Field(default=1, ge=1)
-    """CPU threads of each local model."""
-    local_start_timeout_s: float = Field(default=180.0, gt=0)
-    """Time limit for local models to load."""
     select: SelectConfig = SelectConfig()
     """Which states of a file to replay; the run's own rollouts are replayed completely."""
     budget: BudgetConfig = BudgetConfig()
     """Hard cost caps."""
-    kill: KillSwitchConfig = KillSwitchConfig()
-    """Limits at which a replay stops."""
     gate: GateConfig = GateConfig()
     """Which online pairs may be trained."""
 

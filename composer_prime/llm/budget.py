@@ -1,14 +1,11 @@
-"""Hard caps on money: more than a call should ever cost is reserved before the call is made.
+"""Hard caps on money: what a call may cost at most is reserved before the call is made.
 
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
                                           └──> no reply          all that was held stays spent
 
-A teacher's call holds OVERCHARGE times its bound, or times what its endpoint charged last where that is more. Caps are
-checked with everything that is held for calls in flight. Whatever the order of replies, charges up to the held amounts
-stay within every cap. A charge that no tokenizer explains, or above the held amount (`note_charge`), or above the price
-list closes the budget: no further call is made. Only charges beyond the held amounts, for calls then in flight, can
-exceed a cap. An endpoint that has not yet kept to such a limit gets one call at a time: if it charges too much from the
-start, it does so once.
+Caps are checked with everything that is held for calls in flight. So charges up to the bounds stay within every cap,
+whatever the order of replies. A charge above its bound closes the budget: no further call is made. Only such charges,
+for calls then in flight, can exceed a cap. An endpoint that has not yet kept to a bound gets one call at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from composer_prime.errors import CapError
-from composer_prime.run.costs import Spent, charge_ratio
-
-OVERCHARGE = 2.0
-"""The reservation for a call to a teacher, in multiples of the call's bound. If an endpoint suddenly charges up to this
-much more, no cap is exceeded, for any number of calls in flight."""
+from composer_prime.run.costs import Spent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +38,22 @@ class Reservation:
     state: str
     teacher: str
     usd: float
-    """What is held: at least the bound, OVERCHARGE times it for a teacher."""
-    bound_usd: float
-    """What the call should cost at most by the price list."""
-    limit_usd: float
-    """What an honest endpoint may charge for it."""
+    """What is held: the most that the call should cost."""
 
 
 class Budget:
     """Used by one event loop."""
 
-    def __init__(self, caps: Caps, record: Callable[..., None], before: Spent, *, trusted: bool = False) -> None:
+    def __init__(self, caps: Caps, record: Callable[..., None], before: Spent) -> None:
         """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
-        spent. `trusted`: only its bound is held for a call, several calls may be in flight before the endpoint has kept
-        to a bound, and a call that costs nothing is made whatever was spent."""
+        spent."""
         self._caps = caps
         self._record = record
-        self._trusted = trusted
         self.spent_usd = before.usd
         self.by_trace: dict[str, float] = defaultdict(float, before.by_trace)
         """USD, of earlier runs too."""
-        self._ratios = dict(before.charge_ratios)
-        self._tried: set[str] = set()
-        """Endpoints that kept to the limit of a call, or whose call was counted without an answer."""
+        self._kept = set[str]()
+        """Endpoints that kept to the bound of a call."""
         # Summed each time: a running sum would keep a rounding error when nothing is in flight any more.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
@@ -94,109 +80,75 @@ class Budget:
 
     async def pause(self, seconds: float) -> None:
         """Wait before a call. Return at once when the budget is closed."""
-        if seconds > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def reserve(
-        self, *, trace: str, state: str, teacher: str, usd: float, most_usd: float | None = None
-    ) -> Reservation:
-        """Hold money for a call with bound `usd`. `most_usd`: its cost by the worst of tokenizers, where that is more.
+    async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
+        """Hold `usd`, the bound of a call.
 
-        Waits while only calls in flight stand in the way, for they rarely cost their bound, or while another endpoint
-        makes its first call. Raises CapError, which names the cap, when the call does not fit.
+        Waits while only calls in flight stand in the way, for they rarely cost their bound, or while an endpoint makes
+        its first call. Raises CapError, which names the cap, when the call does not fit.
         """
-        while self._refusal(trace, teacher, usd, in_flight=True) is not None or self._has_to_wait(teacher, usd):
+        while self._refusal(trace, teacher, usd, in_flight=True) is not None or self._waits_for_the_first(teacher, usd):
             refusal = self._refusal(trace, teacher, usd, in_flight=False)
             if refusal is not None:
                 raise refusal
             self._settled.clear()
             await self._settled.wait()
-        held_usd = usd * self._multiple(teacher)
-        reservation = Reservation(
-            call=secrets.token_hex(8),
-            trace=trace,
-            state=state,
-            teacher=teacher,
-            usd=held_usd,
-            bound_usd=usd,
-            limit_usd=min(usd if most_usd is None else most_usd, OVERCHARGE * usd),
-        )
-        self._record(
-            "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held_usd, bound=usd
-        )
-        self._in_flight[reservation.call] = reservation
-        return reservation
+        held = Reservation(call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=usd)
+        self._record("reserved", call=held.call, trace=trace, state=state, teacher=teacher, usd=usd)
+        self._in_flight[held.call] = held
+        return held
 
-    def _multiple(self, teacher: str) -> float:
-        """Return how many times its bound is held for a call."""
-        return max(1.0 if self._trusted else OVERCHARGE, self._ratios.get(teacher, 0.0))
-
-    def _has_to_wait(self, teacher: str, usd: float) -> bool:
-        """Return whether the call would be the second in flight of endpoints that may charge and were not tried."""
-        if self._trusted or usd == 0 or teacher in self._tried:
-            return False
-        return any(each.usd > 0 and each.teacher not in self._tried for each in self._in_flight.values())
+    def _waits_for_the_first(self, teacher: str, usd: float) -> bool:
+        """Return whether a call of an endpoint that is not known to keep to its bounds has to wait for another such."""
+        unknown = usd > 0 and teacher not in self._kept
+        return unknown and any(each.usd > 0 and each.teacher not in self._kept for each in self._in_flight.values())
 
     def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
         """Return the cap that a call with bound `usd` would pass, with or without the calls in flight."""
         if self.closed is not None:
             return CapError(self.closed, scope="run")
-        if self._trusted and usd == 0:
+        if usd == 0:
             return None
-        caps = self._caps
         counted = list(self._in_flight.values()) if in_flight else []
         in_trace = self.by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
         in_run = self.spent_usd + sum(each.usd for each in counted)
-        multiple = self._multiple(teacher)
-        held_usd = usd * multiple
-        reason = " (as it charged last)" if multiple > OVERCHARGE else ""
         for scope, used_usd, cap_usd in (
-            ("call", 0.0, caps.usd_per_call),
-            ("trace", in_trace, caps.usd_per_trace),
-            ("run", in_run, caps.usd_per_run),
+            ("call", 0.0, self._caps.usd_per_call),
+            ("trace", in_trace, self._caps.usd_per_trace),
+            ("run", in_run, self._caps.usd_per_run),
         ):
-            if used_usd + held_usd > cap_usd:
+            if used_usd + usd > cap_usd:
                 return CapError(
-                    f"a call to {teacher} needs ${held_usd:.4f}, {multiple:.3g} times its bound of ${usd:.4f}"
-                    f"{reason}, but ${max(cap_usd - used_usd, 0.0):.4f} of teachers.budget.usd_per_{scope} = "
-                    f"${cap_usd:g} is left: raise the cap, or leave this teacher out",
+                    f"a call to {teacher} may cost ${usd:.4f}, but ${max(cap_usd - used_usd, 0.0):.4f} of "
+                    f"teachers.budget.usd_per_{scope} = ${cap_usd:g} is left: raise the cap, or leave this teacher out",
                     scope=scope,
                 )
         return None
 
-    def note_charge(self, reservation: Reservation, usd: float) -> None:
-        """Close the budget when an endpoint charged more than the call's limit.
+    def note_charge(self, held: Reservation, usd: float) -> None:
+        """Close the budget when an endpoint charged more than the call's bound.
 
         Call it before the answer is stored and the call settled: no other call may be made meanwhile.
         """
-        if usd > reservation.limit_usd:
+        if usd > held.usd:
             self.close(
-                f"{reservation.teacher} charged ${usd:.6f} for a call that was bounded by "
-                f"${reservation.limit_usd:.6f}: check that the endpoint keeps to max_tokens and counts tokens rightly"
+                f"{held.teacher} charged ${usd:.6f} for a call that may cost ${held.usd:.6f}: check that the endpoint "
+                "keeps to max_tokens and counts tokens rightly, and correct its input_usd_per_mtok and "
+                "output_usd_per_mtok"
             )
 
-    def settle(self, reservation: Reservation, usd: float, *, status: str, **facts: object) -> None:
+    def settle(self, held: Reservation, usd: float, *, status: str, **facts: object) -> None:
         """End a call that cost `usd`. `status` is ok where it was answered."""
-        del self._in_flight[reservation.call]
-        if status == "ok" and reservation.bound_usd > 0:
-            before = self._ratios.get(reservation.teacher, 0.0)
-            self._ratios[reservation.teacher] = charge_ratio(before, usd, reservation.usd, reservation.bound_usd)
-        if usd <= reservation.limit_usd if status == "ok" else usd > 0:
-            self._tried.add(reservation.teacher)
+        del self._in_flight[held.call]
+        if usd <= held.usd and (status == "ok" or usd > 0):
+            self._kept.add(held.teacher)
         self.spent_usd += usd
-        self.by_trace[reservation.trace] += usd
-        self._by_state[reservation.state] += usd
+        self.by_trace[held.trace] += usd
+        self._by_state[held.state] += usd
         self._settled.set()
-        self._record(
-            "settled",
-            call=reservation.call,
-            trace=reservation.trace,
-            teacher=reservation.teacher,
-            usd=usd,
-            status=status,
-            **facts,
-        )
+        self._record("settled", call=held.call, trace=held.trace, teacher=held.teacher, usd=usd, status=status, **facts)
 
     def note_stop(self, reason: str) -> None:
         """Write down that the replay ended early."""

@@ -21,8 +21,6 @@ Message = dict[str, Any]
 """A message in the form of OpenAI's chat completions."""
 VERSION = 1
 """Part of every question's key. Raise it when the meaning of a stored answer changes."""
-IN_MEMORY = 4096
-"""Answers that a cache without a file holds."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, cost_usd REAL NOT NULL DEFAULT 0);
 """
@@ -66,44 +64,23 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=16).hexdigest()
 
 
-class _Connection:
-    """A connection that one thread uses at a time."""
-
-    def __init__(self, database: Path | str) -> None:
-        self._lock = threading.Lock()
-        self._database = sqlite3.connect(database, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        switch_to_wal(self._database)
-
-    def execute(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
-        """Return the rows. Raises sqlite3.Error."""
-        with self._lock:
-            return self._database.execute(statement, values).fetchall()
-
-    def close(self) -> None:
-        with self._lock:
-            self._database.close()
-
-
 class AnswerCache:
-    """Safe to use from several threads and processes at once. Readers never wait for writers."""
+    """Safe to use from several threads and processes at once. A call may wait for another process that writes."""
 
-    def __init__(self, path: Path | None, *, in_memory: int = IN_MEMORY) -> None:
-        """`path` None keeps the newest `in_memory` answers and nothing on disk.
-
-        Raises UnwritableError when the file cannot be opened or is not a cache.
-        """
+    def __init__(self, path: Path | None) -> None:
+        """`path` None keeps the answers in memory. Raises UnwritableError when the file cannot be opened or is not a
+        cache."""
         self._path = path
-        self._in_memory = in_memory
+        self._lock = threading.Lock()
         try:
-            if path is None:
-                self._writer = self._reader = _Connection(":memory:")
-                self._writer.execute(_SCHEMA)
-            else:
+            if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._writer = _Connection(path)
-                self._writer.execute("PRAGMA synchronous = NORMAL")
-                self._writer.execute(_SCHEMA)
-                self._reader = _Connection(path)
+            self._database = sqlite3.connect(
+                path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            switch_to_wal(self._database)
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.execute(_SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise UnwritableError(
                 f"answers cannot be kept in {path} ({error}): make the folder writable, or move the file elsewhere"
@@ -114,7 +91,7 @@ class AnswerCache:
 
         Raises OSError when the file itself is damaged.
         """
-        rows = self._read("SELECT answer FROM answers WHERE key = ?", (key,))
+        rows = self._execute("SELECT answer FROM answers WHERE key = ?", (key,))
         try:
             return msgspec.json.decode(rows[0][0], type=CachedAnswer) if rows and rows[0][0] is not None else None
         except msgspec.DecodeError:
@@ -122,35 +99,27 @@ class AnswerCache:
 
     def put(self, key: str, answer: CachedAnswer) -> None:
         """Keep an answer. Raises OSError."""
-        self._add(key, msgspec.json.encode(answer), 0.0)
+        self._execute(_ADD, (key, msgspec.json.encode(answer), 0.0))
 
     def add_cost(self, key: str, usd: float) -> None:
         """Add what a call for this question cost, with or without an answer. Raises OSError."""
-        self._add(key, None, usd)
+        self._execute(_ADD, (key, None, usd))
 
     @property
     def spent_usd(self) -> float:
         """The sum of `add_cost`, over earlier runs too. Raises OSError when the file is damaged."""
-        return self._read("SELECT total(cost_usd) FROM answers")[0][0]
+        return self._execute("SELECT total(cost_usd) FROM answers")[0][0]
 
     def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        with self._lock:
+            self._database.close()
 
-    def _read(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+    def _execute(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
         try:
-            return self._reader.execute(statement, values)
+            with self._lock:
+                return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise OSError(
-                f"answers cannot be read from {self._path} ({error}): restore the file from a copy, or move it "
-                "elsewhere and pay for its answers again"
+                f"{self._path} cannot be read or written as a cache of answers ({error}): restore the file from a "
+                "copy, or move it elsewhere and pay for its answers again"
             ) from None
-
-    def _add(self, key: str, content: bytes | None, usd: float) -> None:
-        try:
-            self._writer.execute(_ADD, (key, content, usd))
-            if self._path is None:
-                newest = "SELECT max(rowid) FROM answers"
-                self._writer.execute(f"DELETE FROM answers WHERE rowid <= ({newest}) - ?", (self._in_memory,))
-        except sqlite3.Error as error:
-            raise OSError(f"an answer cannot be kept in {self._path} ({error})") from None

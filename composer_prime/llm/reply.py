@@ -10,17 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from composer_prime.llm.cache import CachedAnswer, Message
+from composer_prime.llm.prices import Price
 
-ROUNDING = 0.01
-"""By which share a charge may differ from the price list."""
-_OWN_KEY_FEE = 0.05
-"""OpenRouter's fee for a call with your own key, as a share of its price:
-https://openrouter.ai/docs/features/byok."""
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """A closed call; group 1 is what should be JSON."""
 TOOL_CALL_OR_REST = re.compile(r"<tool_call>.*?(?:</tool_call>|$)", re.DOTALL)
@@ -29,6 +25,9 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _THINK_TAG = re.compile(r"<think(?:ing)?>|</think(?:ing)?>\s*")
 _LOOK_BACK = 200
 """Characters before a tag that tell whether it is quoted."""
+
+
+Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Function(msgspec.Struct):
@@ -53,22 +52,13 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Completion(msgspec.Struct):
-    """The part of a chat completion that is read."""
-
-    choices: list[_Choice]
-    usage: Any = None
-    model: str | None = None
-    """The model that answered, by its own name."""
-
-
 class _CostDetails(msgspec.Struct):
     upstream_inference_cost: float | None = None
 
 
 class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
     prompt_tokens_details: Any = None
     """An object with cached_tokens. What cannot be read gives no discount: the answer was paid for all the same."""
     prompt_cache_hit_tokens: Any = None
@@ -83,29 +73,29 @@ class Usage(msgspec.Struct):
     def cached_tokens(self) -> int:
         """Prompt tokens that the endpoint had cached."""
         details = self.prompt_tokens_details
-        return _count(details.get("cached_tokens") if isinstance(details, dict) else None) or _count(
-            self.prompt_cache_hit_tokens
-        )
+        for value in (
+            details.get("cached_tokens") if isinstance(details, dict) else None,
+            self.prompt_cache_hit_tokens,
+        ):
+            if isinstance(value, int | float) and 0 < value < math.inf:
+                return int(value)
+        return 0
 
-    def charged_usd(self, listed_usd: float) -> float:
-        """Return the stated charge, or the price list's where the endpoint states none."""
+    def cost_usd(self, price: Price) -> float:
+        """Return the stated charge, with what the provider charged beside it, or the price list's where none is."""
         if self.cost is None or self.cost < 0:
-            return listed_usd
-        return self.cost + self._upstream_usd
-
-    def limit_usd(self, listed_usd: float) -> float:
-        """Return the most that a call of this price may be charged with."""
-        return listed_usd * (1 + ROUNDING + (_OWN_KEY_FEE if self._upstream_usd else 0.0))
-
-    @property
-    def _upstream_usd(self) -> float:
-        """What the model's provider charged, where `cost` does not hold it."""
-        return (self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None) or 0.0
+            return price.cost_usd(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        beside = self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None
+        return self.cost + (beside or 0.0)
 
 
-def _count(value: object) -> int:
-    """Return a number of tokens, also where it is written as a float; 0 for anything else."""
-    return int(value) if isinstance(value, int | float) and 0 < value < math.inf else 0
+class Completion(msgspec.Struct):
+    """The part of a chat completion that is read."""
+
+    choices: list[_Choice]
+    usage: Usage | None = None
+    model: str | None = None
+    """The model that answered, by its own name."""
 
 
 def reply_text(content: str | list[dict[str, Any]] | None) -> str:

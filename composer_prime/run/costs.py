@@ -1,6 +1,6 @@
 """costs.jsonl: what was spent, one line per event, appended and never rewritten.
 
-    {"kind": "reserved", "call": id, "usd": held, "bound": …, …}      before a call to a teacher: more than it may cost
+    {"kind": "reserved", "call": id, "usd": held, …}                  before a call to a teacher: the most it may cost
     {"kind": "settled", "call": id, "usd": cost, …}                   after it: the cost by the endpoint's token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
     {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
@@ -73,8 +73,6 @@ class Spent:
     calls: int = 0
     by_trace: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    charge_ratios: dict[str, float] = field(default_factory=dict)
-    """By teacher: what a call cost over its bound, see `charge_ratio`."""
     unsettled: int = 0
     failed: int = 0
     hint_usd: float = 0.0
@@ -163,11 +161,6 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
         reserved = open_calls.pop(_text(line, "call"), line)
         total.failed += line.get("status") != "ok"
         _add(total, reserved, usd)
-        bound = _number(reserved, "bound") if "bound" in reserved else 0.0
-        if line.get("status") == "ok" and bound > 0:
-            teacher = str(reserved.get("teacher"))
-            before = total.charge_ratios.get(teacher, 0.0)
-            total.charge_ratios[teacher] = charge_ratio(before, usd, reserved["usd"], bound)
     elif kind == "hint":
         total.hint_usd += _number(line, "usd")
         total.hint_calls += 1
@@ -198,15 +191,6 @@ def _text(line: dict[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise _WrongLineError(f"{key} is {value!r}, expected text")
     return value
-
-
-def charge_ratio(before: float, usd: float, held: float, bound: float) -> float:
-    """Return how many times its bound a teacher is expected to charge, after it charged `usd` for a call.
-
-    That is `usd` over the call's `bound`. A call for which less than `before` times its bound was `held` began before
-    `before` was known; such a call never lowers the ratio.
-    """
-    return usd / bound if held >= before * bound else max(before, usd / bound)
 
 
 def _add(total: Spent, line: dict[str, Any], usd: float) -> None:

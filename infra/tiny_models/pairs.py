@@ -252,10 +252,7 @@ def record_of(
     return StateRecord(
         trace=state.trace,
         state=f"{state.trace}/{state.turn:04d}",
-        step=state.turn,
-        family=family_of(base),
         outcome=_OUTCOMES[outcome],
-        planned=len(votes),
         votes=[
             VoteRecord(
                 teacher=name, family=family_of(f"{base}/{name}"), form=digest(answer.canonical),
@@ -263,7 +260,6 @@ def record_of(
             )
             for name, answer in votes.items() if answer is not None
         ],
-        student_form=None if own is None else digest(own),
         pairs=[] if pair is None else [pair.pair_id],
     )  # fmt: skip
 

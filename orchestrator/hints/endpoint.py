@@ -72,7 +72,7 @@ class ChatEndpoint:
             input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
         )
         caps = Caps(usd_per_run=config.budget_usd)
-        self._budget = Budget(caps, self._record, Spent(usd=self._cache.spent_usd), trusted=True)
+        self._budget = Budget(caps, self._record, Spent(usd=self._cache.spent_usd))
         endpoint = Endpoint(
             name=name,
             base_url=config.base_url,
@@ -82,8 +82,6 @@ class ChatEndpoint:
             timeout_s=config.timeout_s,
             max_concurrent=config.max_concurrent,
             rest_s=config.rest_s,
-            proxied=False,
-            strict=False,
         )
         self.client = ChatClient(endpoint, self._budget, self._cache)
 
@@ -133,10 +131,12 @@ class ChatEndpoint:
             check=check_text,
         )
         try:
-            return self._text((await self.client.ask(request)).answer)
+            answer, _ = await self.client.ask(request)
+            return self._text(answer)
         except CapError:
             raise BudgetError(
-                f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
+                self._budget.closed
+                or f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
                 f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to continue"
             ) from None
 

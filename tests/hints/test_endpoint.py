@@ -16,7 +16,7 @@ from endpoint_peer import chat_peer
 
 from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
-from composer_prime.llm.cache import AnswerCache, CachedAnswer
+from composer_prime.llm.cache import AnswerCache
 from composer_prime.llm.client import _tls_context
 from composer_prime.run.costs import CostLedger, spent
 from orchestrator.hints.endpoint import ChatEndpoint
@@ -80,14 +80,14 @@ def test_an_answer_without_a_count_costs_the_worst_case():
     ("mode", "said", "cost_usd"),
     [
         ("silent", "no reply within 0.2 s", 0.21),
-        ("500", "status 500: out of order", 0.21),
+        ("500", "status 500: out of order", 0.0),
         ("nonsense", "not a chat completion", 0.21),
         ("429", "status 429", 0.0),
     ],
 )
 def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
-    # Silence, here of a minute, ends at the deadline. Failures are not cached, but each costs its worst case, because a
-    # model may have answered. The next process counts that cost too. Only a refusal is free.
+    # Silence, here of a minute, ends at the deadline. Failures are not cached. Where a model may have answered they
+    # cost the worst case, which the next process counts too. An error status is free.
     async def run():
         async with chat_peer(mode) as peer:
             cache = tmp_path / "judge.sqlite"
@@ -156,10 +156,10 @@ def test_an_endpoint_that_is_not_there_is_an_error():
 def test_failures_cannot_pass_the_budget():
     # Two calls of 0.21 USD at worst fit into 0.45; that both fail leaves no money for a third.
     async def run():
-        async with chat_peer("500") as peer:
+        async with chat_peer("nonsense") as peer:
             endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), name="judge")
             for number in range(2):
-                with pytest.raises(EndpointError, match="status 500"):
+                with pytest.raises(EndpointError):
                     await endpoint.ask(ASK, variant=str(number))
             with pytest.raises(BudgetError):
                 await endpoint.ask(ASK, variant="third")
@@ -192,12 +192,12 @@ def test_another_process_that_writes_does_not_hold_up_the_loop(tmp_path):
     # It holds the cache's write lock while a call ends whose cost has to be kept. The call ends all the same, and the
     # cost is kept once the lock is free: `close` waits for it.
     async def run():
-        async with chat_peer("500") as peer:
+        async with chat_peer("nonsense") as peer:
             cache = tmp_path / "judge.sqlite"
             endpoint = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
             with closing(sqlite3.connect(cache, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
-                with pytest.raises(EndpointError, match="status 500"):
+                with pytest.raises(EndpointError):
                     await endpoint.ask(ASK)
                 other.execute("COMMIT")
             await endpoint.close()
@@ -232,37 +232,15 @@ def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
 
 
 def test_a_private_authority_is_trusted(tmp_path, monkeypatch):
-    # The authority that SSL_CERT_FILE names counts with and without the proxy of the environment.
+    # The authority that SSL_CERT_FILE names counts.
     certificate = "-----END CERTIFICATE-----\n"
     first, _, _ = Path(certifi.where()).read_text().partition(certificate)
     (tmp_path / "company.pem").write_text(first + certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "company.pem"))
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
-    for trust_env in (True, False):
-        context = _tls_context.__wrapped__(trust_env)
-        assert context.cert_store_stats()["x509_ca"] == 1
-        assert context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname
-    assert _tls_context(False) is _tls_context(False)
-
-
-def test_what_nobody_waits_for_is_not_asked():
-    # One call in flight, three behind it; their askers leave. The endpoint hears of none of them, and the same
-    # question asked again gets its answer.
-    async def run():
-        async with chat_peer("silent") as peer:
-            endpoint = ChatEndpoint(peer.config(timeout_s=0.5, max_concurrent=1), name="judge")
-            asked = [asyncio.create_task(endpoint.ask(ASK, variant=str(number))) for number in range(4)]
-            while not peer.bodies:
-                await asyncio.sleep(0.01)
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-            peer.mode = "answer"
-            assert await endpoint.ask(ASK, variant="3") == "use add"
-            assert (len(peer.bodies), endpoint.client.calls) == (2, 2)
-            await endpoint.close()
-
-    asyncio.run(run())
+    context = _tls_context.__wrapped__()
+    assert context.cert_store_stats()["x509_ca"] == 1
+    assert context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname
 
 
 def test_one_who_leaves_takes_no_answer_from_the_other():
@@ -329,17 +307,6 @@ def test_only_answers_that_are_of_use_are_cached(tmp_path):
 def test_a_verdict_may_be_longer_than_a_hint():
     judge = HintsConfig(judge={"base_url": "http://127.0.0.1:1/v1", "model": "m"}).judge
     assert judge.max_tokens == 600
-
-
-def test_a_cache_without_a_file_keeps_the_newest():
-    cache = AnswerCache(None, in_memory=2)
-    answer = CachedAnswer(
-        message={"role": "assistant", "content": "x"}, finish_reason="stop", input_tokens=1, output_tokens=1,
-        cost_usd=0.5, seconds=0.1,
-    )  # fmt: skip
-    for number in range(3):
-        cache.put(str(number), answer)
-    assert [cache.get(str(number)) for number in range(3)] == [None, answer, answer]
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):

@@ -175,12 +175,9 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
     values: dict[str, Any] = {
         "teacher": teachers,
         "cache_dir": tmp_path / "cache",
-        "retry_base_s": 0.01,
-        "retry_max_s": 0.05,
         "timeout_s": NEVER_S,
         "max_tokens": 20,
         "budget": {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0},
-        "kill": {"error_rate": 1.0},
     }
     return TeachersConfig(**(values | more))
 

@@ -1,34 +1,153 @@
-"""Caps of a call, a trace and a run, and endpoints that go over the price: no cap is passed by even one call."""
+"""Caps of a call, a trace and a run: no order of replies passes them, and an overcharge ends the calls."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import pytest
-from aiohttp import web
-from loopback import (
-    ANSWER_TOKENS,
-    USD,
-    Endpoint,
-    configured,
-    overrule,
-    play,
-    replayed,
-    serving,
-    settled_calls,
-    state,
-)
+from hypothesis import given
+from hypothesis import strategies as st
+from loopback import USD, Endpoint, configured, overrule, play, replayed, serving, state
 
-from composer_prime.config.teachers import OPENROUTER, TeachersConfig
-from composer_prime.llm.budget import OVERCHARGE
+from composer_prime.config.teachers import OPENROUTER, BudgetConfig
+from composer_prime.errors import CapError
+from composer_prime.llm.budget import Reservation
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.replay.teachers import teacher_budget
+
+CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75)
+# Multiples of a sixteenth, which sums of doubles hold exactly.
+BOUNDS = st.integers(2, 16).map(lambda sixteenths: sixteenths / 16)
+ASK = st.tuples(st.just("ask"), st.sampled_from("ab"), st.sampled_from("tu"), BOUNDS)
+LOSE = st.tuples(st.just("lose"), st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]))
+DIE = st.tuples(st.just("die"))
+
+
+def replies(*times: float) -> st.SearchStrategy[tuple]:
+    return st.tuples(st.just("reply"), st.integers(0, 9), st.sampled_from(times))
+
+
+class World:
+    """A budget, those who ask it for money, and endpoints that charge what they like for what they were asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.budget = path, teacher_budget(CAPS, path)
+        self.asking: list[asyncio.Task[Reservation]] = []
+        self.in_flight: list[Reservation] = []
+        self.charged = defaultdict[str, float](float)
+        self.excess = defaultdict[str, float](float)
+
+    async def ask(self, teacher: str, trace: str, bound: float) -> None:
+        self.asking.append(asyncio.create_task(self.budget.reserve(trace=trace, state="s", teacher=teacher, usd=bound)))
+
+    async def reply(self, index: int, times: float) -> None:
+        for call in self._taken(index):
+            usd = self._charge(call, times)
+            self.budget.note_charge(call, usd)
+            self.budget.settle(call, usd, status="ok")
+
+    async def lose(self, index: int, times: float) -> None:
+        for call in self._taken(index):
+            self._charge(call, times)
+            self.budget.settle(call, call.usd, status="connection")
+
+    async def die(self) -> None:
+        """The process ends and another goes on; all calls in flight are charged at the worst."""
+        for task in self.asking:
+            task.cancel()
+        await asyncio.gather(*self.asking, return_exceptions=True)
+        for call in self.in_flight:
+            self._charge(call, 1.0)
+        self.asking, self.in_flight = [], []
+        self.budget = teacher_budget(CAPS, self.path)
+
+    async def granted(self) -> None:
+        """Calls that may be made now are in flight."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        done = [task for task in self.asking if task.done()]
+        self.asking = [task for task in self.asking if not task.done()]
+        for task in done:
+            if task.exception() is None:
+                assert self.budget.closed is None
+                self.in_flight.append(task.result())
+            else:
+                assert isinstance(task.exception(), CapError)
+
+    def _taken(self, index: int) -> list[Reservation]:
+        return [self.in_flight.pop(index % len(self.in_flight))] if self.in_flight else []
+
+    def _charge(self, call: Reservation, times: float) -> float:
+        usd = times * call.usd
+        beyond = max(usd - call.usd, 0.0)
+        assert call.usd <= CAPS.usd_per_call
+        for scope in ("run", call.trace):
+            self.charged[scope] += usd
+            self.excess[scope] += beyond
+        return usd
+
+
+async def played(steps: list[tuple], world: World) -> None:
+    """From where each teacher has kept to its bound once, so that calls may be in flight together."""
+    kept = [step for teacher in "ab" for step in (("ask", teacher, "t", 0.125), ("reply", 0, 0.0))]
+    for name, *values in [*kept, *steps]:
+        await getattr(world, name)(*values)
+        await world.granted()
+        for scope, usd in world.charged.items():
+            assert usd <= (CAPS.usd_per_run if scope == "run" else CAPS.usd_per_trace) + world.excess[scope]
+    await world.die()
+
+
+# Several teachers and traces, any order of calls, replies, lost replies and deaths of the process: while no endpoint
+# charges above its bound, no cap of a call, a trace or the run is passed. Where one does, caps are passed by what it
+# charged above it and by no more, and no further call is made.
+@pytest.mark.parametrize("most", [1.0, 8.0])
+def test_no_cap_is_passed(most: float) -> None:
+    charges = replies(0.0, 0.5, 1.0, most)
+
+    @given(st.lists(ASK | ASK | charges | LOSE | DIE, max_size=40))
+    def check(steps: list[tuple]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            world = World(Path(folder) / "costs.jsonl")
+            asyncio.run(played(steps, world))
+            assert most > 1 or not any(world.excess.values())
+
+    check()
+
+
+# A small budget is used up, but for what is held for one more call.
+def test_a_dollar(tmp_path: Path) -> None:
+    async def spend() -> int:
+        budget, calls = teacher_budget(BudgetConfig(usd_per_run=1.0), tmp_path / "costs.jsonl"), 0
+        with pytest.raises(CapError) as refused:
+            while True:
+                held = await budget.reserve(trace="t", state="s", teacher="a", usd=0.02)
+                budget.settle(held, 0.005, status="ok")
+                calls += 1
+        assert refused.value.scope == "run"
+        return calls
+
+    assert asyncio.run(spend()) >= (1.0 - 0.02) / 0.005
+
+
+# What fits to the last cent is granted at once: with nothing in flight there is nothing to wait for.
+def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
+    async def run() -> None:
+        caps = BudgetConfig(usd_per_call=0.1, usd_per_trace=0.1, usd_per_run=0.1)
+        budget = teacher_budget(caps, tmp_path / "costs.jsonl")
+        budget.settle(await budget.reserve(trace="t", state="s", teacher="x", usd=0.001), 0.0, status="ok")
+        # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
+        held = [await budget.reserve(trace="t", state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
+        for reservation, usd in zip(held, (0.0, 0.0, 0.08), strict=True):
+            budget.settle(reservation, usd, status="ok")
+        async with asyncio.timeout(2):
+            await budget.reserve(trace="t", state="s", teacher="y", usd=0.02)
+
+    asyncio.run(run())
 
 
 # No order of replies passes a cap: what is held for calls in flight counts.
@@ -61,219 +180,59 @@ def test_the_cap_of_a_trace(tmp_path: Path) -> None:
     assert progress.outcomes["budget"] > 0 and progress.outcomes["overruled"] > 0
 
 
-# A call for which more is held than the cap of a call is never made; the reason names all that can be changed about it.
+# A call that may cost more than the cap of a call is never made; the reason names the cap.
 def test_the_cap_of_a_call(tmp_path: Path) -> None:
     long = state(0, messages=[{"role": "user", "content": "x" * 1500}], tools=[])
     progress, endpoint = play(tmp_path, [long], budget={"usd_per_call": 1.0})
     assert endpoint.asked == [] and progress.outcomes == {"budget": 1}
     assert not (tmp_path / "costs.jsonl").exists()
     (record,) = read_records(votes_beside(tmp_path / "pairs.jsonl"))
-    assert record.reason == (
-        "a call to gpt-a needs $1.3220, 2 times its bound of $0.6610, but $1.0000 of teachers.budget.usd_per_call = $1 "
-        "is left: raise the cap, or leave this teacher out"
-    )
+    assert "teachers.budget.usd_per_call = $1 " in (record.reason or "")
     assert list(progress.without_vote) == [record.reason]
-
-
-PRICES = {"input_usd_per_mtok": 3.0, "output_usd_per_mtok": 15.0}
-
-
-def dear(tmp_path: Path, url: str) -> TeachersConfig:
-    """Teachers at the price of a frontier model, and the budget that a configuration has by itself."""
-    teachers = [{**each.model_dump(), **PRICES} for each in configured(tmp_path, url).teacher]
-    return configured(tmp_path, url, teacher=teachers, max_tokens=1024, budget={})
 
 
 # The default caps leave room for long states: a dollar a call is enough for 300 KB at $3 a million tokens.
 def test_a_long_state_fits_below_a_dollar(tmp_path: Path) -> None:
     endpoint = Endpoint(answers=overrule)
     long = state(0, messages=[{"role": "user", "content": "word " * 60_000}])
+    dear = {"input_usd_per_mtok": 3.0, "output_usd_per_mtok": 15.0}
 
     async def run():
         async with serving(endpoint):
-            return await replayed(tmp_path, dear(tmp_path, endpoint.url), [long])
+            teachers = [{**each.model_dump(), **dear} for each in configured(tmp_path, endpoint.url).teacher]
+            config = configured(tmp_path, endpoint.url, teacher=teachers, max_tokens=1024, budget={})
+            return await replayed(tmp_path, config, [long])
 
     assert asyncio.run(run()).outcomes == {"overruled": 1}
 
 
-# Text of few bytes a token costs more than the bound, which is no overcharge: it stays within what was held.
-def test_dense_text_is_no_overcharge(tmp_path: Path) -> None:
-    endpoint = Endpoint(answers=overrule, tokens_factor=5.0)  # 500 prompt tokens
-    dense = [state(number, messages=[{"role": "user", "content": "x" * 900}], tools=[]) for number in range(3)]
-
-    async def run():
-        async with serving(endpoint):
-            return await replayed(tmp_path, dear(tmp_path, endpoint.url), dense)
-
-    progress = asyncio.run(run())
-    assert progress.stopped is None and progress.states == 3
-    assert any(settled["usd"] > 0 for _, settled in settled_calls(tmp_path))
-
-
-# An endpoint that charges more than the bound, or than its prices, ends the replay at once: what it charged is on the
-# record, its answer is kept, and no teacher is asked again, not even one whose call waited for a place.
-@pytest.mark.parametrize(
-    ("charges", "told"),
-    [({"tokens_factor": 50.0}, "bounded by"), ({"billed_usd": 0.15}, "by its prices")],
-)
-def test_an_endpoint_that_overcharges(tmp_path: Path, charges: dict, told: str) -> None:
+# An endpoint that charges more than the bound ends the replay after one call, whatever may be in flight: what it
+# charged is on the record, its answer is kept, and no teacher is asked again. Repaired, it is asked for the rest.
+@pytest.mark.parametrize("charges", [{"tokens_factor": 50.0}, {"billed_usd": 5.5}])
+def test_an_endpoint_that_overcharges(tmp_path: Path, charges: dict) -> None:
     endpoint = Endpoint(answers=overrule, delay_s=0.05, **charges)
     states = [state(number) for number in range(8)]
-
-    async def run():
-        async with serving(endpoint):
-            teachers = configured(tmp_path, endpoint.url).teacher
-            alone = [{**teacher.model_dump(), "max_concurrent": 1} for teacher in teachers]
-            return await replayed(tmp_path, configured(tmp_path, endpoint.url, teacher=alone), states)
-
-    progress = asyncio.run(run())
-    assert progress.stopped is not None and told in progress.stopped
+    progress, _ = play(tmp_path, states, endpoint=endpoint)
+    assert progress.stopped is not None and "gpt-a charged $5.5" in progress.stopped
     assert len(endpoint.asked) == 1 and progress.states == 0
-    assert progress.usd == pytest.approx(charges.get("billed_usd", 50 * USD))  # though no state was finished
+    assert progress.usd == pytest.approx(5.5)  # though no state was finished
     total = spent(tmp_path / "costs.jsonl")
-    assert total.usd == pytest.approx(charges.get("billed_usd", 50 * USD)) and total.unsettled == 0
+    assert total.usd == pytest.approx(5.5) and total.unsettled == 0
     endpoint.tokens_factor, endpoint.billed_usd = 1.0, USD
-    # As much is held for the next call, until one is charged as it should be: the cap of a call has to allow it.
-    told_again, _ = play(tmp_path, states, endpoint=endpoint)
-    dear = "tokens_factor" in charges
-    assert any("as it charged last" in reason for reason in told_again.without_vote) == dear
-    budget = {"usd_per_call": 10.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
-    play(tmp_path, states, endpoint=endpoint, budget=budget)
+    play(tmp_path, states, endpoint=endpoint)
     assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == 8
 
 
-# An endpoint that charges too much from the start does so in one call, whatever may be in flight. A repeated replay
-# holds what that call cost for the next one: the cap of the run is not passed.
-def test_an_overcharge_from_the_start(tmp_path: Path) -> None:
-    endpoint = Endpoint(answers=overrule, delay_s=0.1, tokens_factor=50.0)
-    budget = {"usd_per_call": 10.0, "usd_per_trace": 100.0, "usd_per_run": 12.0}
-    asked = []
-    for _ in range(3):
-        states = [state(number) for number in range(20)]
-        progress, _ = play(tmp_path, states, endpoint=endpoint, concurrent_states=4, budget=budget)
-        asked.append(len(endpoint.asked))
-    assert asked == [1, 2, 2] and progress.stopped is not None and "usd_per_run" in progress.stopped
-    total = spent(tmp_path / "costs.jsonl")
-    assert total.usd == pytest.approx(2 * 50 * USD) and total.usd <= 12.0 and total.unsettled == 0
-
-
-FAIR_CALLS, TOGETHER = 8, 4
-MAX_TOKENS = 200
-OVER_TOKENS = 64 + MAX_TOKENS
-"""What the bound of a call counts beside the bytes of its messages: the chat template's share, and max_tokens."""
-
-
-@dataclass
-class Turning(Endpoint):
-    """Keeps to its bound for FAIR_CALLS, then charges `times` the bound of each call, once TOGETHER are in flight."""
-
-    times: float = 2.0
-    fair: bool = True
-    turned: asyncio.Event = field(default_factory=asyncio.Event)
-    together: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: int = 0
-
-    async def _reply(self, request: web.Request, fault: str, body: dict) -> web.StreamResponse:
-        if not self.fair:
-            self.waiting += 1
-            if self.waiting == TOGETHER:
-                self.together.set()
-            await asyncio.wait_for(self.together.wait(), 60)
-        reply = await super()._reply(request, fault, body)
-        if len(self.answered) == FAIR_CALLS:
-            self.fair = False
-            self.turned.set()
-        return reply
-
-    def _completion(self, body: dict) -> dict:
-        completion = super()._completion(body)
-        if not self.fair:
-            bound = len(msgspec.json.encode([body["messages"], body["tools"]])) // 3 + OVER_TOKENS
-            completion["usage"]["prompt_tokens"] = int(self.times * bound) - ANSWER_TOKENS
-        return completion
-
-    async def states(self, states: list[TraceState]) -> AsyncIterator[TraceState]:
-        """The first states, whose votes are all the fair calls, and then the others."""
-        for index, each in enumerate(states):
-            if index == FAIR_CALLS // 2:
-                await asyncio.wait_for(self.turned.wait(), 60)
-            yield each
-
-
-def longer(short: TraceState) -> TraceState:
-    """With a bound that is half as much more."""
-    return state(short.step, short.trace_id, messages=[{"role": "user", "content": f"Task {short.step}{'.' * 560}"}])
-
-
-def tight(tmp_path: Path, url: str, scope: str, bound: float) -> TeachersConfig:
-    """One cap that has room for just so much as TOGETHER calls of this bound need that cost twice as much, the others
-    wide: on eight calls at once that cost that, or a longer one, it would be passed."""
-    wide = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
-    caps = {
-        "usd_per_call": 2.2 * bound,
-        "usd_per_trace": FAIR_CALLS / 4 * USD + 2.5 * bound,
-        "usd_per_run": FAIR_CALLS * USD + (2 * TOGETHER + 0.5) * bound,
-    }
-    return configured(tmp_path, url, budget={**wide, scope: caps[scope]}, concurrent_states=16, max_tokens=MAX_TOKENS)
-
-
-# An endpoint keeps to its bound, and then charges OVERCHARGE times that, more than its tokens can be, for calls that
-# are in flight together: none is made after the first such charge was seen, and the caps of run, trace and call hold to
-# the cent. Where it charges more than the factor, they are passed by the excess of the calls in flight at the most.
-# Once the charge is repaired a resumed replay has every pair, and no answer is paid for twice.
-@pytest.mark.parametrize("scope", ["usd_per_run", "usd_per_trace", "usd_per_call"])
-@pytest.mark.parametrize("times", [2.0, 6.0])
-def test_an_overcharge_with_calls_in_flight(tmp_path: Path, scope: str, times: float) -> None:
-    endpoint, states = Turning(answers=overrule, times=times), [state(10 + each, f"t{each % 4}") for each in range(20)]
-    if scope == "usd_per_call":
-        states[5::3] = [longer(each) for each in states[5::3]]
-
-    async def run() -> tuple[TeachersConfig, list[tuple[dict, dict]]]:
-        async with serving(endpoint):
-            config = tight(tmp_path, endpoint.url, scope, 0.364)
-            progress = await replayed(tmp_path, config, endpoint.states(states))
-            assert "bounded by" in (progress.stopped or "")
-            calls = settled_calls(tmp_path)
-            assert len(endpoint.asked) == len(calls)
-            endpoint.fair = True
-            roomy = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
-            again = config.model_copy(update={"budget": type(config.budget)(**roomy)})
-            assert (await replayed(tmp_path, again, states)).stopped is None
-            return config, calls
-
-    config, calls = asyncio.run(run())
-    over = [settled for reserved, settled in calls if settled["usd"] == pytest.approx(times * reserved["bound"])]
-    assert len(over) == len(calls) - FAIR_CALLS >= TOGETHER
-    excess, charged = defaultdict[str, float](float), defaultdict[str, float](float)
-    for reserved, settled in calls:
-        beyond = max(settled["usd"] - OVERCHARGE * reserved["bound"], 0.0)
-        assert settled["usd"] <= config.budget.usd_per_call + beyond + 1e-9
-        for scope in ("run", reserved["trace"]):
-            excess[scope] += beyond
-            charged[scope] += settled["usd"]
-    for scope, usd in charged.items():
-        cap = config.budget.usd_per_run if scope == "run" else config.budget.usd_per_trace
-        assert usd <= cap + excess[scope] + 1e-9
-    assert (excess["run"] < 1e-9) == (times == 2.0)
-    assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == len(states)
-    assert len(endpoint.answered) == len(set(endpoint.answered)) == 2 * len(states)
-
-
 # OpenRouter is told with each request which price is held, so that it asks no dearer provider; other endpoints are not.
-# Where no provider is as cheap, the reason names that price and what to correct.
 def test_openrouter_is_told_the_price(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serving(Endpoint(answers=overrule, script={"gpt-a": ["not_found"]})) as endpoint:
-            config, addresses = configured(tmp_path, OPENROUTER), {name: endpoint.url for name in ("gpt-a", "qwen-b")}
-            progress = await replayed(tmp_path, config, [state(0)], addresses=addresses | {"glm-c": endpoint.url})
-            assert progress.pairs == 1
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            config = configured(tmp_path, OPENROUTER)
+            addresses = {name: endpoint.url for name in ("gpt-a", "qwen-b", "glm-c")}
+            assert (await replayed(tmp_path, config, [state(0)], addresses=addresses)).pairs == 1
             most = {"prompt": 1010.0, "completion": 1010.0}
             assert [body["provider"] for body in endpoint.seen] == [{"max_price": most}] * 2
-            (reason,) = progress.without_vote
-            assert "status 404" in reason and "at most $1010 for a million prompt tokens" in reason
-            assert "correct input_usd_per_mtok" in reason
 
     asyncio.run(run())
-    progress, endpoint = play(tmp_path / "elsewhere", [state(0)], {"gpt-a": ["not_found"]})
+    _, endpoint = play(tmp_path / "elsewhere", [state(0)])
     assert not any("provider" in body for body in endpoint.seen)
-    assert not any("only providers" in reason for reason in progress.without_vote)

@@ -26,13 +26,10 @@ def record(trace: str, number: int, *, outcome: str = "overruled", usd: float = 
     return StateRecord(
         trace=trace,
         state=f"{trace}/{number}",
-        step=number,
-        family="claude",
         outcome=outcome,
-        planned=3,
         votes=[] if outcome == "refused" else [vote],
         cost_usd=0.0 if outcome == "refused" else usd,
-        price_usd=price,
+        price_usd=price or (0.0 if outcome == "refused" else usd),
         rules=RULES,
     )
 
@@ -44,12 +41,12 @@ def pair(trace: str, number: int) -> Pair:
 
 
 # Counted by hand: refused traces thin out neither figure, an answer from the cache counts at its price, and a state
-# that was tried twice was paid for twice.
+# that was tried twice counts once: its first votes were in the cache then.
 def test_the_two_figures() -> None:
     records = [record("a", 0), record("a", 0), record("b", 0, usd=0.0, price=0.6), record("c", 0, outcome="refused")]
     density = measure(records, 3)
     assert (density.judged_traces, density.asked_traces) == (2, 2)
-    assert density.pairs_a_trace == 1.5 and density.usd_a_trace == pytest.approx(0.5)
+    assert density.pairs_a_trace == 1.5 and density.usd_a_trace == pytest.approx(0.4)
     assert density.verdict(0, 3, 1.5).passed and not density.verdict(0, 3, 1.6).passed
 
 

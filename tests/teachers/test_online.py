@@ -11,11 +11,12 @@ from aiohttp import web
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.cli import report_command as report_channels
-from composer_prime.config.teachers import MODELS_VARIABLE, TeachersConfig
+from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.replay import teachers
 from composer_prime.traces.replay.forecast import forecast_cost
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
@@ -227,10 +228,11 @@ def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.Mon
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         monkeypatch.setenv(MODELS_VARIABLE, url)
-        async with models_at(["tiny", "tiny/teacher_a"], TeachersConfig(), ()) as found:
+        async with models_at(["tiny", "tiny/teacher_a"], ()) as found:
             assert found == url and len(names) > 2
-        with pytest.raises(DeadlineError, match=r"waited 1 s for tiny/teacher_b at .*, and it serves tiny"):
-            async with models_at(["tiny/teacher_b"], TeachersConfig(local_start_timeout_s=1), ()):
+        monkeypatch.setattr(teachers, "START_TIMEOUT_S", 1)
+        with pytest.raises(DeadlineError, match=r"tiny/teacher_b at .*, and it serves tiny"):
+            async with models_at(["tiny/teacher_b"], ()):
                 pass
         await runner.cleanup()
 

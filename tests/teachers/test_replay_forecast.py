@@ -112,7 +112,7 @@ def test_composer_replay_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
             progress, told = await replay(Arguments(states=states, pairs=pairs, config=config))
             before, after = capsys.readouterr().err, replay_summary(progress, pairs, told)
             assert said is not None
-            assert f"cost forecast: {said.text()}; never more than $1000 while no call is charged more" in before
+            assert f"cost forecast: {said.text()}; never more than $1000 while no call is charged above" in before
             assert f"cost      $0.6600 paid now, $0.6600 as first asked; the forecast was {said.text()}" in after
 
     asyncio.run(run())

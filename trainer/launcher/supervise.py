@@ -81,10 +81,10 @@ def _orchestrator_commands(config: Config, run_dir: RunDir, where: list[str]) ->
     """Return the orchestrator with what serves it: teachers, the weight server, auditors."""
     commands, env = [], _threads(1)
     if models := config.teachers.models_served() if config.teachers.online else []:
-        port, threads = free_port(), config.teachers.local_threads  # the same port after a restart
-        argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
+        port = free_port()  # the same after a restart
+        argv = [sys.executable, "-m", "inference.model_server", "--port", str(port)]
         argv += [word for model in models for word in ("--model", model)]
-        commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads)))
+        commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(1)))
         env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
     argv = [*console_script("orchestrator"), *where]
     commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,17 +78,13 @@ class Density:
         return Verdict(first=first, last=last, passed=not reasons, reasons=reasons, min_pairs_a_trace=min_pairs)
 
 
-def measure(records: Sequence[StateRecord], pairs: int) -> Density:
-    """Measure a replay that gave `pairs`. Superseded records count too: what they cost was paid."""
-    judged = {record.trace for record in records if record.outcome != "refused"}
-    asked = {record.trace for record in records if record.votes or record.calls or record.cost_usd or record.price_usd}
-    paid, price = defaultdict[str, float](float), defaultdict[str, float](float)
-    for record in records:
-        paid[record.trace] += record.cost_usd
-    for record in latest(records).values():
-        price[record.trace] += record.price_usd
-    # A state that was tried twice was paid for twice, and decided once.
-    usd = sum(max(paid[trace], price[trace]) for trace in asked)
+def measure(records: Iterable[StateRecord], pairs: int) -> Density:
+    """Measure a replay that gave `pairs`, by the last record of each state. A state that was tried twice found the
+    votes of the first time in the cache."""
+    decided = latest(records).values()
+    judged = {record.trace for record in decided if record.outcome != "refused"}
+    asked = {record.trace for record in decided if record.votes or record.calls or record.price_usd}
+    usd = sum(record.price_usd for record in decided)
     return Density(pairs=pairs, judged_traces=len(judged), asked_traces=len(asked), usd=usd)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from composer_prime.config import Config
 from composer_prime.config.teachers import SelectConfig, TeachersConfig
 from composer_prime.errors import ConfigError
-from composer_prime.llm.budget import OVERCHARGE
+from composer_prime.llm.cache import Message
 from composer_prime.llm.prices import Price
 from composer_prime.model_families import UNKNOWN, family_named, family_of
 from composer_prime.traces.replay.teachers import price_of
-from composer_prime.traces.states import TraceState, read_states, state_names, write_state
+from composer_prime.traces.states import TraceState, read_states, state_names, texts_of, write_state
 
 BYTES_PER_TOKEN = 4.0
 """A mean for English and code. Budgets reserve with fewer."""
@@ -100,10 +100,7 @@ def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
     if all(price.bound_usd(1, 1) == 0 for _, price in _prices(config.teachers)):
         return f"cost forecast: nothing: all are local; never more than ${budget.usd_per_run:g}"
     cost = forecast.text() if forecast else _cost_of_rollouts(config)
-    return (
-        f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged more than "
-        f"{OVERCHARGE:g} times its bound"
-    )
+    return f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged above its bound"
 
 
 def writer_family(named: str, teachers: TeachersConfig) -> str:
@@ -168,7 +165,5 @@ def _can_be_trained(state: TraceState, config: Config) -> bool:
     return side <= config.model.max_context and context + side <= config.trainer.micro_batch_tokens
 
 
-def _text_tokens(message: dict) -> float:
-    calls = [call["function"] for call in message.get("tool_calls") or []]
-    texts = [message.get("content") or "", *(text for call in calls for text in (call["name"], call["arguments"]))]
-    return sum(len(text.encode("utf-8", "replace")) for text in texts) / BYTES_PER_TOKEN
+def _text_tokens(message: Message) -> float:
+    return sum(len(text.encode("utf-8", "replace")) for text in texts_of(message)) / BYTES_PER_TOKEN

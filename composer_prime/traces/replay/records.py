@@ -51,23 +51,16 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of one state."""
+    """The result of one state. Files of earlier releases have more fields, which are not read."""
 
     trace: str
     state: str
-    step: int
-    family: str
     outcome: str
     """overruled | agreed | no_majority | cannot_run | refused | failed | budget"""
     reason: str | None = None
-    planned: int = 0
     votes: list[VoteRecord] = []
-    student_form: str | None = None
-    error: bool = False
     failed_calls: int = 0
     """Calls of this replay that gave no vote. An answer from the cache that gives none is not one."""
-    broken: bool = False
-    """Whether an unexpected error failed it. The kill switch then counts its calls as failed."""
     cost_usd: float = 0.0
     """Paid now, retries included."""
     price_usd: float = 0.0
@@ -75,8 +68,6 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     content: str = ""
     """Digest of what the student saw and did. It tells apart another state with the same id."""
     pairs: list[str] = []
-    dropped: dict[str, int] = {}
-    """Pairs that were not written, by reason: length, duplicate."""
     rules: int = 1
     """By which the forms were compared (actions.RULES)."""
 

@@ -4,28 +4,28 @@
                  longer than a training step holds? refused
                  voters (never the trace's own family, cheapest first)
                  vote ── settled? no ── next vote ...
-                 candidates ── length, duplicates ──> ReplayRecords
-               kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
+                 pairs ── length, duplicates ──> ReplayRecords
+               too many failed calls, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
 An interrupted, killed or stopped replay continues where it was. Done states are skipped. Paid answers come from the
-cache. The figures of the kill switch are read from the votes.
+cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.data.pairs import Pair, PairState
+from composer_prime.data.pairs import Pair
 from composer_prime.errors import TeacherError
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import Message
@@ -34,16 +34,8 @@ from composer_prime.traces.replay.actions import RULES, Files, canonical
 from composer_prime.traces.replay.density import RunningGate
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
 from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
-from composer_prime.traces.replay.voting import (
-    Ballot,
-    Candidate,
-    KillSwitch,
-    Voting,
-    candidates,
-    length_ratio,
-    without_thinking,
-)
-from composer_prime.traces.states import TraceState
+from composer_prime.traces.replay.voting import Ballot, Voting, length_ratio, pairs_of, without_thinking
+from composer_prime.traces.states import TraceState, texts_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,8 +46,10 @@ NO_MODEL = "none"
 """The model.path of a replay without a run."""
 _MAX_LENGTH_RATIO = 4.0
 """A pair whose longer answer exceeds this times the shorter one is dropped: it would teach length."""
-_KNOWN_TEXTS = 100_000
+_KNOWN_TEXTS = 4096
 """Texts whose length is remembered: the states of a trace repeat their context."""
+MOST_FAILED, FEWEST_CALLS = 0.25, 20
+"""A replay stops when more than this share of its calls failed after all retries, once it made so many."""
 
 
 @asynccontextmanager
@@ -78,7 +72,7 @@ async def open_replay(
         stack.enter_context(only_writer(pairs))  # before reading what was spent
         records = ReplayRecords(pairs, votes)  # before anything is written: another file is left as it is
         budget = teacher_budget(teachers.budget, costs)
-        url = await stack.enter_async_context(models_at(models, teachers, server)) if models else ""
+        url = await stack.enter_async_context(models_at(models, server)) if models else ""
         pool = await asyncio.to_thread(TeacherPool, teachers, budget, dict.fromkeys(models, url))
         stack.push_async_callback(pool.close)
         gate = RunningGate(teachers.gate, records) if gated else None
@@ -141,16 +135,14 @@ class Replay:
         self._budget = budget
         self._records = records
         self._limits = limits
-        self._counting = asyncio.Lock()
         self._spent_before_usd = budget.spent_usd
         self._voting = Voting(config, pool, self.progress.without_vote)
-        self._switch = KillSwitch(config.kill)
+        self._places = asyncio.Semaphore(config.concurrent_states)
         self._stopping = asyncio.Event()
+        self._broke: Exception | None = None
         self._seen: dict[tuple[str, str], str | None] = {}
         """(trace, state) -> digest of the states of this replay."""
         self._writing = asyncio.Lock()
-        for record in records.history:
-            self._switch.note(record)
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> ReplayProgress:
         """Replay until the states end or something stops it, which `progress.stopped` names.
@@ -158,42 +150,39 @@ class Replay:
         Raises OSError when a record cannot be written, and the errors of `states`, once the calls in flight have ended.
         """
         running = set[asyncio.Task[None]]()
+        # A source may wait for its next state forever. A stop must not wait with it.
+        taking = asyncio.create_task(self._take(_each(states), running))
+        stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await self._take(_each(states), running)
-            while running:
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                running -= _checked(done)
-        except Exception as error:
-            self._budget.close(f"the replay broke off: {error}")  # wait for calls in flight, which may be charged
-            await asyncio.gather(*running, return_exceptions=True)
-            raise
+            await asyncio.wait((taking, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await _cancel((taking, stopping))
+            await asyncio.gather(*running)
         finally:
-            await _cancel(running)
+            await _cancel((taking, stopping, *running))
             # Only a canceled replay leaves calls in flight. They are counted at what is held for them.
             self.progress.usd = self._budget.spent_usd + self._budget.held_usd - self._spent_before_usd
+        if self._broke is not None:
+            raise self._broke
         if self.progress.stopped is not None:
             self._budget.note_stop(self.progress.stopped)
         return self.progress
 
     async def _take(self, source: AsyncIterator[TraceState], running: set[asyncio.Task[None]]) -> None:
-        """Begin states, concurrent_states at a time, until none are left or something stops the replay."""
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        upcoming: asyncio.Task[TraceState | None] | None = None
+        """Begin states, concurrent_states at a time, until none are left."""
         try:
-            # A source may wait for its next state forever. A stop must not wait with it.
-            while self.progress.stopped is None:
-                if upcoming is None and len(running) < self.config.concurrent_states:
-                    upcoming = asyncio.ensure_future(_next(source))
-                waited = {*running, stopping, *(() if upcoming is None else (upcoming,))}
-                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                running -= _checked(done & running)
-                if upcoming is not None and upcoming.done():
-                    state, upcoming = upcoming.result(), None
-                    if state is None:
-                        return
-                    self._begin(state, running)
-        finally:
-            await _cancel({stopping} if upcoming is None else {stopping, upcoming})
+            while True:
+                await self._places.acquire()
+                state = await anext(source, None)
+                if state is None:
+                    return
+                if self._is_open(state):
+                    task = asyncio.create_task(self._one(state))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                else:
+                    self._places.release()
+        except Exception as error:
+            self._break_off(error)
 
     def stop(self, reason: str) -> None:
         """End soon: make no further call, wait for those in flight and keep their answers."""
@@ -201,36 +190,58 @@ class Replay:
         self._budget.close(reason)
         self._stopping.set()
 
+    def _break_off(self, error: Exception) -> None:
+        self._broke = self._broke or error
+        self.stop(f"the replay broke off: {error}")
+
     @property
     def in_flight(self) -> int:
         """Calls without an answer yet."""
         return self._budget.in_flight
 
-    def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
+    def _is_open(self, state: TraceState) -> bool:
+        """Return whether a state is to be voted on. Count one that was done before, or has the id of another."""
         place, content = (state.trace_id, state.state_id), _content(state)
         progress, seen = self.progress, self._seen.setdefault(place, self._records.done.get(place))
         if seen is None:
             self._seen[place] = content
-            progress.stopped = progress.stopped or self._switch.tripped()
-            if progress.stopped is None:
-                running.add(asyncio.ensure_future(self._one(state)))
-        elif seen == content:
+            return True
+        if seen == content:
             progress.resumed += 1
-        else:
-            progress.left_out += 1
-            if progress.why_left_out is None:
-                progress.why_left_out = (
-                    f"trace {state.trace_id!r} has another state {state.state_id!r}, in this file or in "
-                    f"{self._records.votes_path}: give each state an id of its own, or write to another pairs file"
-                )
-                logger.warning("left out of the replay: %s", progress.why_left_out)
+            return False
+        progress.left_out += 1
+        if progress.why_left_out is None:
+            progress.why_left_out = (
+                f"trace {state.trace_id!r} has another state {state.state_id!r}, in this file or in "
+                f"{self._records.votes_path}: give each state an id of its own, or write to another pairs file"
+            )
+            logger.warning("left out of the replay: %s", progress.why_left_out)
+        return False
 
     async def _one(self, state: TraceState) -> None:
-        """Vote on one state and write down the result. An unexpected error fails this state alone."""
+        """Vote on one state and write down the result."""
+        try:
+            record, pairs, dropped = await self._voted(state)
+            if record.outcome == "run_budget":
+                # Not done: a replay with a larger cap takes it up again, its votes from the cache.
+                self.stop(record.reason or "")
+                return
+            async with self._writing:
+                await asyncio.to_thread(self._records.add, record, pairs)
+                if self.gate is not None:
+                    await self.gate.note(record)
+            self._count(record, dropped)
+        except Exception as error:  # the other states need the disk too
+            self._break_off(error)
+        finally:
+            self._places.release()
+
+    async def _voted(self, state: TraceState) -> tuple[StateRecord, list[Pair], Counter[str]]:
+        """Return what came of a state, with the pairs to write and why others are dropped. An unexpected error fails
+        this state alone."""
         ballot: Ballot | None = None
-        pairs: list[Pair] = []
-        dropped = Counter[str]()
-        broken = False
+        votes, pairs, dropped = [], [], Counter[str]()
+        failed, cached_usd = 0, 0.0
         try:
             try:
                 await self._check_length(state)
@@ -239,69 +250,33 @@ class Replay:
                 outcome, reason = "refused", str(error)
             else:
                 outcome, reason = await self._voting.vote(ballot, voters)
-            if outcome == "run_budget":
-                # Not done: a replay with a larger cap takes it up again, its votes from the cache.
-                self.progress.stopped = self.progress.stopped or reason
-                return
+                votes, failed, cached_usd = [vote.record for vote in ballot.votes], ballot.failed, ballot.cached_usd
             if ballot is not None and outcome not in UNDECIDED:
-                pairs, dropped = self._pairs(ballot)
-        except OSError:  # the other states need the disk too
-            raise
+                pairs, dropped = self._kept(pairs_of(ballot))
         except Exception as error:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
-            outcome, reason, pairs, dropped, broken = "failed", f"{type(error).__name__}: {error}", [], Counter(), True
+            outcome, reason = "failed", f"{type(error).__name__}: {error}"
+            votes, pairs, failed = [], [], 1 if ballot is None else max(ballot.failed + len(ballot.votes), 1)
             self._voting.count_no_vote(reason)
-        record = self._record(state, ballot, outcome, reason, pairs, dropped, broken=broken)
-        async with self._writing:
-            await asyncio.to_thread(self._records.add, record, pairs)
-            if self.gate is not None:
-                await self.gate.note(record)
-        self._count(record, len(pairs))
-
-    def _record(
-        self,
-        state: TraceState,
-        ballot: Ballot | None,
-        outcome: str,
-        reason: str | None,
-        pairs: list[Pair],
-        dropped: Counter[str],
-        *,
-        broken: bool,
-    ) -> StateRecord:
         usd = self._budget.take_state(state.state_id)
-        voted: dict[str, Any] = {"price_usd": usd}
-        if ballot is not None:
-            voted = {
-                "planned": ballot.planned,
-                "votes": [vote.record for vote in ballot.votes],
-                "student_form": digest(ballot.student),
-                "failed_calls": ballot.failed,
-                "price_usd": usd + ballot.cached_usd,
-            }
-        return StateRecord(
+        record = StateRecord(
             trace=state.trace_id,
             state=state.state_id,
-            step=state.step,
-            family=self._pool.family_of(state),
             outcome=outcome,
             reason=reason,
-            error=state.error is not None,
-            broken=broken,
+            votes=votes,
+            failed_calls=failed,
             cost_usd=usd,
+            price_usd=usd + cached_usd,
             content=_content(state),
             pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
-            dropped=dict(dropped),
             rules=RULES,
-            **voted,
         )
+        return record, pairs, dropped
 
     async def _check_length(self, state: TraceState) -> None:
         """Raise TeacherError where no step could train on a pair of the state."""
-        if self._limits is None:
-            return
-        async with self._counting:
-            excess = await asyncio.to_thread(self._limits.excess, state)
+        excess = None if self._limits is None else await asyncio.to_thread(self._limits.excess, state)
         if excess is not None:
             raise TeacherError(excess)
 
@@ -314,12 +289,10 @@ class Replay:
         voters = self._pool.voters(state)
         return Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters))), voters
 
-    def _pairs(self, ballot: Ballot) -> tuple[list[Pair], Counter[str]]:
+    def _kept(self, pairs: list[Pair]) -> tuple[list[Pair], Counter[str]]:
         """Return the pairs to write, and why others are dropped."""
-        pairs: list[Pair] = []
-        dropped: Counter[str] = Counter()
-        student = without_thinking(ballot.state.student_action)
-        for pair in [self._pair(ballot, candidate) for candidate in candidates(ballot, student)]:
+        kept, dropped = list[Pair](), Counter[str]()
+        for pair in pairs:
             written = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > _MAX_LENGTH_RATIO:
                 dropped["length"] += 1
@@ -327,37 +300,15 @@ class Replay:
                 dropped["duplicate"] += 1
             else:
                 self._records.contents.add(content_of(pair))
-                pairs.append(pair)
-        return pairs, dropped
+                kept.append(pair)
+        return kept, dropped
 
-    def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
-        state = ballot.state
-        votes = {
-            vote.record.teacher: {
-                "family": vote.record.family,
-                "form": vote.record.form,
-                "answer": vote.record.answer,
-                "for": candidate.side(vote.form),
-            }
-            for vote in ballot.votes
-        }
-        rejected_form = digest(candidate.rejected_form)
-        return Pair(
-            trace=state.trace_id,
-            state=PairState(state_id=state.state_id, messages=state.messages, tools=state.tools),
-            chosen=candidate.chosen,
-            rejected=candidate.rejected,
-            epsilon=candidate.epsilon,
-            teachers={"votes": votes, "planned": ballot.planned, "rejected_form": rejected_form},
-            cost_usd=sum(vote.record.price_usd for vote in ballot.votes),
-        )
-
-    def _count(self, record: StateRecord, pairs: int) -> None:
+    def _count(self, record: StateRecord, dropped: Counter[str]) -> None:
         progress = self.progress
         progress.states += 1
         progress.outcomes[record.outcome] += 1
-        progress.pairs += pairs
-        progress.dropped.update(record.dropped)
+        progress.pairs += len(record.pairs)
+        progress.dropped.update(dropped)
         progress.calls += record.calls
         progress.cached += sum(vote.cached for vote in record.votes)
         progress.failed += record.failed_calls
@@ -366,19 +317,21 @@ class Replay:
         progress.other_models.update(f"{vote.teacher}: {vote.model}" for vote in record.votes if vote.model)
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
-        self._switch.note(record)
-        progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
+        if self._budget.closed is not None:
+            self.stop(self._budget.closed)
+        elif progress.calls >= FEWEST_CALLS and progress.failed > MOST_FAILED * progress.calls:
+            self.stop(f"{progress.failed} of {progress.calls} calls failed: see the reasons, and repeat")
 
 
-@dataclass(slots=True, kw_only=True)
 class TrainingLimits:
-    """Which states a training step can hold: teachers are paid for no other. Used by one thread at a time."""
+    """Which states a training step can hold: teachers are paid for no other."""
 
-    tokenizer: Tokenizer
-    max_context: int
-    row_tokens: int
-    """Both sides of a pair share one row (trainer.micro_batch_tokens)."""
-    _lengths: dict[bytes, int] = field(default_factory=dict)
+    def __init__(self, tokenizer: Tokenizer, *, max_context: int, row_tokens: int) -> None:
+        """`row_tokens`: both sides of a pair share one row (trainer.micro_batch_tokens)."""
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._row_tokens = row_tokens
+        self._length = lru_cache(_KNOWN_TEXTS)(self._count)
 
     def excess(self, state: TraceState) -> str | None:
         """Return why no pair of this state can be trained; None where one may.
@@ -389,8 +342,8 @@ class TrainingLimits:
         context = sum(self._tokens(message) for message in state.messages)
         side = context + self._tokens(state.student_action)
         for tokens, what, setting, limit in (
-            (side, "its context and action have", "model.max_context", self.max_context),
-            (context + side, "both sides of its pairs have", "trainer.micro_batch_tokens", self.row_tokens),
+            (side, "its context and action have", "model.max_context", self._max_context),
+            (context + side, "both sides of its pairs have", "trainer.micro_batch_tokens", self._row_tokens),
         ):
             if tokens > limit:
                 return (
@@ -400,18 +353,10 @@ class TrainingLimits:
         return None
 
     def _tokens(self, message: Message) -> int:
-        calls = [call["function"] for call in message.get("tool_calls") or []]
-        texts = [message.get("content") or "", *(text for call in calls for text in (call["name"], call["arguments"]))]
-        return sum(self._length(text) for text in texts if text)
+        return sum(self._length(text) for text in texts_of(message))
 
-    def _length(self, text: str) -> int:
-        key = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-        length = self._lengths.get(key)
-        if length is None:
-            if len(self._lengths) >= _KNOWN_TEXTS:
-                self._lengths.clear()
-            length = self._lengths[key] = len(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        return length
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def training_limits(config: Config) -> TrainingLimits | None:
@@ -431,9 +376,7 @@ def training_limits(config: Config) -> TrainingLimits | None:
         )
         return None
     tokenizer.no_truncation()
-    return TrainingLimits(
-        tokenizer=tokenizer, max_context=config.model.max_context, row_tokens=config.trainer.micro_batch_tokens
-    )
+    return TrainingLimits(tokenizer, max_context=config.model.max_context, row_tokens=config.trainer.micro_batch_tokens)
 
 
 def _content(state: TraceState) -> str:
@@ -453,15 +396,3 @@ async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _next(source: AsyncIterator[TraceState]) -> TraceState | None:
-    """Return the next state; None after the last. A task needs a coroutine, and `anext` is not one."""
-    return await anext(source, None)
-
-
-def _checked(done: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Return `done`. Raises what one of them raised."""
-    for task in done:
-        task.result()
-    return done

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -22,9 +23,8 @@ from composer_prime.config.teachers import MODELS_VARIABLE, BudgetConfig, Teache
 from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, TeacherError
 from composer_prime.llm.budget import Budget, Caps
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
-from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
+from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.prices import PER_MILLION, Price, listed_price
-from composer_prime.llm.reply import ROUNDING
 from composer_prime.model_families import UNKNOWN, family_named, is_foreign
 from composer_prime.model_source import resolve_model, weight_files
 from composer_prime.run.costs import CostLedger, spent
@@ -33,22 +33,19 @@ from composer_prime.traces.states import TraceState
 
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
-_BYTES_PER_TOKEN = 3.0
-"""What a call's bound assumes of its prompt. English and code have four; what is held covers text of 1.5."""
-_WORST_BYTES_PER_TOKEN = 1.0
-"""No tokenizer makes more tokens of a text than it has bytes."""
-_NO_PROVIDER = {404, 503}
-"""OpenRouter's answers where no provider meets the request's conditions:
-https://openrouter.ai/docs/api-reference/errors."""
+_BYTES_PER_TOKEN = 1.5
+"""What a call's bound assumes of its prompt. English and code have four."""
+_ROUNDING = 0.01
+"""By which share OpenRouter's price may differ from the list."""
 _REMEDIES = {
-    "max_tokens": 'max_tokens_key = "max_completion_tokens"',
     "max_completion_tokens": 'max_tokens_key = "max_tokens"',
+    "max_tokens": 'max_tokens_key = "max_completion_tokens"',
     "temperature": 'temperature = "omit"',
 }
 """By the parameter that an endpoint does not support: https://platform.openai.com/docs/guides/reasoning."""
-_PARAMETER = re.compile("|".join(sorted(_REMEDIES, reverse=True)))
-_NAMED_PARAMETER = re.compile(r'"param":\s*"([^"]+)"')
-_UNSUPPORTED = re.compile("unsupported|not support", re.IGNORECASE)
+_UNSUPPORTED = re.compile(r"unsupported|not support", re.IGNORECASE)
+START_TIMEOUT_S = 180.0
+"""How long local models may take to load."""
 _END_S = 10.0
 _POLL_S = 0.5
 _MARK_BYTES = 1 << 16
@@ -56,6 +53,16 @@ _MARK_BYTES = 1 << 16
 
 class NotAskedError(TeacherError):
     """No call was made."""
+
+
+class Reply(NamedTuple):
+    """A teacher's answer."""
+
+    answer: CachedAnswer
+    key: str
+    """Of the answer in the cache."""
+    cached: bool
+    """Whether nothing was paid for it now."""
 
 
 class Teacher:
@@ -101,47 +108,39 @@ class Teacher:
             max_tokens=shared.max_tokens,
         )
 
-    def _bound_usd(self, question: Question, bytes_per_token: float) -> float:
-        """Return the most that asking may cost, by the bytes of the question and the limit of the answer."""
-        tokens = int(_size(question) / bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
-        return self.price.bound_usd(tokens, question.max_tokens)
-
-    async def ask(self, state: TraceState) -> ChatAnswer:
+    async def ask(self, state: TraceState) -> Reply:
         """Return the answer to a state.
 
         Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
         the call would pass a cap.
         """
         question = self._question(state)
+        key = question.key
         if self._client is None:
-            stored = self._cache.get(question.key)
-            if stored is None:
+            answer, cached = await asyncio.to_thread(self._cache.get, key), True
+            if answer is None:
                 raise NotAskedError(
                     f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
                     "state: replay with cache_only = false once"
                 )
-            answer = ChatAnswer(answer=stored, key=question.key, cached=True, cost_usd=0.0)
         else:
+            prompt_bytes = len(msgspec.json.encode([question.messages, question.tools]))
+            prompt_tokens = int(prompt_bytes / _BYTES_PER_TOKEN) + _PROMPT_OVERHEAD_TOKENS
             request = ChatRequest(
                 question=question,
-                key=question.key,
-                bound_usd=self._bound_usd(question, _BYTES_PER_TOKEN),
-                most_usd=self._bound_usd(question, _WORST_BYTES_PER_TOKEN),
+                key=key,
+                bound_usd=self.price.bound_usd(prompt_tokens, question.max_tokens),
                 trace=state.trace_id,
                 state=state.state_id,
                 check=self._check_model,
             )
             try:
-                answer = await self._client.ask(request)
+                answer, cached = await self._client.ask(request)
             except NoAnswerError as error:  # which all that wait for this answer share
-                raise NoAnswerError(
-                    f"{error}{self._remedy(error)}",
-                    http_status=error.http_status,
-                    body=error.body,
-                ) from None
-        if answer.cached and (foreign := self._foreign(answer.answer)) is not None:
+                raise NoAnswerError(f"{error}{_remedy(error.body)}", body=error.body) from None
+        if cached and (foreign := self._foreign(answer)) is not None:
             raise NotAskedError(foreign)  # kept under another `family` of this teacher
-        return answer
+        return Reply(answer, key, cached)
 
     def _check_model(self, answer: CachedAnswer) -> None:
         foreign = self._foreign(answer)
@@ -175,37 +174,22 @@ class Teacher:
             max_tokens_key=config.max_tokens_key,
             extra_body={"provider": {"max_price": self._max_price()}} if config.at_openrouter else {},
             max_retries=shared.max_retries,
-            retry_base_s=shared.retry_base_s,
-            retry_max_s=shared.retry_max_s,
         )
 
     def _max_price(self) -> dict[str, float]:
         """Return USD a million tokens, above which OpenRouter gives a request to no provider:
         https://openrouter.ai/docs/features/provider-routing#max-price."""
-        per_million = 1e6 * (1 + ROUNDING)
+        per_million = (1 + _ROUNDING) / PER_MILLION
         return {
             "prompt": round(self.price.input_usd * per_million, 6),
             "completion": round(self.price.output_usd * per_million, 6),
         }
 
-    def _remedy(self, error: NoAnswerError) -> str:
-        """Return what to set where the endpoint takes other parameters, or no provider is as cheap as the prices."""
-        named = _NAMED_PARAMETER.search(error.body)
-        parameter = _PARAMETER.search(named[1] if named else error.body)
-        if parameter is not None and _UNSUPPORTED.search(error.body):
-            return f" (set {_REMEDIES[parameter.group()]} for this teacher)"
-        if not self.config.at_openrouter or error.http_status not in _NO_PROVIDER:
-            return ""
-        price = self._max_price()
-        return (
-            f" (only providers were asked that charge at most ${price['prompt']:g} for a million prompt tokens and "
-            f"${price['completion']:g} for a million answer tokens; where none does, correct input_usd_per_mtok and "
-            "output_usd_per_mtok of the teacher)"
-        )
 
-
-def _size(question: Question) -> int:
-    return len(msgspec.json.encode([question.messages, question.tools]))
+def _remedy(body: str) -> str:
+    """Return what to set where the endpoint's reply says that it takes other parameters."""
+    places = {body.find(name): remedy for name, remedy in _REMEDIES.items() if name in body}
+    return f" (set {places[min(places)]} for this teacher)" if places and _UNSUPPORTED.search(body) else ""
 
 
 def price_of(teacher: TeacherConfig) -> Price:
@@ -298,7 +282,7 @@ class TeacherPool:
             seen[teacher.family] += 1
         return sorted(allowed, key=lambda teacher: rank[teacher.name])
 
-    async def ask(self, teacher: Teacher, state: TraceState) -> ChatAnswer:
+    async def ask(self, teacher: Teacher, state: TraceState) -> Reply:
         """Return a teacher's answer.
 
         Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError.
@@ -332,7 +316,7 @@ def weights_mark(model: str) -> str:
 
 
 @asynccontextmanager
-async def models_at(models: Sequence[str], config: TeachersConfig, server: Sequence[str]) -> AsyncIterator[str]:
+async def models_at(models: Sequence[str], server: Sequence[str]) -> AsyncIterator[str]:
     """Give the base URL where `models` are served: by the launcher (MODELS_VARIABLE), else by a process that ends with
     this context. `server` is the command of a model server, empty where none may be started.
 
@@ -340,10 +324,10 @@ async def models_at(models: Sequence[str], config: TeachersConfig, server: Seque
     """
     url = os.environ.get(MODELS_VARIABLE)
     if url is not None:
-        await _until_served(url, set(models), config.local_start_timeout_s)
+        await _until_served(url, set(models))
         yield url
     elif server:
-        async with _local_models(models, config, server) as url:
+        async with _local_models(models, server) as url:
             yield url
     else:
         raise ConfigError(
@@ -352,8 +336,8 @@ async def models_at(models: Sequence[str], config: TeachersConfig, server: Seque
         )
 
 
-async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
-    status = "nothing answers there"
+async def _until_served(url: str, models: set[str]) -> None:
+    timeout_s, status = START_TIMEOUT_S, "nothing answers there"
     try:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while True:
@@ -367,17 +351,15 @@ async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise DeadlineError(
-            f"waited {timeout_s:g} s for {', '.join(sorted(models))} at {url}, and {status}: see logs/teachers.log, or "
-            "raise teachers.local_start_timeout_s"
+            f"waited {timeout_s:g} s for {', '.join(sorted(models))} at {url}, and {status}: see logs/teachers.log"
         ) from None
 
 
 @asynccontextmanager
-async def _local_models(models: Sequence[str], config: TeachersConfig, server: Sequence[str]) -> AsyncIterator[str]:
-    threads, timeout_s = config.local_threads, config.local_start_timeout_s
-    command = [*server, "--threads", str(threads), *(word for model in models for word in ("--model", model))]
+async def _local_models(models: Sequence[str], server: Sequence[str]) -> AsyncIterator[str]:
+    command = [*server, *(word for model in models for word in ("--model", model))]
     # In a session of its own: Ctrl-C must not end the models while their last answers are waited for.
-    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, **child_options(environment)
     )
@@ -385,11 +367,9 @@ async def _local_models(models: Sequence[str], config: TeachersConfig, server: S
     names = ", ".join(models)
     try:
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), timeout_s)
+            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
         except TimeoutError:
-            raise DeadlineError(
-                f"waited {timeout_s:g} s for local models ({names}) to load: raise teachers.local_start_timeout_s"
-            ) from None
+            raise DeadlineError(f"waited {START_TIMEOUT_S:g} s for local models ({names}) to load") from None
         if not line:
             status = await process.wait()
             raise RoleFailedError(f"the server of local models ({names}) ended with status {status}; see its message")

@@ -1,4 +1,4 @@
-"""The votes on one state: which teacher to ask next, which pairs the answers give, and what ends a replay.
+"""The votes on one state: which teacher to ask next, and which pairs the answers give.
 
 1. A majority (more than N/2 of the planned voters, of at least two families, by canonical form) beats the student,
    where they differ.
@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_prime.config.teachers import KillSwitchConfig, TeachersConfig
+from composer_prime.config.teachers import TeachersConfig
+from composer_prime.data.pairs import Pair, PairState
 from composer_prime.errors import CapError
 from composer_prime.llm.cache import Message
 from composer_prime.llm.client import NoAnswerError
 from composer_prime.model_families import is_same_model
 from composer_prime.traces.replay.actions import Canonical, Files, actions_in_text, canonical, way_of
-from composer_prime.traces.replay.records import StateRecord, VoteRecord, digest
+from composer_prime.traces.replay.records import VoteRecord, digest
 from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
 from composer_prime.traces.states import TraceState
 
@@ -39,31 +40,6 @@ class Vote:
     record: VoteRecord
     form: Canonical
     message: Message
-
-
-@dataclass(slots=True)
-class KillSwitch:
-    """Ends a replay whose calls fail too often. It takes in each state, those of earlier replays first."""
-
-    config: KillSwitchConfig
-    calls: int = 0
-    failed: int = 0
-    states: int = 0
-    """On which a call was made, or that broke."""
-
-    def note(self, record: StateRecord) -> None:
-        """Take in one state. All calls of a broken state count as failed, and one where it made none."""
-        calls, broken = record.calls, record.broken
-        self.states += bool(calls or broken)
-        self.calls += max(calls, broken)
-        self.failed += max(calls, 1) if broken else record.failed_calls
-
-    def tripped(self) -> str | None:
-        """Return why the replay has to stop; None while it may continue."""
-        rate, limit = self.failed / max(self.calls, 1), self.config.error_rate
-        if self.states < self.config.min_states or rate <= limit:
-            return None
-        return f"error_rate is {rate:.4g} after {self.states} states, teachers.kill.error_rate is {limit:g}"
 
 
 @dataclass(slots=True)
@@ -154,7 +130,7 @@ class Voting:
             agrees=form == ballot.student,
             answer=reply.key,
             cached=reply.cached,
-            cost_usd=reply.cost_usd,
+            cost_usd=0.0 if reply.cached else answer.cost_usd,
             price_usd=answer.cost_usd,
             model=other,
         )
@@ -201,42 +177,43 @@ def preferred(votes: Sequence[Vote], student: Message, student_form: Canonical, 
     return [student] if form == student_form else [vote.message for vote in votes if vote.form == form]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A pair before it is written."""
-
-    chosen: Message
-    rejected: Message
-    chosen_form: Canonical
-    rejected_form: Canonical
-    epsilon: float
-
-    def side(self, form: Canonical) -> str:
-        if form == self.chosen_form:
-            return "chosen"
-        return "rejected" if form == self.rejected_form else "neither"
-
-
-def candidates(ballot: Ballot, student: Message) -> list[Candidate]:
-    """Return the pairs that the votes give. `student`: its own action.
-
-    Of agreeing answers that can run the first is chosen, which is the cheapest teacher's.
-    """
-    votes, form = ballot.votes, majority(ballot.votes, ballot.planned)
+def pairs_of(ballot: Ballot) -> list[Pair]:
+    """Return the pairs that the votes give. Of agreeing answers that can run the first is chosen, which is the cheapest
+    teacher's."""
+    votes, state, form = ballot.votes, ballot.state, majority(ballot.votes, ballot.planned)
     if form is None:
         return []
+    student = without_thinking(state.student_action)
     actions = preferred(votes, student, ballot.student, form)
-    chosen = next((message for message in actions if obstacle(message, form, ballot.state) is None), None)
+    chosen = next((message for message in actions if obstacle(message, form, state) is None), None)
     if chosen is None:
         return []
     beaten = {ballot.student: student}
     if form == ballot.student:
         beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
-    doubt = epsilon(sum(vote.form == form for vote in votes), len(votes))
-    return [
-        Candidate(chosen=chosen, rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
-        for other, message in beaten.items()
-    ]
+    pairs = []
+    for other, rejected in beaten.items():
+        sides = {form: "chosen", other: "rejected"}
+        cast = {
+            vote.record.teacher: {
+                "family": vote.record.family,
+                "form": vote.record.form,
+                "answer": vote.record.answer,
+                "for": sides.get(vote.form, "neither"),
+            }
+            for vote in votes
+        }
+        pair = Pair(
+            trace=state.trace_id,
+            state=PairState(state_id=state.state_id, messages=state.messages, tools=state.tools),
+            chosen=chosen,
+            rejected=rejected,
+            epsilon=epsilon(sum(vote.form == form for vote in votes), len(votes)),
+            teachers={"votes": cast, "planned": ballot.planned, "rejected_form": digest(other)},
+            cost_usd=sum(vote.record.price_usd for vote in votes),
+        )
+        pairs.append(pair)
+    return pairs
 
 
 def obstacle(message: Message, form: Canonical, state: TraceState) -> str | None:
