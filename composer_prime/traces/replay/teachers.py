@@ -55,7 +55,7 @@ class NotAskedError(TeacherError):
     """No call was made."""
 
 
-class Reply(NamedTuple):
+class TeacherAnswer(NamedTuple):
     """A teacher's answer."""
 
     answer: CachedAnswer
@@ -108,7 +108,7 @@ class Teacher:
             max_tokens=shared.max_tokens,
         )
 
-    async def ask(self, state: TraceState) -> Reply:
+    async def ask(self, state: TraceState) -> TeacherAnswer:
         """Return the answer to a state.
 
         Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
@@ -140,7 +140,7 @@ class Teacher:
                 raise NoAnswerError(f"{error}{_remedy(error.body)}", body=error.body) from None
         if cached and (foreign := self._foreign(answer)) is not None:
             raise NotAskedError(foreign)  # kept under another `family` of this teacher
-        return Reply(answer, key, cached)
+        return TeacherAnswer(answer, key, cached)
 
     def _check_model(self, answer: CachedAnswer) -> None:
         foreign = self._foreign(answer)
@@ -282,7 +282,7 @@ class TeacherPool:
             seen[teacher.family] += 1
         return sorted(allowed, key=lambda teacher: rank[teacher.name])
 
-    async def ask(self, teacher: Teacher, state: TraceState) -> Reply:
+    async def ask(self, teacher: Teacher, state: TraceState) -> TeacherAnswer:
         """Return a teacher's answer.
 
         Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError.
