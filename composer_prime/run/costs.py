@@ -90,8 +90,10 @@ class Spent:
     """By node; their dollars are in no other sum."""
 
     @property
-    def node_usd(self) -> float:
-        return sum(node.usd or 0.0 for node in self.nodes.values())
+    def total_usd(self) -> float:
+        """The machine, nodes at their prices, teachers and hints."""
+        nodes = sum(node.usd or 0.0 for node in self.nodes.values())
+        return self.machine_usd + nodes + self.usd + self.hint_usd
 
 
 class CostLedger:

@@ -224,7 +224,7 @@ def costs(run_dir: RunDir) -> dict[str, Any]:
         "process_s": paid.process_s,
         "gpu_s": paid.gpu_s,
         "machine_usd": paid.machine_usd,
-        "node_usd": paid.node_usd,
+        "node_usd": sum(node.usd or 0.0 for node in paid.nodes.values()),
         "seconds_by_role": by_role,
         "bytes_by_link": dict(paid.link_bytes),
     }

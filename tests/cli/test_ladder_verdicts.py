@@ -11,15 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from composer_prime.cli.ladder.preregistration import (
-    PlannedArm,
-    Preregistration,
-    digest_of,
-    read_preregistration,
-    register,
-)
+from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration, read_preregistration, register
 from composer_prime.cli.ladder.report import finished_runs, result_lines
-from composer_prime.cli.ladder.verdicts import Comparison, arm_means, compare, decided
+from composer_prime.cli.ladder.verdicts import Comparison, compare
 from composer_prime.cli.ladder_command import main
 from composer_prime.errors import ConfigError
 from composer_prime.run.costs import CostLedger
@@ -34,15 +28,14 @@ def planned_arm(name: str, weight: float) -> PlannedArm:
         {"name": "near", "weight": 1.0, "eval_taskset": {"split": "eval"}},
     ]
     settings = {"channels": {"sdpo": {"weight": weight}}, "orchestrator": {"source": sources}}
-    return PlannedArm(name=name, settings=settings, steps=STEPS, digest=digest_of(settings, STEPS))
+    return PlannedArm(name=name, settings=settings, steps=STEPS)
 
 
 def ladder(seeds: int = 3, **more: Any) -> Preregistration:
     arms = [planned_arm("a1", 0.0), planned_arm("a2", 0.5)]
     values: dict[str, Any] = {
-        "arms": arms, "baseline": "a1", "seeds": list(range(seeds)), "held_out": "near", "tasks": TASKS,
-        "reward_range": (0.0, 1.0), "minimal_effect": 0.05, "alpha": 0.05,
-        "stopping": "all seeds",
+        "arms": arms, "baseline": "a1", "seeds": list(range(seeds)), "held_out": "near",
+        "minimal_effect": 0.05,
     }  # fmt: skip
     return Preregistration(**(values | more))
 
@@ -93,28 +86,27 @@ def test_verdicts_follow_the_rule() -> None:
 def test_one_seed_cannot_validate() -> None:
     gain, loss = judged(0.3, 0.7, seeds=1), judged(0.7, 0.3, seeds=1)
     assert (gain.verdict, loss.verdict) == ("PARTIAL", "UNDECIDED")
-    assert gain.over_seeds.low is None and "one seed says nothing of others" in gain.meaning
+    assert gain.over_seeds.low is None and "not shown for other seeds" in gain.meaning
     assert "these models are worse" in loss.meaning
     less = judged(0.3, 0.6, minimal_effect=0.5)
     assert less.over_tasks.low is not None and less.over_tasks.low > 0 and less.verdict == "PARTIAL"
     assert "by less than the 0.500 of interest" in less.meaning
 
 
-# An early look after one of three seeds has a wider interval than the planned end, and only seeds and tasks that both
-# arms have are compared.
+# Only seeds and tasks that both arms have are compared, and there is no verdict before the last seed.
 def test_only_what_both_have_is_compared() -> None:
     registered = ladder(3)
     base = {0: {"a": 0.0, "b": 1.0}, 1: {"a": 0.0, "b": 0.0}}
     other = {1: {"a": 1.0, "b": 0.0, "c": 1.0}, 2: {"a": 1.0}}
     result = compare(registered, base, other)
     assert result is not None and result.by_seed == {1: 0.5} and result.over_tasks.count == 2
+    assert result.verdict == "so far"
     assert compare(registered, base, {2: {"a": 1.0}}) is None and compare(registered, base, {0: {"c": 1.0}}) is None
 
 
-# A second start must be the ladder that was announced: both values are named, by arm and setting. So must a file that
-# was edited by hand.
+# A second start must be the ladder that was announced: both values are named, by arm and setting.
 def test_a_ladder_that_differs_is_refused(tmp_path: Path) -> None:
-    assert register(tmp_path, ladder()) and not register(tmp_path, ladder(version="2", written="later"))
+    assert register(tmp_path, ladder()) and not register(tmp_path, ladder(written="later"))
     other_arms = [planned_arm("a1", 0.0), planned_arm("a2", 0.75)]
     with pytest.raises(ConfigError, match=r"seeds: registered \[0, 1, 2\], now \[0, 1\]"):
         register(tmp_path, ladder(2))
@@ -123,9 +115,6 @@ def test_a_ladder_that_differs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"minimal_effect: registered 0.05, now 0.01"):
         register(tmp_path, ladder(minimal_effect=0.01))
     path = tmp_path / "preregistration.json"
-    path.write_text(path.read_text().replace('"weight": 0.5', '"weight": 0.4'))
-    with pytest.raises(ConfigError, match="was edited: the digest of arm a2 is"):
-        read_preregistration(tmp_path)
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_preregistration(tmp_path)
@@ -156,22 +145,11 @@ def test_the_report_has_verdict_other_tasks_and_dollars(tmp_path: Path, capsys: 
     assert [run.root.name for run in finished_runs(tmp_path, registered)][:2] == ["a1-seed0", "a1-seed1"]
     text = "\n".join(result_lines(tmp_path, registered))
     assert "a2 - a1, held-out near after step 40: +0.3" in text and "VALIDATED: better" in text
-    assert "held-out far, which is never trained on\n  a2 - a1: over tasks -0.3" in text
-    assert "1.50 x" in text and "finished runs together $3.00" in text
+    assert "held-out far\n  a2 - a1: over tasks  -0.3" in text
+    assert "150 tokens trained" in text and "$0.50" in text
     assert main([str(tmp_path)]) == 0
     assert text in capsys.readouterr().out
-    assert decided(tmp_path, registered) and not decided(tmp_path / "elsewhere", registered)
-
-
-# A reward outside the registered range would make the intervals wrong: refused by name. No run yet is no error.
-def test_rewards_outside_the_range_are_refused(tmp_path: Path) -> None:
-    registered = ladder()
-    assert "no finished run" in "\n".join(result_lines(tmp_path, registered))
-    write_evaluation(tmp_path, "a1-seed0", STEPS, {"near": [0.5, 1.5]})
-    with pytest.raises(
-        ConfigError, match=r"near/t1 has the reward 1.5, but the ladder is registered for rewards from 0"
-    ):
-        arm_means(tmp_path, registered, registered.arm("a1"), "near")
+    assert "no finished run" in "\n".join(result_lines(tmp_path / "elsewhere", registered))
 
 
 # The file is plain JSON, and comes back as it was written. Keys of an older release are left out.
@@ -181,7 +159,6 @@ def test_the_file_holds_the_whole_question(tmp_path: Path) -> None:
     assert read_preregistration(tmp_path) == registered
     values = json.loads((tmp_path / "preregistration.json").read_text())
     assert values["seeds"] == [0, 1, 2] and [arm["name"] for arm in values["arms"]] == ["a1", "a2"]
-    assert (
-        "VALIDATED" in values["rule"]
-        and msgspec.json.decode(json.dumps(values | {"seed_spread": 0.03}), type=Preregistration) == registered
-    )
+    assert "VALIDATED" in values["rule"]
+    older = json.dumps(values | {"alpha": 0.05, "stopping": "all seeds"})
+    assert msgspec.json.decode(older, type=Preregistration) == registered

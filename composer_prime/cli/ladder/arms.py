@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 
-from composer_prime.cli.ladder.preregistration import STOPPING, PlannedArm, Preregistration, digest_of
+from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistration
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
@@ -66,11 +66,6 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--baseline", metavar="ARM", help="arm to compare with (default: the first that trains)")
     text.add_argument("--held-out", metavar="SOURCE", help="source of the primary outcome (default: the first)")
     text.add_argument("--effect", type=float, default=0.05, help="smallest difference of interest (default 0.05)")
-    text.add_argument("--alpha", type=float, default=0.05, help="error rate of the intervals (default 0.05)")
-    text.add_argument("--rewards", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"),
-                      help="bounds of held-out rewards (default 0 1)")  # fmt: skip
-    text.add_argument("--stop-when-decided", action="store_true", help="train no further seeds once every arm is "
-                      "VALIDATED or REFUTED")  # fmt: skip
     text.add_argument("--yes", action="store_true", help="start without asking")
     return text
 
@@ -100,9 +95,9 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 def _command(name: str, config: Config, words: list[str]) -> ArmCommand:
     tables = config.model_dump(mode="json")
     settings = {table: values for table, values in tables.items() if table not in ("run", "monitor")}
-    steps = config.run.max_steps
-    arm = PlannedArm(name=name, settings=settings, steps=steps, digest=digest_of(settings, steps))
-    return ArmCommand(arm=arm, config=config, words=words)
+    return ArmCommand(
+        arm=PlannedArm(name=name, settings=settings, steps=config.run.max_steps), config=config, words=words
+    )
 
 
 def _check_arms(commands: Sequence[ArmCommand]) -> None:
@@ -110,10 +105,9 @@ def _check_arms(commands: Sequence[ArmCommand]) -> None:
     for name, count in Counter(command.arm.name for command in commands).items():
         if count > 1:
             raise ConfigError(f"{count} configurations have run.name {name!r}: give each its own, for it names the arm")
-    names: dict[str, str] = {}
-    for command in commands:
-        if (other := names.setdefault(command.arm.digest, command.arm.name)) != command.arm.name:
-            raise ConfigError(f"arms {other} and {command.arm.name} have equal settings: leave one out")
+    for one, other in combinations((command.arm for command in commands), 2):
+        if (one.settings, one.steps) == (other.settings, other.steps):
+            raise ConfigError(f"arms {one.name} and {other.name} have equal settings: leave one out")
     lengths = {command.arm.name: command.arm.steps for command in commands if command.arm.steps}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
@@ -145,23 +139,13 @@ def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Prer
                 f"held-out source {held_out!r} is not evaluated by arm {arm.name}, which has {', '.join(arm.sources)}: "
                 "name a source that every arm has with --held-out"
             )
-    low, high = options.rewards
-    figures = {"--seeds": options.seeds >= 1, "--effect": options.effect > 0, "--alpha": 0 < options.alpha < 0.5,
-               "--rewards": low < high}  # fmt: skip
-    for flag, right in figures.items():
-        if not right:
-            value = getattr(options, flag[2:].replace("-", "_"))
-            raise ConfigError(f"{flag} is {value}; give a number above 0, --alpha below 0.5, --rewards LOW below HIGH")
+    if options.seeds < 1 or options.effect <= 0:
+        raise ConfigError(f"--seeds is {options.seeds} and --effect {options.effect}; give numbers above 0")
     return Preregistration(
         arms=arms,
         baseline=baseline,
         seeds=list(range(options.seeds)),
         held_out=held_out,
-        tasks=base.settings["orchestrator"]["eval"]["tasks"],
-        reward_range=(low, high),
         minimal_effect=options.effect,
-        alpha=options.alpha,
-        stopping=STOPPING[options.stop_when_decided],
-        version=version("composer-prime"),
         written=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )

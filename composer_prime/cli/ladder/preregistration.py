@@ -6,7 +6,6 @@ can follow the result.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ PARTIAL    the interval over tasks lies above 0: these trained models are better
            that the difference is large enough, is not shown
 UNDECIDED  anything else"""
 """How a verdict follows from an arm's difference from the baseline arm. The first line that holds counts."""
-STOPPING = ("all seeds", "when decided")
 
 
 class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +35,6 @@ class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
     """The checked configuration without [run] and [monitor]."""
     steps: int
     """Optimizer steps; 0 only evaluates the start model."""
-    digest: str
-    """SHA-256 of `settings` and `steps`."""
 
     @property
     def sources(self) -> list[str]:
@@ -48,27 +44,17 @@ class PlannedArm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
-    """A ladder's question and rule."""
+    """A ladder's question and rule. Fields that earlier releases wrote besides these are ignored."""
 
     arms: list[PlannedArm]
     baseline: str
     seeds: list[int]
     held_out: str
     """Source whose held-out reward after the last step is the primary outcome."""
-    tasks: int
-    """Held-out tasks that an evaluation plays, which the intervals are tuned to."""
-    reward_range: tuple[float, float]
-    """Bounds of a held-out reward."""
     minimal_effect: float
     """The smallest difference in held-out reward that is of interest."""
-    alpha: float
-    """Chance of an interval to miss, over all of its looks; for each arm on its own."""
-    stopping: str
-    """One of STOPPING: train every seed, or stop after a seed when each arm is VALIDATED or REFUTED."""
     rule: str = RULE
     primary_outcome: str = "held-out reward after the last step, minus that of the baseline arm, paired by task"
-    version: str = ""
-    """Of the package; not compared."""
     written: str = ""
     """UTC; not compared."""
 
@@ -79,9 +65,8 @@ class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
         return f"{arm}-seed{seed}"
 
     @property
-    def span(self) -> float:
-        """The largest difference of two rewards."""
-        return self.reward_range[1] - self.reward_range[0]
+    def base_first(self) -> list[PlannedArm]:
+        return sorted(self.arms, key=lambda arm: arm.name != self.baseline)
 
     @property
     def challengers(self) -> list[PlannedArm]:
@@ -89,30 +74,15 @@ class Preregistration(msgspec.Struct, frozen=True, kw_only=True):
         return [arm for arm in self.arms if arm.steps and arm.name != self.baseline]
 
 
-def digest_of(settings: dict[str, Any], steps: int) -> str:
-    text = json.dumps([settings, steps], sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def read_preregistration(folder: Path) -> Preregistration | None:
-    """Return the pre-registration of a ladder's folder, if any.
-
-    Raises ConfigError for a file that cannot be read, or whose settings were edited.
-    """
+    """Return the pre-registration of a ladder's folder, if any. Raises ConfigError for a file that cannot be read."""
     path = folder / FILE
     if not path.is_file():
         return None
     try:
-        registered = msgspec.json.decode(path.read_bytes(), type=Preregistration)
+        return msgspec.json.decode(path.read_bytes(), type=Preregistration)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): restore it, or start a ladder in another folder") from None
-    for arm in registered.arms:
-        if (now := digest_of(arm.settings, arm.steps)) != arm.digest:
-            raise ConfigError(
-                f"{path} was edited: the digest of arm {arm.name} is {arm.digest[:12]}, its settings give {now[:12]}; "
-                "restore it, or start a ladder in another folder"
-            )
-    return registered
 
 
 def register(folder: Path, planned: Preregistration) -> bool:
@@ -138,9 +108,6 @@ def register(folder: Path, planned: Preregistration) -> bool:
 def _compared(registration: Preregistration) -> dict[str, Any]:
     """Return what must agree, with arms by name, so that a difference names its setting."""
     values = json.loads(msgspec.json.encode(registration))
-    for name in ("version", "written"):
-        del values[name]
+    del values["written"]
     values["arms"] = {arm.pop("name"): arm for arm in values["arms"]}
-    for arm in values["arms"].values():
-        del arm["digest"]  # of the settings, which are compared one by one
     return values

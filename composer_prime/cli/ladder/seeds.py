@@ -13,8 +13,8 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
-from composer_prime.cli.ladder.sequential import t_quantile
 from composer_prime.errors import ConfigError
+from composer_prime.host import install_command
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.progress import numeric_field
 from composer_prime.run.check_run_dir import changed_settings
@@ -22,6 +22,8 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval
 
 Settings = dict[str, Any]
+_ROUNDING = 1e-9
+"""Figures that differ by less are equal but for rounding."""
 _OF_ONE_RUN = ("run", "monitor")
 """Tables that may differ within an arm: name, seed, length, output folder, trackers."""
 
@@ -123,10 +125,19 @@ def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
     if not figures:
         return None
     mean, count = fmean(figures), len(figures)
-    if count < 3 or min(figures) == max(figures):
+    if count < 3 or max(figures) - min(figures) < _ROUNDING:
         return Interval(mean=mean, low=None, high=None, count=count)
     half = t_quantile(0.975, count - 1) * stdev(figures) / count**0.5
     return Interval(mean=mean, low=mean - half, high=mean + half, count=count)
+
+
+def t_quantile(share: float, freedom: int) -> float:
+    """Return the quantile of Student's t distribution. Raises ConfigError without scipy."""
+    try:
+        from scipy.special import stdtrit  # A slow import; only needed for an interval.
+    except ImportError:
+        raise ConfigError(f"intervals over seeds need scipy: run {install_command('ladder')}") from None
+    return float(stdtrit(freedom, share))
 
 
 def seeds_text(values: Mapping[int, float | None], *, sign: bool = False) -> str:
