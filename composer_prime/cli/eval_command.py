@@ -9,11 +9,9 @@ first step and after its last, is read instead of evaluated again.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,7 +25,6 @@ from composer_prime.model_source import model_folder, resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.stats.intervals import difference_interval, mean_interval, pass_at_k
-from composer_prime.view.catalog import read_settings
 
 USAGE = """\
 usage: composer eval RUN                                    the run's final model against its initial model
@@ -37,8 +34,6 @@ usage: composer eval RUN                                    the run's final mode
 MODEL is a model folder, a run directory (its final/ is used), a Hugging Face Hub id, tiny, or smollm2. All models
 get the same tasks with the same seeds. Rollouts go to OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. A run's own evaluations are
 reused unless a flag changes the evaluation, so `composer eval outputs/a1` may have nothing to run.
---resume continues the newest evaluation of the same name; --run.overwrite true replaces it. --dry-run only
-checks the command and prints what it would evaluate.
 Useful flags: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4 --orchestrator.eval.pass_k 1 4;
 with --env also --taskset.KEY VALUE and --eval_taskset.KEY VALUE."""
 
@@ -51,7 +46,6 @@ def main(words: list[str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
-    resume = "--resume" in words
     models, rest = split_models(words)
     with tempfile.TemporaryDirectory(prefix="composer-eval-") as folder:
         rest = _with_environment(rest, models, Path(folder))
@@ -74,13 +68,10 @@ def main(words: list[str]) -> int:
             elif run_dir is not None:
                 step = 0 if model == models[0] and len(models) > 1 else read_config(run_dir.config).run.max_steps
                 scored[model] = Evaluation(scores=recorded, folder=run_dir.root, step=step)
-        if "--dry-run" in words:
-            print("\n".join(_forecast(config, scored, missing)))
-            return 0
         if missing and config.inference.nodes > 1:
             print(f"note: inference.nodes is {config.inference.nodes}; an evaluation uses one node", flush=True)
         if missing:
-            scored |= evaluate_here(missing, config, resume=resume)
+            scored |= evaluate_here(missing, config)
     print(printable("\n".join(["", *report({model: scored[model] for model in models}, config)])))
     return 0
 
@@ -168,17 +159,10 @@ def recorded_scores(model: str, run_dir: RunDir) -> Scores | None:
     return _scores_with_notice(path)
 
 
-def _forecast(config: Config, recorded: Iterable[str], missing: Iterable[str]) -> list[str]:
-    """Return what would be read and what would be evaluated."""
-    evaluation = config.orchestrator.eval
-    size = f"{pluralize(evaluation.tasks, 'task')} x {pluralize(evaluation.samples, 'sample')}"
-    return [f"{model}: recorded by its run" for model in recorded] + [f"{model}: {size}" for model in missing]
-
-
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:
     """Return (models, the configuration's words). Raises ConfigError when either is missing."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
-    models, rest = words[:start], [word for word in words[start:] if word not in ("--resume", "--dry-run")]
+    models, rest = words[:start], words[start:]
     if not models:
         raise ConfigError(f"give one or more models, then a configuration\n{USAGE}")
     repeated = sorted({model for model in models if models.count(model) > 1})
@@ -199,7 +183,7 @@ def evaluation_config(words: list[str]) -> Config:
     return config
 
 
-def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[str, Evaluation]:
+def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
     """Return the evaluations of `models`, played by this process one after the other with the same workers."""
     from composer_prime.cli.served_model import Environments, serve
     from composer_prime.run.scratch import Scratch
@@ -209,7 +193,7 @@ def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[st
 
     async def one(model: str, environments: Environments, scratch: Path) -> Evaluation:
         served = config.model_copy(update={"model": config.model.model_copy(update={"path": model_folder(model)})})
-        run_dir = _evaluation_folder(model, served, resume=resume)
+        run_dir = _evaluation_folder(model, served)
         print(f"evaluating {model} ({run_dir.root})", flush=True)
         lines = ProgressLines()
         async with serve(served, scratch / _as_name(model)) as (gateway, chat):
@@ -231,40 +215,16 @@ def evaluate_here(models: list[str], config: Config, *, resume: bool) -> dict[st
         scratch.close()
 
 
-def _evaluation_folder(model: str, config: Config, *, resume: bool) -> RunDir:
-    """Return the folder of an evaluation with its config.json, whose model.path is the evaluated model.
+def _evaluation_folder(model: str, config: Config) -> RunDir:
+    """Return a new folder for an evaluation, with its config.json, whose model.path is the evaluated model.
 
-    A resume takes the newest folder of that model. Raises ConfigError where it was made under other settings.
+    It has the first number that no earlier evaluation has: `a0-tiny-2`.
     """
     evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_as_name(model)}"
-    earlier, values = _newest_of_model(evals, name, config.model.path), dump(config)
-    if resume and earlier is not None:
-        run_dir = RunDir(earlier)
-        before, now = (json.loads(text)["orchestrator"] for text in (run_dir.config.read_text(), values))
-        if (before["eval"], before["source"]) != (now["eval"], now["source"]):
-            raise ConfigError(f"--resume: {run_dir.root} was made with other sources or orchestrator.eval settings")
-        return run_dir
-    if config.run.overwrite:
-        run_dir = RunDir(evals / name)
-        run_dir.eval_rollouts(0).unlink(missing_ok=True)
-        run_dir.failed_rollouts.unlink(missing_ok=True)
-    else:
-        run_dir = RunDir(evals / unused_name(evals, name))
-    write_atomic(run_dir.config, values.encode())
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    run_dir = RunDir(evals / next(each for each in names if not (evals / each).exists()))
+    write_atomic(run_dir.config, dump(config).encode())
     return run_dir
-
-
-def _newest_of_model(evals: Path, name: str, model_path: str) -> Path | None:
-    """Return the newest folder `name` or `name-NUMBER` of this model: `m-2` may be the second one of m, or model m-2's.
-
-    None without one.
-    """
-    named = [path for path in evals.glob(f"{name}*") if re.fullmatch(r"(-[0-9]+)?", path.name.removeprefix(name))]
-    for folder in sorted(named, key=lambda path: path.stat().st_mtime, reverse=True):
-        model = read_settings(RunDir(folder)).get("model")
-        if isinstance(model, dict) and model.get("path") == model_path:
-            return folder
-    return None
 
 
 def _scores_with_notice(path: Path) -> Scores:
@@ -274,12 +234,6 @@ def _scores_with_notice(path: Path) -> Scores:
         failed = pluralize(len(failures), "rollout")
         print(f"{failed} failed and left out, the first with: {printable(failures[0])}", flush=True)
     return scores(path)
-
-
-def unused_name(folder: Path, name: str) -> str:
-    """Return `name`, or `name` with the first number that no earlier evaluation has: `a0-tiny-2`."""
-    candidates = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(candidate for candidate in candidates if not (folder / candidate).exists())
 
 
 def eval_table(scores_by_model: dict[str, Scores], threshold: float = 1.0) -> list[str]:

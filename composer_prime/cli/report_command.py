@@ -19,13 +19,15 @@ from composer_prime.monitor.metrics_file import Line, read_history
 from composer_prime.monitor.nodes import recorded_rows, table_lines
 from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
 from composer_prime.monitor.rollouts import Scores, eval_scores, only_evaluated, open_run
-from composer_prime.run.costs import spent
+from composer_prime.run.costs import Spent, spent
 from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
 _INDENT = " " * 15
 _EVENTS_SHOWN = 8
+_ROWS = 10
+"""Lines of the reward table."""
 _COLUMNS = {
     "reward/mean": "8.3f",
     "loss/total": "+9.4f",
@@ -38,112 +40,63 @@ _COLUMNS = {
 
 
 def main(words: list[str]) -> int:
-    options = report_parser().parse_args(words)
-    for flag, value in {"--plot": options.plot, "--html": options.html}.items():
-        if value is not None and len(options.run) > 1:
-            raise ConfigError(f"{flag} shows one run, not {len(options.run)}: report them one by one")
-    if options.html is not None:
-        print(f"wrote {write_html(open_run(options.run[0]), options.html)}")
+    parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
+    parser.add_argument("run", nargs="+", help="run directory")
+    html_help = "write a page with charts and rollouts that opens in any browser (default: report.html in the run)"
+    parser.add_argument("--html", nargs="?", type=Path, const=Path(), metavar="FILE", help=html_help)
+    options = parser.parse_args(words)
+    if options.html is None:
+        for folder in options.run:
+            print(printable("\n".join([*report_run(open_run(folder)), ""])))
         return 0
-    for folder in options.run:
-        print(printable("\n".join([*report_run(open_run(folder), options.bins), ""])))
-    if options.plot:
-        plot_rewards(open_run(options.run[0]), options.plot)
-        print(f"wrote {options.plot}")
+    if len(options.run) > 1:
+        raise ConfigError(f"--html shows one run, not {len(options.run)}: report them one by one")
+    from composer_prime.view.report_html import write_report  # reads the configuration, which takes a second
+
+    try:
+        print(f"wrote {write_report(open_run(options.run[0]), options.html if options.html != Path() else None)}")
+    except OSError as error:
+        raise ConfigError(f"--html {options.html} cannot be written ({error.strerror}): name another file") from None
     return 0
 
 
-def report_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
-    parser.add_argument("run", nargs="+", help="run directory")
-    parser.add_argument("--bins", type=int, default=10, help="lines of the reward table")
-    parser.add_argument("--plot", type=Path, help="draw the reward curve into this .svg or .png (needs the extra plot)")
-    parser.add_argument(
-        "--html",
-        nargs="?",
-        type=Path,
-        const=Path(),
-        metavar="FILE",
-        help="write a page with charts and rollouts that opens in any browser (default: report.html in the run)",
-    )
-    return parser
-
-
-def write_html(run_dir: RunDir, path: Path) -> Path:
-    """Write the run's page to `path`; to its report.html where `path` is empty. Raises ConfigError."""
-    from composer_prime.view.report_html import NAME, write_report  # reads the configuration, which takes a second
-
-    target = run_dir.root / NAME if path == Path() else path
-    if target.is_dir():
-        raise ConfigError(f"{target} is a folder: name a file, such as {target / NAME}")
-    try:
-        return write_report(run_dir, target)
-    except OSError as error:
-        raise ConfigError(f"the page cannot be written to {target} ({error.strerror}): name another file") from None
-
-
-def plot_rewards(run_dir: RunDir, path: Path) -> None:
-    """Draw reward by step and the held-out evaluations.
-
-    Raises ConfigError where matplotlib is missing, `path` cannot be written, or no step has a reward.
-    """
-    from composer_prime.stats.plot import reward_curve, save
-
-    progress = RunProgress()
-    progress.update(read_history(run_dir.metrics))
-    rewards = {step: each.reward for step, each in progress.steps.items() if each.reward is not None}
-    if not rewards:
-        raise ConfigError(f"{run_dir.root} has no trained step with a reward to draw: train first")
-    evaluations = {step: mean_interval(scores) for step, scores in eval_scores(run_dir).items() if scores}
-    try:
-        save(reward_curve(run_dir.root.name, rewards, evaluations), path)
-    except OSError as error:
-        raise ConfigError(f"the plot cannot be written to {path} ({error.strerror}): name another file") from None
-
-
-def report_run(run_dir: RunDir, bins: int) -> list[str]:
+def report_run(run_dir: RunDir) -> list[str]:
     """Return the report of one run, as lines."""
     lines = read_history(run_dir.metrics)
     progress = RunProgress()
     progress.update(lines)
     trained = [line for line in lines if "loss/total" in line]
     text = [f"{run_dir.root.name}  ({run_dir.root})"]
-    if not trained:
-        text.append("  no optimizer step yet")
+    if trained:
+        text += _curve(trained, progress) + _health(trained, progress) + hint_lines(trained)
+        text += pair_lines(trained, lines) + joint_lines(lines, progress)
     else:
-        text += _curve(trained, progress, bins) + _speed(trained, progress) + _health(trained)
-        text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
+        text.append("  no optimizer step yet")
     if total := _values(lines, "memory/total_bytes"):
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
-    text += _ledger(run_dir) + _costs(run_dir) + node_lines(run_dir, lines)
-    return text + event_lines(run_dir) + _evaluations(run_dir)
-
-
-def event_lines(run_dir: RunDir) -> list[str]:
-    """Return the warnings and errors of the run, the newest last, with the command that shows more."""
-    events = [each for each in read_events(run_dir.root / "events.jsonl") if each.level != "info"]
-    if not events:
-        return []
-    text = [f"  events       {pluralize(len(events), 'warning or error', 'warnings and errors')}"]
-    text += [f"{_INDENT}{len(events) - _EVENTS_SHOWN} earlier ones"] if len(events) > _EVENTS_SHOWN else []
-    for each in events[-_EVENTS_SHOWN:]:
-        text.append(f"{_INDENT}{strftime('%H:%M:%S', localtime(each.time))} {each.line}")
-        text += [f"{_INDENT}         more: {each.command}"] if each.command else []
+    text += _ledger(run_dir)
+    try:
+        paid = spent(run_dir.root / "costs.jsonl")
+        text += _costs(paid) + _nodes(lines, paid)
+    except LedgerError as error:
+        text.append(f"  costs        {error}")
+    text += _events(run_dir) + _evaluated(eval_scores(run_dir), "held-out tasks")
+    for source in only_evaluated(run_dir):
+        text += _evaluated(eval_scores(run_dir, source), f"tasks of {source}, which is never trained on")
     return text
 
 
-def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:
+def _curve(trained: list[Line], progress: RunProgress) -> list[str]:
     latest = {line["step"]: line for line in trained}
     steps = sorted(latest)
     rewards = progress.rewards()
     text = [f"  steps        {len(steps)}", f"  reward       {sparkline(rewards)}"]
     first, last = ends(rewards)
     if first:
-        text.append(f"               first {len(first)} {fmean(first):.3f}   last {len(last)} {fmean(last):.3f}")
+        text.append(f"{_INDENT}first {len(first)} {fmean(first):.3f}   last {len(last)} {fmean(last):.3f}")
     text.append("      steps         reward     loss  entropy  mismatch_kl  staleness  filtered")
-    count = max(1, min(bins, len(steps)))
-    edges = [round(index * len(steps) / count) for index in range(count + 1)]
-    for start, end in pairwise(edges):
+    count = min(_ROWS, len(steps))
+    for start, end in pairwise(round(index * len(steps) / count) for index in range(count + 1)):
         part = [latest[step] for step in steps[start:end]]
         cells = [_mean(part, name, shape) for name, shape in _COLUMNS.items()]
         text.append(f"      {steps[start]:>5} - {steps[end - 1]:<5} {' '.join(cells)}")
@@ -156,32 +109,19 @@ def _mean(part: list[Line], name: str, shape: str) -> str:
     return format(fmean(values), shape) if values else "-".rjust(width)
 
 
-def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
+def _health(trained: list[Line], progress: RunProgress) -> list[str]:
+    """Return how the time of all steps was spent, and how many rollouts were stale, masked or failed."""
     text = []
-    if (pace := progress.seconds_a_step(window=None)) is not None:
-        text.append(f"  pace         {pace:.2f} s between step ends (median)")
-    text += _shares(trained)
+    timed = [line for line in trained if numeric_field(line, "time/step_s")]
+    if timed:
+        whole = sum(_values(timed, "time/step_s"))
+        names = {"time/wait_s": "waiting for a batch", "time/forward_backward_s": "forward and backward"}
+        spent_s = {label: sum(_values(timed, name)) for name, label in names.items()}
+        spent_s["the rest"] = max(0.0, whole - sum(spent_s.values()))
+        parts = ", ".join(f"{label} {part / len(timed):.2f} s ({part / whole:.0%})" for label, part in spent_s.items())
+        text.append(f"  a step       {whole / len(timed):.2f} s on average: {parts}")
     if (rate := progress.tokens_per_s()) is not None:
         text.append(f"  throughput   {rate:,.0f} trained tokens/s, including waits")
-    return text
-
-
-def _shares(trained: list[Line]) -> list[str]:
-    """Return how the time of all steps was spent. Means a step add up, medians would not."""
-    timed = [line for line in trained if numeric_field(line, "time/step_s")]
-    whole = sum(_values(timed, "time/step_s"))
-    if not whole:
-        return []
-    names = {"time/wait_s": "waiting for a batch", "time/forward_backward_s": "forward and backward"}
-    spent_s = {label: sum(_values(timed, name)) for name, label in names.items()}
-    spent_s["the rest"] = max(0.0, whole - sum(spent_s.values()))
-    parts = ", ".join(f"{label} {part / len(timed):.2f} s ({part / whole:.0%})" for label, part in spent_s.items())
-    return [f"  a step       {whole / len(timed):.2f} s on average: {parts}"]
-
-
-def _health(trained: list[Line]) -> list[str]:
-    """Return warnings: stale, masked or failed rollouts."""
-    text = []
     if staleness := _values(trained, "policy/staleness_max"):
         text.append(f"  staleness    {max(staleness):.0f} at most")
     if masked := _values(trained, "policy/masked_fraction"):
@@ -213,39 +153,41 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
     text = []
     if any("loss/replay_dpo" in line for line in trained):
         last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
-        held, refused = numeric_field(last, "pairs/in_file") or 0, numeric_field(last, "pairs/refused") or 0
-        passes = f", pass {last['pairs/pass'] + 1:.0f} over the file" if "pairs/pass" in last else ""
-        text.append(
-            f"  pairs        {sum(_values(trained, 'dpo/pairs')):,.0f} trained; {held:,.0f} in the file, "
-            f"{refused:,.0f} of them refused{passes}"
-        )
+        held, refused = (numeric_field(last, f"pairs/{name}") or 0 for name in ("in_file", "refused"))
+        trained_pairs = f"{sum(_values(trained, 'dpo/pairs')):,.0f} trained"
+        text.append(f"  pairs        {trained_pairs}; {held:,.0f} in the file, {refused:,.0f} of them refused")
         text += _counts("refused", [last], "pairs/refused/")
         text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs agree with the teachers")
         text += _moved("displacement", trained, "dpo/displacement", "+.3f", "of the chosen answers, nats a token")
-    return text + _replay(lines)
-
-
-def _replay(lines: list[Line]) -> list[str]:
-    """Describe the replay that ran during training."""
-    replayed = [line for line in lines if "replay/states" in line or "replay/failed" in line]
-    failed = bool(replayed and replayed[-1].get("replay/failed"))
-    last = next((line for line in reversed(replayed) if "replay/states" in line), None)
-    if last is None:
-        return ["  replay       failed: see logs/orchestrator.log"] if failed else []
-    figures = {name: numeric_field(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
-    early = failed or figures.get("replay/stopped")
-    stopped = f"; {'failed' if failed else 'stopped early'}, see logs/orchestrator.log" if early else ""
-    text = [
-        f"  replay       {figures['replay/pairs']:,.0f} pairs of {figures['replay/states']:,.0f} states; "
-        f"{figures['replay/calls']:,.0f} calls, {figures['replay/cached']:,.0f} answers from the cache{stopped}"
-    ]
-    if "gate/measured" in figures:
-        text.append(
-            f"{_INDENT}gate: {figures['gate/windows_passed']:.0f} windows passed, "
-            f"{figures['gate/windows_missed']:.0f} missed; {figures['gate/pairs_passed']:,.0f} of "
-            f"{figures['gate/measured']:,.0f} measured pairs may be trained"
-        )
+    if last := next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), None):
+        pairs, states, calls = (numeric_field(last, f"replay/{name}") or 0 for name in ("pairs", "states", "calls"))
+        early = last.get("replay/stopped") or last.get("replay/failed")
+        stopped = "; stopped early, see logs/orchestrator.log" if early else ""
+        text.append(f"  replay       {pairs:,.0f} pairs of {states:,.0f} states; {calls:,.0f} calls{stopped}")
     return text
+
+
+def joint_lines(lines: list[Line], progress: RunProgress) -> list[str]:
+    """Describe a joint run as this peer logged it; empty for a run that trained alone, or before its first round."""
+    from composer_prime.view.run_payload import joint_rounds
+
+    rounds = joint_rounds(lines)
+    if not rounds:
+        return []
+    last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
+    by_peer = Counter(peer for each in rounds for peer in each["peers"])
+    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(by_peer.items()))
+    alone = sum(len(each["peers"]) == 1 for each in rounds)
+    waited_s = sum(each["sync_s"] or 0.0 for each in rounds)
+    sent, received = (last.get(f"diloco/bytes_{way}", 0) / 1e6 for way in ("sent", "received"))
+    return [
+        f"  joint run    outer step {rounds[-1]['round']:.0f}; {pluralize(len(rounds), 'round')} taken, "
+        f"{last.get('diloco/missed_rounds', 0):.0f} missed; the peers' models are equal in each of them",
+        f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
+        f"{_INDENT}link: {sent:,.1f} MB sent, {received:,.1f} MB received per rank since the last start; "
+        f"waited {waited_s:,.1f} s for rounds to end",
+        *([f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []),
+    ]
 
 
 def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
@@ -270,90 +212,48 @@ def _values(lines: list[Line], name: str) -> list[float]:
     return [value for line in lines if (value := numeric_field(line, name)) is not None]
 
 
-def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
-    """Describe a joint run as this peer logged it; empty for a run that trained alone, or before its first round."""
-    from composer_prime.view.run_payload import joint_rounds
-
-    rounds = joint_rounds(lines)
-    if not rounds:
-        return []
-    progress = RunProgress()
-    progress.update(lines)
-    last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
-    by_peer = Counter(peer for each in rounds for peer in each["peers"])
-    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(by_peer.items()))
-    alone = sum(len(each["peers"]) == 1 for each in rounds)
-    rejected = int(sum(each["rejected"] or 0 for each in rounds))
-    waited_s = sum(each["sync_s"] or 0.0 for each in rounds)
-    steps_s = sum(_values([line for line in lines if line.get("role") == "trainer"], "time/step_s"))
-    share = f", {waited_s / steps_s:.1%} of the steps' time" if steps_s else ""
-    sent, received = (last.get(f"diloco/bytes_{way}", 0) / 1e6 for way in ("sent", "received"))
-    return [
-        f"  joint run    outer step {rounds[-1]['round']:.0f}, "
-        f"{pluralize(int(rounds[-1]['sweep'] or 0), 'full sweep')}; {pluralize(len(rounds), 'round')} taken, "
-        f"{last.get('diloco/missed_rounds', 0):.0f} missed, {pluralize(rejected, 'delta')} rejected",
-        f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
-        f"{_INDENT}hashes: equal on all peers in each of these rounds (others are not averaged)",
-        f"{_INDENT}link: {sent:,.1f} MB sent, {received:,.1f} MB received per rank since the last start",
-        f"{_INDENT}waiting: {waited_s:,.1f} s for rounds to end{share}",
-        f"{_INDENT}tokens: {last.get('diloco/carried_tokens', 0):,.0f} late and carried over, "
-        f"{last.get('diloco/overwritten_tokens', 0):,.0f} discarded (including the delay's steps)",
-        *([f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []),
-    ]
-
-
 def _ledger(run_dir: RunDir) -> list[str]:
     """Report whether every sample was trained exactly once, over all resumes."""
     if not run_dir.ledger.is_file():
         return []
-    errors = check_ledger(run_dir.ledger)
-    if errors:
+    if errors := check_ledger(run_dir.ledger):
         return [f"  ledger       {line}" for line in errors]
     count = sum(len(ids) for ids in effective(run_dir.ledger).values())
     return [f"  ledger       {count} samples, each trained exactly once"]
 
 
-def _costs(run_dir: RunDir) -> list[str]:
+def _costs(paid: Spent) -> list[str]:
     """Return the costs of hints, processes, links and teachers."""
-    try:
-        paid = spent(run_dir.root / "costs.jsonl")
-    except LedgerError as error:
-        return [f"  costs        {error}"]
     text = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
     if paid.process_s:
         links = "".join(f", {name} {count:,}" for name, count in sorted(paid.link_bytes.items()))
         price = f", ${paid.machine_usd:,.4f} for the machine" if paid.machine_usd else ""
         text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{price}{links}")
-    if not paid.calls:
-        return text
-    by_teacher = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
-    state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
-    if paid.failed or paid.unsettled:
-        state += " (a call with a lost reply counts as its reservation, twice its bound)"
-    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}"]
+    if paid.calls:
+        by_teacher = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
+        lost = f", {paid.failed} failed, {paid.unsettled} without an end" if paid.failed or paid.unsettled else ""
+        lost += " (a call with a lost reply counts as its reservation, twice its bound)" if lost else ""
+        text.append(f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}){lost}")
+    return text
 
 
-def node_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
+def _nodes(lines: list[Line], paid: Spent) -> list[str]:
     """Return the table of inference nodes; empty where none was recorded. Rates are means over the run."""
-    try:
-        rows = recorded_rows(lines, spent(run_dir.root / "costs.jsonl").nodes)
-    except LedgerError:  # named among the costs
-        rows = []
-    if not rows:
+    rows = recorded_rows(lines, paid.nodes)
+    head = f"  nodes        {pluralize(len(rows), 'inference node')}"
+    return [head, *(f"      {line}" for line in table_lines(rows))] if rows else []
+
+
+def _events(run_dir: RunDir) -> list[str]:
+    """Return the warnings and errors of the run, the newest last, with the command that shows more."""
+    events = [each for each in read_events(run_dir.root / "events.jsonl") if each.level != "info"]
+    if not events:
         return []
-    paid = sum(row.totals.usd or 0.0 for row in rows)
-    price = f", ${paid:,.4f}" if paid else ""
-    return [
-        f"  nodes        {pluralize(len(rows), 'inference node')}{price}",
-        *(f"      {line}" for line in table_lines(rows)),
-    ]
-
-
-def _evaluations(run_dir: RunDir) -> list[str]:
-    """Return the evaluations on tasks of the trained sources, then those of each source that is only evaluated."""
-    text = _evaluated(eval_scores(run_dir), "held-out tasks")
-    for source in only_evaluated(run_dir):
-        text += _evaluated(eval_scores(run_dir, source), f"tasks of {source}, which is never trained on")
+    text = [f"  events       {pluralize(len(events), 'warning or error', 'warnings and errors')}"]
+    text += [f"{_INDENT}{len(events) - _EVENTS_SHOWN} earlier ones"] if len(events) > _EVENTS_SHOWN else []
+    for each in events[-_EVENTS_SHOWN:]:
+        text.append(f"{_INDENT}{strftime('%H:%M:%S', localtime(each.time))} {each.line}")
+        text += [f"{_INDENT}         more: {each.command}"] if each.command else []
     return text
 
 

@@ -73,36 +73,9 @@ def output(capsys, command, *words: str) -> str:
 
 def test_report_shows_curve_evaluations_and_change(run_dir, capsys):
     # Reward bins, the means of the first and last steps (none in both), held-out intervals with the paired change.
-    text = output(capsys, report_command, str(run_dir), "--bins", "3")
-    assert "first 3 0.200   last 3 0.500" in text and "5 - 6" in text
+    text = output(capsys, report_command, str(run_dir))
+    assert "first 3 0.200   last 3 0.500" in text and "6 - 6" in text
     assert "after     6 steps  0.500" in text and "change +0.500" in text
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_report_draws_the_reward_curve(run_dir, capsys, suffix):
-    # By step with its ten-step mean and the evaluations; the same run gives the same bytes.
-    drawn = [run_dir / f"{name}{suffix}" for name in "ab"]
-    for path in drawn:
-        assert f"wrote {path}" in output(capsys, report_command, str(run_dir), "--plot", str(path))
-    assert drawn[0].read_bytes() == drawn[1].read_bytes()
-    if suffix == ".svg":
-        text = drawn[0].read_text()
-        assert all(words in text for words in ("mean of 10 steps", "held-out tasks [95 %]", "mean reward"))
-
-
-def test_report_without_matplotlib_names_the_extra(run_dir, capsys, monkeypatch):
-    # The text comes first, and is there all the same.
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="uv sync --extra plot"):
-        report_command.main([str(run_dir), "--plot", str(run_dir / "r.svg")])
-    assert "first 3 0.200   last 3 0.500" in capsys.readouterr().out
-
-
-def test_a_plot_is_an_svg_or_a_png_of_one_run(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match=r"neither \.svg nor \.png"):
-        report_command.main([str(run_dir), "--plot", "r.gif"])
-    with pytest.raises(ConfigError, match="shows one run, not 2"):
-        report_command.main([str(run_dir), str(run_dir), "--plot", "r.svg"])
 
 
 def test_report_of_a_run_that_has_not_trained(tmp_path, capsys):
@@ -266,8 +239,8 @@ def test_eval_looks_for_every_model_before_it_evaluates_one(tmp_path):
 
 
 def test_eval_splits_models_from_the_configuration():
-    # Models first, then the configuration's words; --resume has no meaning here.
-    assert eval_command.split_models(["tiny", "out/final", "@", "f.toml", "--resume"]) == (
+    # Models first, then the configuration's words.
+    assert eval_command.split_models(["tiny", "out/final", "@", "f.toml"]) == (
         ["tiny", "out/final"],
         ["@", "f.toml"],
     )
@@ -316,15 +289,6 @@ def test_a_reader_that_leaves_early_sees_no_traceback(run_dir):
         process.stdout.close()
         assert process.wait(60) == 141
         assert errors == subprocess.STDOUT or process.stderr.read() == b""
-
-
-def test_an_evaluation_never_replaces_an_earlier_one(tmp_path):
-    # The second and third evaluation of one name get numbers.
-    names = []
-    for _ in range(3):
-        names.append(eval_command.unused_name(tmp_path, "a0-tiny"))
-        (tmp_path / names[-1]).mkdir()
-    assert names == ["a0-tiny", "a0-tiny-2", "a0-tiny-3"]
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""`composer eval`: the base as baseline, pass@k, resumed folders, and environments without a run."""
+"""`composer eval`: the base as baseline, pass@k, folders, and environments without a run."""
 
 from __future__ import annotations
 
@@ -56,30 +56,11 @@ def test_pass_at_k(tmp_path):
     assert any(line.startswith("tiny: pass@2 1.000 [") for line in lines)
 
 
-# A resume continues the newest folder under the same settings only; otherwise folders are numbered.
+# Folders are numbered, so that no evaluation replaces an earlier one.
 def test_folders(tmp_path):
-    words = ["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)]
-    config = resolve(words).config
-    first = eval_command._evaluation_folder("tiny", config, resume=False).root
-    second = eval_command._evaluation_folder("tiny", config, resume=False).root
-    assert (first.name, second.name) == ("a1-tiny", "a1-tiny-2")
-    assert eval_command._evaluation_folder("tiny", config, resume=True).root == second
-    with pytest.raises(ConfigError, match="made with other sources or"):
-        other = resolve([*words, "--orchestrator.eval.tasks", "7"]).config
-        eval_command._evaluation_folder("tiny", other, resume=True)
-
-
-# The first evaluation of model m-2 has the name of the second one of m, and a resume of m does not take it.
-def test_a_resume_takes_no_other_models_folder(tmp_path):
-    def folder(model, *, resume):
-        words = ["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--model.path", model]
-        return eval_command._evaluation_folder(model, resolve(words).config, resume=resume).root.name
-
-    assert folder("m", resume=False) == "a1-m"
-    assert folder("m-2", resume=False) == "a1-m-2"
-    assert folder("m", resume=True) == "a1-m"
-    assert folder("m-2", resume=True) == "a1-m-2"
-    assert folder("m.", resume=True) == "a1-m."
+    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)]).config
+    names = [eval_command._evaluation_folder("tiny", config).root.name for _ in range(3)]
+    assert names == ["a1-tiny", "a1-tiny-2", "a1-tiny-3"]
 
 
 # Any module of tasks can be evaluated without a run; its settings for held-out tasks can be given.
@@ -102,11 +83,3 @@ def test_played_rollouts_are_known(tmp_path):
     lines = [json.dumps({"rollout_id": name, "source": "my-env", "reward": reward}) + "\n" for name, reward in rows]
     (tmp_path / "rollouts" / "eval_000000.jsonl").write_text("".join(lines))
     assert _played(RunDir(tmp_path)) == {("my-env", "3", 1), ("my-env", "12", 0)}
-
-
-# --dry-run checks the words, says what would be evaluated and starts nothing.
-def test_a_dry_run_of_eval_starts_nothing(tmp_path, capsys):
-    words = ["tiny", "@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--dry-run"]
-    assert eval_command.main([*words, "--orchestrator.eval.tasks", "8", "--orchestrator.eval.samples", "2"]) == 0
-    assert capsys.readouterr().out == "tiny: 8 tasks x 2 samples\n"
-    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import json
 from composer_prime.cli.report_command import hint_lines, joint_lines, pair_lines, report_run
 from composer_prime.monitor.events import EventFile
 from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.run_dir import RunDir
 
@@ -21,16 +22,22 @@ def round_line(step: int, outer_step: int, peers: str, sent: float, **more) -> d
     return trainer_line(step, **figures, **own, **{"diloco/bytes_sent": sent, "diloco/bytes_received": sent}, **more)
 
 
+def joined(lines: list[dict]) -> list[str]:
+    progress = RunProgress()
+    progress.update(lines)
+    return joint_lines(lines, progress)
+
+
 def test_warnings_stand_in_the_report_with_the_command_that_shows_more(tmp_path):
     # Information is left out; a repeated event has its count; no event, no section.
     (tmp_path / "config.json").write_text("{}")
     MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1})
-    assert "events" not in "\n".join(report_run(RunDir(tmp_path), 1))
+    assert "events" not in "\n".join(report_run(RunDir(tmp_path)))
     file = EventFile(RunDir(tmp_path), "orchestrator")
     file.write("checkpoint", "checkpoint of step 1 is saved")
     for _ in range(10):
         file.write("failure", "a rollout of 's' failed: KeyError", level="warning", where="env.py:3")
-    text = "\n".join(report_run(RunDir(tmp_path), 1))
+    text = "\n".join(report_run(RunDir(tmp_path)))
     assert "events       1 warning or error\n" in text and "checkpoint of step" not in text
     assert "orchestrator: a rollout of 's' failed: KeyError (10 times) (env.py:3)" in text
     assert f"more: uv run composer rollouts {tmp_path} --failed" in text
@@ -41,7 +48,7 @@ def test_trust_stands_in_the_report(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl", "orchestrator")
     metrics.log(1, {"loss/total": 0.1})
     metrics.log(1, {"node": "a", "node/state": "away", "node/version": 1, "node/in_flight": 0, "node/trust": 0.97})
-    text = "\n".join(report_run(RunDir(tmp_path), 1))
+    text = "\n".join(report_run(RunDir(tmp_path)))
     assert "trust" in text and "0.97" in text
 
 
@@ -52,7 +59,7 @@ def test_a_steps_parts_add_up(tmp_path):
     for step, wait in ((1, 1.0), (2, 1.0), (3, 22.0)):
         parts = {"time/wait_s": wait, "time/forward_backward_s": 4.0, "time/step_s": wait + 5.0}
         metrics.log(step, {"loss/total": 0.1, **parts})
-    text = "\n".join(report_run(RunDir(tmp_path), 1))
+    text = "\n".join(report_run(RunDir(tmp_path)))
     parts = "waiting for a batch 8.00 s (62%), forward and backward 4.00 s (31%), the rest 1.00 s (8%)"
     assert f"a step       13.00 s on average: {parts}" in text
 
@@ -84,7 +91,7 @@ def test_pairs_are_listed_beside_the_replay():
     text = "\n".join(pair_lines(trained, lines))
     assert "16 trained; 11 in the file, 1 of them refused" in text and "refused: truncated 1" in text
     assert "accuracy: first 1 0.500, last 1 1.000" in text
-    assert "11 pairs of 6 states; 18 calls, 2 answers from the cache; stopped early" in text
+    assert "11 pairs of 6 states; 18 calls; stopped early" in text
     assert pair_lines([trainer_line(1)], [trainer_line(1)]) == []
 
 
@@ -98,18 +105,18 @@ def test_rounds_are_counted_once(tmp_path):
         {"step": 4, "role": "launcher", "event": "resume"},
         round_line(5, 3, "ab", 250_000),
     ]
-    text = "\n".join(joint_lines(RunDir(tmp_path), lines))
-    assert "outer step 3, 1 full sweep; 3 rounds taken" in text and "a 3, b 2; 1 with one peer alone" in text
-    assert "0.2 MB sent" in text and "1.5 s for rounds to end, 3.0% of the steps' time" in text
+    text = "\n".join(joined(lines))
+    assert "outer step 3; 3 rounds taken" in text and "a 3, b 2; 1 with one peer alone" in text
+    assert "0.2 MB sent" in text and "1.5 s for rounds to end" in text
 
 
 def test_joint_run_lists_rounds_peers_link_and_waiting(tmp_path):
     lines = [round_line(2, 1, "ab", 1_000_000, **{"diloco/missed_rounds": 1, "diloco/rejected": 2})]
-    text = "\n".join(joint_lines(RunDir(tmp_path), lines))
-    assert "outer step 1, 0 full sweeps; 1 round taken, 1 missed, 2 deltas rejected" in text
+    text = "\n".join(joined(lines))
+    assert "outer step 1; 1 round taken, 1 missed" in text
     assert "a 1, b 1; 0 with one peer alone" in text and "1.0 MB sent" in text
-    assert "0.5 s for rounds to end, 5.0% of the steps' time" in text
-    assert "joint model" not in text and joint_lines(RunDir(tmp_path), [trainer_line(1)]) == []
+    assert "0.5 s for rounds to end" in text
+    assert "joint model" not in text and joined([trainer_line(1)]) == []
 
 
 def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
@@ -119,7 +126,7 @@ def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
     text = "joint model: outer step 4, hash 0badcafe, equal on every peer that ended at this outer step"
 
     def said(*more):
-        return joint_lines(RunDir(tmp_path), [round_line(8, 4, "ab", 100), *more])[-1].strip()
+        return joined([round_line(8, 4, "ab", 100), *more])[-1].strip()
 
     assert said(end) == text
     assert said({**end, "diloco/final_left_behind": 4}) == f"{text}; a delta of outer step 4 was left behind"
@@ -139,7 +146,7 @@ def test_lost_calls_are_listed_with_their_cost(tmp_path):
     ledger.write("reserved", call="c", trace="t", teacher="x", usd=2.0, bound=1.0)
     (tmp_path / "config.json").write_text("{}")
     MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1, "time/step_s": 1.0})
-    (row,) = [line for line in report_run(RunDir(tmp_path), 1) if "teachers" in line]
+    (row,) = [line for line in report_run(RunDir(tmp_path)) if "teachers" in line]
     assert "$4.5000 in 3 calls (x $4.5000), 1 failed, 1 without an end" in row
     assert "counts as its reservation, twice its bound" in row
 
@@ -157,6 +164,6 @@ def test_tasks_that_are_never_trained_on_stand_apart(tmp_path):
     ]
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "eval_000001.jsonl").write_text("".join(lines))
-    text = "\n".join(report_run(RunDir(tmp_path), 1))
+    text = "\n".join(report_run(RunDir(tmp_path)))
     near, far = text.partition("held-out tasks, mean reward")[2].split("tasks of far, which is never trained on")
     assert "3 tasks" in near and "0.667" in near and "2 tasks" in far and "0.000" in far

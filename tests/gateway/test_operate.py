@@ -133,7 +133,7 @@ def test_drain_evict_and_ban_real_nodes(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "node b was evicted by the operator; requests" in told and "node a is drained: " in told
     assert "node b was banned by the operator; requests that go elsewhere now: 0." in told
-    table = "\n".join(report_run(RunDir(tmp_path), 10))
+    table = "\n".join(report_run(RunDir(tmp_path)))
     assert "3 inference nodes, $0.0" in table and "2.50" in table
 
 

@@ -120,7 +120,7 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
     assert "replay failed, training continues: pairs cannot be written to" in caplog.text
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     assert lines[-1]["replay/failed"] == 1
-    assert report_channels.pair_lines([], lines) == ["  replay       failed: see logs/orchestrator.log"]
+    assert "logs/orchestrator.log" in report_channels.pair_lines([], lines)[0]
 
 
 # The end of the run does not wait for ever: a call that is given up counts at what was held for it, and a resume makes

@@ -94,7 +94,7 @@ def test_the_report_command_writes_a_page(tmp_path, capsys):
     assert (run_dir.root / "report.html").is_file()
     assert report_command.main([str(run_dir.root), "--html", str(tmp_path / "sent.html")]) == 0
     assert capsys.readouterr().out.endswith(f"wrote {tmp_path / 'sent.html'}\n")
-    with pytest.raises(ConfigError, match="is a folder: name a file"):
+    with pytest.raises(ConfigError, match="name another file"):
         report_command.main([str(run_dir.root), "--html", str(tmp_path)])
     with pytest.raises(ConfigError, match="--html shows one run, not 2"):
         report_command.main([str(run_dir.root), str(run_dir.root), "--html", str(tmp_path / "x.html")])
