@@ -5,18 +5,17 @@
     python benchmarks/diloco_quality.py --rl                   # RL on toolsmith, 3 seeds, H in 1, 2, 4, 8: 51 runs
     python benchmarks/diloco_quality.py --rl --steps 8 --seeds 1 --schemes fp32 --sync-every 1 4    # a part of it
 
-diloco_quality_rl.py describes the RL half. Supervised: a small transformer learns a second-order Markov chain. Every
-scheme sees the same tokens from the same start, and the global model is evaluated. Peers run in turn in this process
-with the product's fragments, codecs, error feedback and outer optimizer. tests/diloco shows that a run over the wire
-gives the same bits. Bytes are what one peer sends: encoded deltas, or a bfloat16 gradient every step for data-parallel
-training.
+diloco_quality_sides/rl.py describes the RL half. Supervised: a small transformer learns a second-order Markov chain.
+Every scheme sees the same tokens from the same start, and the global model is evaluated. Peers run in turn in this
+process with the product's fragments, codecs, error feedback and outer optimizer. tests/diloco shows that a run over the
+wire gives the same bits. Bytes are what one peer sends: encoded deltas, or a bfloat16 gradient every step for
+data-parallel training.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +113,7 @@ def gradient_bytes(model: nn.Module, steps: int) -> int:
 
 def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words: argparse.Namespace) -> Outcome:
     peers, steps = words.peers, words.steps
-    settings = {"type": codec_type} | ({"block": words.block} if words.block else {})
-    chain, codec = Chain(seed), build_codec(CodecConfig.model_validate(settings))
+    chain, codec = Chain(seed), build_codec(CodecConfig.model_validate({"type": codec_type}))
     models = [Decoder(seed) for _ in range(peers)]
     optimizers = [optimizer_of(model, words) for model in models]
     copies = [GlobalModel(partition(model.named_parameters(), words.fragments, "strided"), outer) for model in models]
@@ -157,9 +155,7 @@ def main() -> int:
     parser.add_argument("--schemes", nargs="+", choices=CODECS, default=CODECS, help="beside data-parallel")
     supervised = parser.add_argument_group("supervised only")
     supervised.add_argument("--peers", type=int, default=2)
-    supervised.add_argument("--block", type=int, help="parameters that share a scale (default: the product's)")
     supervised.add_argument("--fragments", type=int, default=2)
-    supervised.add_argument("--first-seed", type=int, default=0)
     inner_help = "of AdamW, in every scheme (default: 8e-3, data-parallel's best)"
     supervised.add_argument("--inner-lr", type=float, default=8e-3, help=inner_help)
     outer_default = ["average", "nesterov"]
@@ -174,13 +170,15 @@ def main() -> int:
     rl.add_argument("--mixings", type=_mixing, nargs="+", default=[0.0], help="of cells with a delay: 0..1 or carry")
     rl.add_argument("--results", type=Path, default=Path("outputs/diloco_quality_rl.jsonl"), help="finished cells")
     rl.add_argument("--timeout-s", type=float, default=3600.0, help="of one cell")
+    parser.add_argument("--quick", action="store_true", help="a few steps of the supervised task: whether it works")
     words = parser.parse_args()
+    if words.quick:
+        words.rl, words.steps, words.seeds, words.sync_every, words.schemes = False, 8, 1, [4], ["int4"]
     if words.rl:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from benchmarks import diloco_quality_rl
+        from benchmarks.diloco_quality_sides.rl import run
 
         words.steps, words.sync_every = words.steps or 24, words.sync_every or [1, 2, 4, 8]
-        return diloco_quality_rl.run(words)
+        return run(words)
     words.steps, words.sync_every = words.steps or 300, words.sync_every or [100]
     for every in words.sync_every:
         compare(words, every)
@@ -194,7 +192,7 @@ def _mixing(word: str) -> float | str:
 def compare(words: argparse.Namespace, every: int) -> None:
     """Run and print the supervised task at one H."""
     torch.set_num_threads(1)
-    seeds = range(words.first_seed, words.first_seed + words.seeds)
+    seeds = range(words.seeds)
     print(f"{words.peers} peers, {words.steps} steps of {BATCH * LENGTH} tokens each, seeds {seeds[0]} to {seeds[-1]}")
     print(f"H = {every}, P = {words.fragments}, AdamW at {words.inner_lr:g} within\n")
     print("outer              scheme          loss  +- seeds  to fp32  to data-parallel  KB sent  fewer bytes    bits")

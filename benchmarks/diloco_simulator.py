@@ -1,48 +1,17 @@
 """Tables of what links give a joint run: python benchmarks/diloco_simulator.py --parameters 8e9 --step-s 60 --ranks 8
 
-Nothing is measured and nothing is sent: diloco/forecast.py has the formula, and benchmarks/diloco_link.py compares it
-with measured links. Goodput is utilization less what slow and failing peers cost, as expected values.
+Nothing is measured and nothing is sent: diloco/forecast.py has the formula.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
 
 from composer_prime.config.diloco import CodecConfig, wrong_schedule
 from diloco.forecast import ENCODE_NS, JointRun, forecast_link, size
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 LINKS_GBIT = [10 ** (-3 + 7 * index / 99) for index in range(100)]
-RESTART_S = 300.0
-"""Until a failed peer's process is back."""
-BEAT_TIMEOUT_S = 10.0
-
-
-class Fleet(NamedTuple):
-    """Peers of unequal speed that fail now and then."""
-
-    peers: int
-    slowest: float
-    """The slowest peer's step time over the fastest's; the others lie evenly between."""
-    deadline_s: float
-    """diloco.round_deadline_s."""
-    mtbf_h: float | None
-    """Mean time between failures of one peer; None never fails."""
-
-    def waiting_share(self, interval_s: float) -> float:
-        """Return the share of its time that a peer waits for slower ones, mean over peers."""
-        end_s = min(interval_s * self.slowest, interval_s + self.deadline_s)
-        slower_s = interval_s * (self.slowest - 1) / (self.peers - 1)
-        waits_s = [max(0.0, end_s - interval_s - index * slower_s) for index in range(self.peers)]
-        return sum(waits_s) / self.peers / end_s
-
-    def availability(self, heal_s: float) -> float:
-        """Return the share of the time that a peer trains."""
-        if self.mtbf_h is None:
-            return 1.0
-        down_s = RESTART_S + heal_s + (self.peers - 1) * BEAT_TIMEOUT_S
-        return 1 / (1 + down_s / (self.mtbf_h * 3600))
 
 
 def joint_run(options: argparse.Namespace, peers: int) -> JointRun:
@@ -72,15 +41,12 @@ def tables(options: argparse.Namespace) -> list[str]:
         needed = [required_gbit(joint_run(options, peers), target, latency_s) for target in TARGETS]
         lines.append(f"{peers:7}" + "".join(f"{'-' if gbit is None else format(gbit, '.3g'):>10}" for gbit in needed))
     lines += ["", f"with {options.gbit:g} Gbit/s and {options.latency_ms:g} ms"]
-    lines.append("  peers   sync, s  waits, s  utilization  goodput      sent  heal, s")
+    lines.append("  peers   sync, s  waits, s  utilization      sent  heal, s")
     for peers in options.peers:
         run = joint_run(options, peers)
         link = forecast_link(run, options.gbit, latency_s=latency_s, relay_gbit=options.relay_gbit)
-        fleet = Fleet(peers, options.slowest, options.deadline_s, options.mtbf_h)
-        interval_s = run.every / run.fragments * run.step_s
-        kept = link.utilization * (1 - fleet.waiting_share(interval_s)) * fleet.availability(link.heal_s)
         lines.append(
-            f"{peers:7} {link.sync_s:9.3g} {link.exposed_s:9.3g} {link.utilization:12.1%} {kept:8.1%} "
+            f"{peers:7} {link.sync_s:9.3g} {link.exposed_s:9.3g} {link.utilization:12.1%} "
             f"{size(link.sent_bytes):>9} {link.heal_s:8.0f}"
         )
     return lines
@@ -97,14 +63,11 @@ def main() -> int:
         ("--ranks", 1, "trainer.ranks of a peer: they share codec work"),
         ("--gbit", 1.0, "each peer's link, Gbit/s"),
         ("--latency-ms", 100.0, "one way"),
-        ("--slowest", 1.0, "slowest peer's step time over the fastest's"),
-        ("--deadline-s", 120.0, "diloco.round_deadline_s"),
     ):
         parser.add_argument(name, type=type(default), default=default, help=f"{text} (default {default:g})")
     parser.add_argument("--codec", choices=sorted(ENCODE_NS), default="int4", help="how deltas travel (default int4)")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8, 16, 64, 512], help="clusters, each 2 or more")
     parser.add_argument("--relay-gbit", type=float, help="the rendezvous' link (default: as a peer's)")
-    parser.add_argument("--mtbf-h", type=float, help="hours between a peer's failures (default: none)")
     parser.add_argument("--quick", action="store_true", help="two and four peers only")
     options = parser.parse_args()
     options.peers = [2, 4] if options.quick else options.peers

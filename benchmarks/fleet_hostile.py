@@ -48,6 +48,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from benchmarks._verdicts import conclude
 from composer_prime.config import Config
 from composer_prime.console import console_script
 from composer_prime.model_source import resolve_model
@@ -205,7 +206,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
+async def play_round(folder: Path, honest: int, seconds: float, rollouts: int) -> Figures:
     """Measure `seconds` without the hostile node and as long with it. `rollouts` are under way at a time."""
     run_dir = RunDir(folder)
     keys, store = RunKeys.create(run_dir.keys), WeightStore(run_dir.weights)
@@ -238,9 +239,9 @@ async def play_round(folder: Path, seconds: float, rollouts: int) -> Figures:
 
         with (
             process(folder, "auditor", auditor(folder, keys, gateway.audits.endpoint)),
-            process(folder, "honest", side("honest", str(HONEST)), invite(gateway, run_dir, HONEST)),
+            process(folder, "honest", side("honest", str(honest)), invite(gateway, run_dir, honest)),
         ):
-            await until(lambda: len(gateway.versions()) == HONEST, "the honest nodes")
+            await until(lambda: len(gateway.versions()) == honest, "the honest nodes")
             clients = [tasks.create_task(client()) for _ in range(2 * rollouts)]
             await until(lambda: not any(trust[node].is_new for node in gateway.versions()), "their audits")
             await asyncio.sleep(2.0)
@@ -275,14 +276,15 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print what the gateway logs")
     parser.add_argument("--quick", action="store_true", help="one short round: whether it runs")
     options = parser.parse_args()
+    honest = HONEST
     if options.quick:
-        options.rounds, options.seconds, options.rollouts = 1, 8.0, 32
+        honest, options.rounds, options.seconds, options.rollouts = 2, 1, 8.0, 16
     logging.basicConfig(level=logging.INFO if options.verbose else logging.CRITICAL)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     rounds: list[Figures] = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="fleet-hostile-") as folder:
-            one = asyncio.run(play_round(Path(folder), options.seconds, options.rollouts))
+            one = asyncio.run(play_round(Path(folder), honest, options.seconds, options.rollouts))
         rounds.append(one)
         grown, peak = one.grown / 2**20, one.peak / 2**20
         print(f"{one.alone:.0f} tokens/s alone, {one.together:.0f} with it ({one.together / one.alone:.1%}); gateway "
@@ -298,15 +300,13 @@ def main() -> int:
         for one in rounds
     )
     answers = [
-        (f"{share:.1%} of the goodput of {HONEST} honest nodes, at least {LEAST_SHARE:.0%}", share >= LEAST_SHARE),
+        (f"{share:.1%} of the goodput of {honest} honest nodes, at least {LEAST_SHARE:.0%}", share >= LEAST_SHARE),
         (f"{taken} bad samples in batches, {offered} were offered ({split} bad in part)", not taken and offered > 0),
         (f"the gateway grew by {grown / 2**20:.0f} MiB, at most {MOST_GROWTH >> 20}", grown <= MOST_GROWTH),
         (f"at its peak by {peak / 2**20:.0f} MiB, at most {MOST_PEAK >> 20}", peak <= MOST_PEAK),
         ("in each round it lied, was silent, flooded, hoarded, and pulled without reading", did_all),
     ]
-    for text, is_good in answers:
-        print(f"{'met   ' if is_good else 'MISSED'} {text}")
-    return int(not all(is_good for _, is_good in answers))
+    return conclude(answers, is_quick=options.quick)
 
 
 if __name__ == "__main__":

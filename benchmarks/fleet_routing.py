@@ -47,6 +47,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._verdicts import conclude
 from benchmarks.fleet_routing_sides.engines import SimulatedFleet, SimulatedLoop
 from benchmarks.fleet_routing_sides.traces import SIBLINGS, Group, Turn, describe, drawn, make_groups, recorded_groups
 from composer_prime.cli.ladder.seeds import seeds_text
@@ -253,7 +254,10 @@ def main() -> int:
                         help="the traces: run directories, or folders of mini-swe-agent's *.traj.json")  # fmt: skip
     parser.add_argument("--quantum-s", type=float, default=0.1, help="simulated seconds that engines compute at a time")
     parser.add_argument("--out", type=Path, help="write the figures as JSON, by seed")
+    parser.add_argument("--quick", action="store_true", help="20 groups: whether it works")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.groups = 20
     if arguments.concurrent % SIBLINGS or arguments.concurrent < SIBLINGS:
         parser.error(f"--concurrent is {arguments.concurrent}: give a multiple of {SIBLINGS}, the rollouts of a group")
     if arguments.groups < 5:
@@ -279,12 +283,8 @@ def main() -> int:
             str(seed): {name: asdict(one) for name, one in outcomes.items()} for seed, outcomes in by_seed.items()
         }
         arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-    for loss in losses:
-        print(f"LOST: {loss}")
     answers = verdicts(by_seed, ("least", "hash") if recorded else ("least", "hash", "session"))
-    for text, is_good in answers:
-        print(f"{'met   ' if is_good else 'MISSED'} {text}")
-    return int(bool(losses) or not all(is_good for _, is_good in answers))
+    return conclude([*((loss, False) for loss in losses), *answers], is_quick=arguments.quick)
 
 
 if __name__ == "__main__":

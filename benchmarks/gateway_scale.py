@@ -2,9 +2,9 @@
 
     clients (own process) --HTTP--> gateway (this process) --CURVE ZMQ--> node (own process, answers at once)
 
-    python benchmarks/gateway_scale.py
-    python benchmarks/gateway_scale.py --parts turns --repeats 5
-    python benchmarks/gateway_scale.py --parts open --open-rollouts 10000 --out open.json
+    python -m benchmarks.gateway_scale
+    python -m benchmarks.gateway_scale --parts turns --repeats 5
+    python -m benchmarks.gateway_scale --parts open --open-rollouts 10000 --out open.json
 
 turns     CPU of the gateway's process a turn, its threads included, with prompts of 205, 4k and 32k tokens, and over a
           conversation of 100 turns. Each in both forms of the request: whole prompts as JSON, and packed, where a
@@ -36,14 +36,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator_scale import HttpDriver, Load, measure, node_process, served_gateway
-
+from benchmarks._verdicts import conclude
+from benchmarks.gateway_scale_sides.load import Load, measure, node_process, play, served_gateway
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
@@ -84,25 +84,27 @@ CASES = (
     Case(name="100 turns", prompt=205, tool=300, turns=100, concurrent=8, rollouts_per_slot=1),
 )
 
+SHORT_CASES = [replace(case, turns=2, rollouts_per_slot=1) for case in CASES]
 
-async def measure_turns(repeats: int) -> dict[str, dict[str, float]]:
+
+async def measure_turns(repeats: int, cases: Sequence[Case]) -> dict[str, dict[str, float]]:
     """Return milliseconds of CPU a turn, by case and form."""
     print(f"turns: CPU of the gateway's process a turn, median of {repeats} runs; answers of {_NUM_TOKENS} tokens")
-    runs: dict[tuple[str, str], list[float]] = {(case.name, form): [] for case in CASES for form in FORMS}
+    runs: dict[tuple[str, str], list[float]] = {(case.name, form): [] for case in cases for form in FORMS}
     received: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         async with served_gateway(Path(folder), 64, 0.0, _NUM_TOKENS, max_context=65_536) as gateway:
             idle_share = await _idle_share()
             # By turns, so that a phase in which the machine is busy meets every case and form.
-            for _, case, form in itertools.product(range(repeats), CASES, FORMS):
+            for _, case, form in itertools.product(range(repeats), cases, FORMS):
                 load, before = _load(case), gateway.metrics()["gateway/prompt_bytes_received"]
-                requests, cpu_s, wall_s = load.rollouts * load.turns, time.process_time(), time.monotonic()
-                await _driver(case, form, _TOOL_S).play(gateway, load)
+                requests, cpu_s, wall_s = load.turns_in_all, time.process_time(), time.monotonic()
+                await play(gateway, load, *_words(case, form))
                 cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
                 runs[case.name, form].append(1000 * (cpu_s - idle_share * wall_s) / requests)
                 received[case.name] = (gateway.metrics()["gateway/prompt_bytes_received"] - before) / requests
     print("case         JSON, whole   packed, new tokens   JSON / packed   prompt bytes a turn (packed)")
-    figures = {case.name: {form: statistics.median(runs[case.name, form]) for form in FORMS} for case in CASES}
+    figures = {case.name: {form: statistics.median(runs[case.name, form]) for form in FORMS} for case in cases}
     for name, cpu_ms in figures.items():
         ratio = cpu_ms["json"] / cpu_ms["packed"]
         print(f"{name:10s} {cpu_ms['json']:9.2f} ms {cpu_ms['packed']:17.2f} ms {ratio:15.2f} {received[name]:18.0f} B")
@@ -118,9 +120,9 @@ async def _idle_share() -> float:
     return share
 
 
-def _driver(case: Case, form: str, tool_s: float = 0.0) -> HttpDriver:
+def _words(case: Case, form: str) -> list[str]:
     packed = ["--packed"] if form == "packed" else []
-    return HttpDriver(1, f"--prompt={case.prompt}", f"--tool={case.tool}", f"--tool-s={tool_s}", *packed)
+    return [f"--prompt={case.prompt}", f"--tool={case.tool}", f"--tool-s={_TOOL_S}", *packed]
 
 
 def _load(case: Case) -> Load:
@@ -180,19 +182,18 @@ async def measure_flood() -> dict[str, float]:
     load = Load(concurrent=32, rollouts_per_slot=2, turns=10, spread_s=0.0)
     with tempfile.TemporaryDirectory() as folder:
         async with served_gateway(Path(folder), 64, 0.05, _NUM_TOKENS) as gateway:
-            driver, keys = HttpDriver(1, "--packed"), RunKeys(Path(folder) / "keys")
-            calm = await measure(gateway, driver, load, 0.05)
+            calm = await measure(gateway, load, "--packed")
             before = _resident_mib()
-            with node_process(gateway, keys, "flood"):
+            with node_process(gateway, RunKeys(Path(folder) / "keys"), "flood"):
                 while not gateway.state()["link"]["cut_off"]:
                     await asyncio.sleep(0.01)
-                flooded = await measure(gateway, driver, load, 0.05)
+                flooded = await measure(gateway, load, "--packed")
                 ignored = gateway.state()["link"]["garbage"]
             grown = _resident_mib() - before
-    print(f"calm {calm.requests_per_s:.0f} turns/s, {calm.cpu_ms_per_request:.2f} ms each; flooded "
-          f"{flooded.requests_per_s:.0f} turns/s, {flooded.cpu_ms_per_request:.2f} ms each; {ignored} messages of the "
+    print(f"calm {calm.turns_per_s:.0f} turns/s, {calm.cpu_ms:.2f} ms each; flooded "
+          f"{flooded.turns_per_s:.0f} turns/s, {flooded.cpu_ms:.2f} ms each; {ignored} messages of the "
           f"cut-off node ignored; resident memory {grown:+.1f} MiB")  # fmt: skip
-    return {"calm": calm.requests_per_s, "flooded": flooded.requests_per_s, "grown_mib": grown}
+    return {"calm": calm.turns_per_s, "flooded": flooded.turns_per_s, "grown_mib": grown}
 
 
 def _resident_mib() -> float:
@@ -242,16 +243,14 @@ async def _open(num_open: int, delay_s: float, turns: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         async with served_gateway(Path(folder), num_open, delay_s, 64) as gateway:
             load = Load(concurrent=num_open, rollouts_per_slot=1, turns=turns, spread_s=delay_s)
-            result = await measure(gateway, HttpDriver(1, "--packed"), load, delay_s)
-    ms = 1000.0
-    rate, cpu_ms, share = result.requests_per_s, result.cpu_ms_per_request, result.cpu_share
-    print(f"{rate:.0f} turns/s, {cpu_ms:.2f} ms a turn, {share:.0%} of a core")
+            result = await measure(gateway, load, "--packed")
+    lag = {name: 1000 * result.lag[name] for name in ("p50_s", "p99_s", "own_p99_s", "max_s", "own_max_s")}
+    print(f"{result.turns_per_s:.0f} turns/s, {result.cpu_ms:.2f} ms a turn, {result.cpu_share:.0%} of a core")
     print(
-        f"lag p50 {result.lag_p50_s * ms:.1f} ms, p99 {result.lag_p99_s * ms:.1f} ms "
-        f"(own {result.own_lag_p99_s * ms:.1f} ms), "
-        f"most {result.lag_max_s * ms:.0f} ms (own {result.own_lag_max_s * ms:.0f} ms)"
+        f"lag p50 {lag['p50_s']:.1f} ms, p99 {lag['p99_s']:.1f} ms (own {lag['own_p99_s']:.1f} ms), "
+        f"most {lag['max_s']:.0f} ms (own {lag['own_max_s']:.0f} ms)"
     )
-    return {"lag_p99_s": result.lag_p99_s, "own_lag_p99_s": result.own_lag_p99_s, "cpu_ms": result.cpu_ms_per_request}
+    return {"lag_p99_s": result.lag["p99_s"], "own_lag_p99_s": result.lag["own_p99_s"], "cpu_ms": result.cpu_ms}
 
 
 def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -286,7 +285,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     freeze_startup()  # As the orchestrator does.
     if "turns" in args.parts:
-        figures["turns"] = await measure_turns(args.repeats)
+        figures["turns"] = await measure_turns(args.repeats, SHORT_CASES if args.quick else CASES)
     if "placing" in args.parts:
         figures["placing"] = await measure_placing(args.nodes, args.placed)
     if "flood" in args.parts:
@@ -296,7 +295,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = ("turns", "placing", "flood", "open")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
@@ -307,15 +306,15 @@ def main() -> None:
     parser.add_argument("--delay-s", type=float, default=30.0, help="in the part open the node answers after this long")
     parser.add_argument("--turns", type=int, default=3, help="turns of each rollout in the part open")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="few rollouts: whether it works")
     args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.nodes, args.placed, args.open_rollouts, args.delay_s = 1, [1, 8], 128, 64, 1.0
     figures = asyncio.run(run(args))
-    answers = verdicts(figures)
-    for text, is_good in answers:
-        print(f"{'met   ' if is_good else 'MISSED'} {text}")
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
-    sys.exit(not all(is_good for _, is_good in answers))
+    return conclude(verdicts(figures), is_quick=args.quick)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from composer_prime.config import Config
+from composer_prime.config.channels import ChannelsConfig
 from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import pack, totals
 from composer_prime.packing.row import Row
@@ -44,6 +45,7 @@ class Bench:
     policy: Policy
     teacher: SelfTeacher
     settings: LossSettings
+    channels: ChannelsConfig
     cost: ReadCost
     device: torch.device
 
@@ -74,7 +76,7 @@ def measure(bench: Bench, context: int, turn: int, repeats: int) -> None:
     ((batch,),) = pack(samples, run_id="benchmark", step=1, world_size=1, max_tokens=budget)
     found = checked_row(batch, bench.policy.vocabulary)
     flops = dict(zip((True, False), bench.cost.of_teachers(found, share=True), strict=True))
-    (taken,) = teachers_in_row([found], bench.settings.channels, bench.cost, share=True)
+    (taken,) = teachers_in_row([found], bench.channels, bench.cost, share=True)
     times: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(repeats + 1):
         for in_row in times:
@@ -119,6 +121,7 @@ def build(model: str, output: Path) -> Bench:
         policy=policy,
         teacher=SelfTeacher(policy, config.channels, None),
         settings=LossSettings(terms=config.channels.terms(64)),
+        channels=config.channels,
         cost=ReadCost.of(policy.lm.config, config.trainer),
         device=world.device,
     )
@@ -130,7 +133,10 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=shapes, metavar="CONTEXT:TURN")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one shape, once: whether it works")
     options = parser.parse_args()
+    if options.quick:
+        options.shapes, options.repeats = ["64:96"], 1
     print("| samples | GFLOP in the row | apart | CPU s in the row | apart | the rule takes | faster | saves |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as output:

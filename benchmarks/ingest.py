@@ -24,24 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-WORDS = [
-    "def",
-    "return",
-    "self",
-    "value",
-    "path",
-    "import",
-    "test",
-    "assert",
-    "none",
-    "raise",
-    "error",
-    "index",
-    "config",
-    "model",
-    "token",
-    "state",
-]
+_TEXT = "def return self value path import test assert none raise error index config model token state"
+WORDS = _TEXT.split()
 PROGRAMS = {
     "json.loads": "import json\nfor line in open(path, 'rb'): json.loads(line); records += 1",
     "ingest": "run(True)",

@@ -7,8 +7,7 @@
 Each variant runs in a process of its own. Peak memory is the rise of its resident size above its inputs. Time is
 processor time (which other work on the machine hardly changes) of the best of `--repeats` forward and backward passes.
 The error is the largest difference from float64 over 64 rows, of log-probabilities (or divergences) and of hidden
-states' gradients. A variant that needs more memory than is free is left out, with a note. With a GPU, loss_head_cuda.py
-adds its tables.
+states' gradients. A variant that needs more memory than is free is left out, with a note.
 """
 
 from __future__ import annotations
@@ -194,7 +193,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of one variant")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="few rows and a small vocabulary: whether it works")
     options = parser.parse_args()
+    if options.quick:
+        options.rows, options.vocabulary, options.repeats = [128], [4096], 1
     torch.set_num_threads(options.threads)
     if options.one:
         print(json.dumps(measure(options.task, options.one, options.rows[0], options.vocabulary[0], options.repeats)))
@@ -203,10 +205,6 @@ def main() -> None:
     for vocabulary in options.vocabulary:
         for rows in options.rows:
             every(rows, vocabulary)
-    if torch.cuda.is_available():
-        from loss_head_cuda import report
-
-        report(options.rows, {vocabulary: HIDDEN.get(vocabulary, 512) for vocabulary in options.vocabulary}, 10)
 
 
 if __name__ == "__main__":

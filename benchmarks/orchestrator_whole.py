@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -35,7 +35,7 @@ from composer_prime.run.run_dir import RunDir
 LAG_TARGET_S = 0.05
 GROUP, AHEAD = 8, 3
 START_S, ROLLOUT_SLACK = 120.0, 8.0
-PEERS = Path(__file__).with_name("scale_peers.py")
+PEERS = Path(__file__).parent / "gateway_scale_sides" / "peers.py"
 CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call><|im_end|>'
 
 
@@ -176,8 +176,10 @@ def main() -> None:
     parser.add_argument("--delay-s", type=float, default=10.0, help="the node answers after this long")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1, help="environment worker processes")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="16 rollouts at a time: whether it works")
     args = parser.parse_args()
+    if args.quick:
+        args.levels, args.delay_s = [16], 2.0
     from transformers import AutoTokenizer
 
     reply = AutoTokenizer.from_pretrained(resolve_model("tiny"))(CALL)["input_ids"]
@@ -199,8 +201,6 @@ def main() -> None:
     print(f"\nevent-loop lag p99 {1000 * worst:.1f} ms, target {1000 * LAG_TARGET_S:.0f} ms: "
           f"{'met' if worst < LAG_TARGET_S else 'MISSED'}")  # fmt: skip
     print(f"orchestrator CPU a rollout, last level over first: {flat:.2f} (1 is flat)")
-    if args.out:
-        args.out.write_text(json.dumps([asdict(level) for level in levels], indent=2))
 
 
 if __name__ == "__main__":

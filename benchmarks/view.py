@@ -1,9 +1,7 @@
-"""How fast `composer view` answers over many runs, against reading every rollout: python benchmarks/view.py
+"""How fast `composer view` answers over many runs: python -m benchmarks.view
 
 Makes runs in the real form (a rollout has some 5 kB, as toolsmith's have). Half of the rollouts are in one long run,
-the rest in the others. Starts the server in a process of its own, and times its answers over HTTP.
-The other side reads all rollouts with the json module and filters them, as a page without an index would. Memory is
-what the server holds at the end, and the peak of the other side. Nothing is kept.
+the rest in the others. Starts the server in a process of its own, and times its answers over HTTP. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import http.client
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -34,13 +31,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--quick", action="store_true", help="8 runs with 8,000 rollouts")
-    parser.add_argument("--naive", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.runs, options.rollouts = 8, 8000
-    if options.naive:
-        print(json.dumps(read_everything(options.naive)))
-        return 0
     with tempfile.TemporaryDirectory(prefix="composer-view-") as folder:
         outputs = Path(folder) / "outputs"
         size = make_runs(outputs, options.runs, options.rollouts)
@@ -49,12 +42,8 @@ def main() -> int:
             f"load average {os.getloadavg()[0]:.0f}"
         )
         ours = measure_view(outputs)
-        words = [sys.executable, __file__, "--naive", str(outputs)]
-        naive = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     for name, value in ours.items():
-        print(f"view   {name:<58} {value}")
-    for name, value in naive.items():
-        print(f"naive  {name:<58} {value}")
+        print(f"{name:<58} {value}")
     return 0
 
 
@@ -199,25 +188,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     began = time.monotonic()
     result = work()
     return time.monotonic() - began, result
-
-
-def read_everything(outputs: Path) -> dict[str, str]:
-    """Read every rollout into memory, then filter and find one: what a page without an index does."""
-
-    def load() -> list[dict[str, Any]]:
-        paths = sorted(outputs.glob("*/rollouts/step_*.jsonl"))
-        return [json.loads(line) for path in paths for line in path.open()]
-
-    took, rollouts = timed(load)
-    filtered, _ = timed(lambda: [each for each in rollouts if each["reward"] >= 1 and "train/9" in each["task_id"]])
-    one, _ = timed(lambda: next(each for each in rollouts if each["rollout_id"] == "g003003-2"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {
-        f"reading all {len(rollouts):,} rollouts": f"{took:.2f} s",
-        "a filter over all": f"{filtered:.3f} s",
-        "one rollout": f"{one:.3f} s",
-        "memory": f"{peak / 1e6:,.0f} MB",
-    }
 
 
 if __name__ == "__main__":

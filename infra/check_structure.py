@@ -4,6 +4,7 @@ folder    at most 15 modules beside __init__.py (tests and benchmarks are not li
 names     no utils, helpers, common or misc module; every public class name of the product only once;
           every module below tests/ has a name of its own, because pytest imports them side by side;
           every module that tests/contract.txt names exists
+benchmark a module benchmarks/NAME.py has a flag --quick, with which .ci/run starts it (helpers: a leading underscore)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PRODUCT = ("composer_prime", "orchestrator", "inference", "trainer", "diloco")
 
 def main(root: Path) -> int:
     modules = {path: ast.parse((root / path).read_text()) for path in python_files(root)}
-    problems = full_folders(modules) + bad_names(modules)
+    problems = full_folders(modules) + bad_names(modules) + slow_benchmarks(root, modules)
     print(f"{len(modules)} files")
     print("\n".join(problems))
     return int(bool(problems))
@@ -64,6 +65,11 @@ def bad_names(modules: dict[Path, ast.Module]) -> list[str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(str(path))
     return problems + [f"class {name} is defined in {', '.join(paths)}" for name, paths in classes.items() if paths[1:]]
+
+
+def slow_benchmarks(root: Path, modules: dict[Path, ast.Module]) -> list[str]:
+    names = [path for path in modules if path.parts[:-1] == ("benchmarks",) and not path.name.startswith("_")]
+    return [f"{path} has no flag --quick" for path in names if '"--quick"' not in (root / path).read_text()]
 
 
 if __name__ == "__main__":

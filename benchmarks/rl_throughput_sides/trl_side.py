@@ -158,7 +158,7 @@ def main() -> None:
     check_prompts(plan, episodes, tokenizer)
     work = single_turn(plan, episodes, tokenizer) if plan.case == "single-turn" else multi_turn(plan, episodes)
     clock = Clock(plan, options.out, rank == 0)
-    args = settings(plan, options.out, world, options.rows)
+    args = settings(plan, options.out, world, min(options.rows, plan.rollouts // world))
     trainer = GRPOTrainer(model=str(plan.model), args=args, processing_class=tokenizer, callbacks=[clock], **work)
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -23,7 +23,7 @@ MIN_SAVED = 16
 """A fork must save at least this many tokens: each costs one more call of the attention kernel in every layer."""
 MERGED_COST = 0.04
 """What a fork costs for each token below it, in computed tokens: its attention to the shared run is a part of its own,
-merged in every layer. Measured as 0.011 to 0.043 at hidden size 576 (benchmarks/shared_prefix.py rule); wider models
+merged in every layer. Measured as 0.011 to 0.043 at hidden size 576 (benchmarks/results/systems.md); wider models
 spend less on it."""
 MAX_NESTED = 64
 """Nesting depth of forks; what forks deeper is computed apart. It bounds the recursion here and in the trainer, which

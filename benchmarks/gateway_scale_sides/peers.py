@@ -1,8 +1,8 @@
-"""The two ends of orchestrator_scale.py and gateway_scale.py, as processes: a node with a fixed delay, HTTP clients.
+"""The two ends of gateway_scale.py, as processes: a node with a fixed delay, HTTP clients.
 
-COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
-COMPOSER_NODE_TOKEN=cp1... python scale_peers.py flood --endpoint tcp://...
-python scale_peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
+COMPOSER_NODE_TOKEN=cp1... python peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
+COMPOSER_NODE_TOKEN=cp1... python peers.py flood --endpoint tcp://...
+python peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import heapq
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -106,21 +105,19 @@ def run_flood(endpoint: str, token: str) -> None:
         socket.send(status)
 
 
-async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, name: str, talk: Conversation) -> None:
-    """`slots` rollouts at a time, each slot plays `rollouts` of them; prints latencies of all requests as JSON."""
+async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, talk: Conversation) -> None:
+    """Play `slots` rollouts at a time; each slot plays `rollouts` of them."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
-    latencies: list[float] = []
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
 
         async def slot(index: int) -> None:
             await asyncio.sleep(spread_s * index / slots)
             for number in range(rollouts):
-                await talk.play(session, url, f"{name}-{index}-{number}", latencies)
+                await talk.play(session, url, f"c-{index}-{number}")
 
         if talk.packed is not None:  # So that the client knows that the gateway takes the packed form.
-            await replace(talk, prompt=1, turns=1).play(session, url, f"{name}-before", [])
+            await replace(talk, prompt=1, turns=1).play(session, url, "c-before")
         await asyncio.gather(*(slot(index) for index in range(slots)))
-    print(json.dumps({"latencies_s": latencies, "cpu_s": time.process_time()}), flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +134,11 @@ class Conversation:
     packed: TurnClient | None
     """None sends every prompt whole, as JSON."""
 
-    async def play(self, session: aiohttp.ClientSession, url: str, rollout: str, latencies: list[float]) -> None:
+    async def play(self, session: aiohttp.ClientSession, url: str, rollout: str) -> None:
         ids = [5 + i % 20_000 for i in range(self.prompt)]
         for _ in range(self.turns):
             body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 256, "temperature": 1.0}}
-            started = time.monotonic()
             answer_ids = await self._ask(session, f"{url}/inference/v1/generate", rollout, body)
-            latencies.append(time.monotonic() - started)
             ids = ids + answer_ids + list(range(30, 30 + self.tool))
             await asyncio.sleep(self.tool_s)
 
@@ -180,7 +175,6 @@ def main() -> None:
     clients.add_argument("--tool-s", type=float, default=0.0, help="time between an answer and the next turn")
     clients.add_argument("--packed", action="store_true", help="speak the packed form, as environment workers do")
     clients.add_argument("--spread-s", type=float, required=True)
-    clients.add_argument("--name", default="c")
     args = parser.parse_args()
     if args.role == "node":
         run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
@@ -189,7 +183,7 @@ def main() -> None:
     else:
         packed = TurnClient() if args.packed else None
         talk = Conversation(prompt=args.prompt, tool=args.tool, tool_s=args.tool_s, turns=args.turns, packed=packed)
-        asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.spread_s, args.name, talk))
+        asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.spread_s, talk))
 
 
 if __name__ == "__main__":

@@ -74,16 +74,12 @@ class Cell:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     reward: float
-    trained_reward: float
-    """Mean over the last quarter of the steps."""
     mismatch_kl: float
     clip_fraction: float
     masked_fraction: float
     tokens: float
     """Trained, both clusters."""
     bytes_sent: float
-    bits: float
-    """Per parameter and synchronization of it."""
     minutes: float
     evaluations: Sequence[Sequence[float]]
     """(trained tokens, held-out reward), in order; of a cluster that evaluates at its end, one."""
@@ -209,19 +205,16 @@ def _metrics(folder: Path) -> list[dict]:
 def _outcome(cell: Cell, runs: Sequence[list[dict]], minutes: float) -> Outcome:
     steps = [[line for line in run if "loss/total" in line] for run in runs]
     every = [line for lines in steps for line in lines]
-    late = [line["reward/mean"] for line in every if line["step"] > cell.steps * 3 // 4]
     scores = _evaluations(runs)
     parameters = ModelShape.read(resolve_model("tiny")).parameters
     sent = steps[0][-1].get("diloco/bytes_sent", parameters * GRADIENT_BITS / 8 * cell.steps)
     return Outcome(
         reward=scores[-1][1],
-        trained_reward=statistics.mean(late),
         mismatch_kl=statistics.mean(line["policy/mismatch_kl"] for line in every),
         clip_fraction=statistics.mean(line["policy/clip_fraction"] for line in every),
         masked_fraction=statistics.mean(line["policy/masked_fraction"] for line in every),
         tokens=sum(line["tokens/trained"] for line in every),
         bytes_sent=sent,
-        bits=sent * 8 / parameters / (cell.steps / cell.every),
         minutes=minutes,
         evaluations=scores,
     )
@@ -239,8 +232,8 @@ def _evaluations(runs: Sequence[list[dict]]) -> list[tuple[float, float]]:
 
 def table(outcomes: dict[Cell, Outcome]) -> str:
     """One row a scheme, H and delay, means over seeds; the gap to data-parallel is paired by seed."""
-    lines = ["scheme         H tau  held-out reward  equal rollouts   equal tokens         trained  mismatch KL"
-             "  clipped   masked    Mtok   MB sent  times fewer   bits"]  # fmt: skip
+    lines = ["scheme         H tau  held-out reward  equal rollouts   equal tokens  mismatch KL"
+             "  clipped   masked    Mtok   MB sent  times fewer"]  # fmt: skip
     base = {cell.seed: outcome for cell, outcome in outcomes.items() if cell.scheme == DATA_PARALLEL}
     kinds = dict.fromkeys((cell.label, cell.every, cell.delay) for cell in outcomes)
     for label, every, delay in kinds:
@@ -255,9 +248,9 @@ def table(outcomes: dict[Cell, Outcome]) -> str:
         fewer = statistics.mean(each.bytes_sent for each in base.values()) / mean("bytes_sent")
         lines.append(
             f"{label:<13} {every:2d} {delay:3d}  {mean('reward'):15.3f}  {_spread(gaps)}  {_spread(fair)}  "
-            f"{mean('trained_reward'):11.3f}  {mean('mismatch_kl'):11.2e}  {mean('clip_fraction'):7.2%}  "
+            f"{mean('mismatch_kl'):11.2e}  {mean('clip_fraction'):7.2%}  "
             f"{mean('masked_fraction'):7.3%}  "
-            f"{mean('tokens') / 1e6:6.3f}  {mean('bytes_sent') / 1e6:8.2f}  {fewer:11.1f}  {mean('bits'):5.2f}"
+            f"{mean('tokens') / 1e6:6.3f}  {mean('bytes_sent') / 1e6:8.2f}  {fewer:11.1f}"
         )
     return "\n".join(lines)
 
