@@ -3,8 +3,8 @@
     gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
     scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
 
-Sums continue after a restart: they are read from costs.jsonl. Device and price are the node's claims. Of the
-bytes of weights that it says it pulled and those that the gateway sent it, the larger count is shown.
+Sums continue after a restart: they are read from costs.jsonl. Device, price and the bytes of weights that it pulled are
+the node's claims.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -43,14 +42,6 @@ _MAX_WHY = 400
 
 
 @dataclass(slots=True, kw_only=True)
-class Moment:
-    """The sums of a node at a time, monotonic seconds."""
-
-    time: float
-    totals: NodeTotals
-
-
-@dataclass(slots=True, kw_only=True)
 class NodeAccount:
     """The sums of one node over the whole run, and its recent past."""
 
@@ -58,32 +49,25 @@ class NodeAccount:
     written: NodeTotals = field(default_factory=NodeTotals)
     """What costs.jsonl has."""
     written_at: float = -math.inf
-    history: deque[Moment] = field(default_factory=deque)
-    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0, "weights_sent": 0})
+    history: deque[tuple[float, NodeTotals]] = field(default_factory=deque)
+    """The sums at times, monotonic seconds."""
+    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
     """The gateway's counters, and from its first report on the node's own, as of the last tick."""
-    weights_claimed: int = 0
-    """Bytes that it says it pulled since this orchestrator started."""
-    weights_sent: int = 0
-    """Bytes that the gateway sent it since then."""
     seen: float | None = None
     """When it was last counted as attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
     """Its last line in metrics.jsonl."""
     line_at: float = 0.0
 
-    def add(self, node: AttachedNode, now: float, weights_sent: int) -> None:
-        """Take in what `node` did since the last call. `weights_sent`: bytes that the gateway sent it so far."""
+    def add(self, node: AttachedNode, now: float) -> None:
+        """Take in what `node` did since the last call."""
         if node.hello.run_id is None:
             self.counted.setdefault("weight_bytes", 0)
         failures = node.counters.failures + node.counters.bad_answers
-        counters = {"tokens": node.counters.tokens_out, "failures": failures, "weights_sent": weights_sent}
+        counters = {"tokens": node.counters.tokens_out, "failures": failures}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
         added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
-        known = max(self.weights_claimed, self.weights_sent)
-        self.weights_claimed += added.pop("weight_bytes", 0)
-        self.weights_sent += added.pop("weights_sent")
-        added["weight_bytes"] = max(self.weights_claimed, self.weights_sent) - known
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
@@ -101,22 +85,17 @@ class NodeAccount:
 
     def remember(self, now: float) -> None:
         """Keep a moment of the history, and drop those before _TRAINED_RATE_S but the last of them."""
-        if not self.history or now - self.history[-1].time >= _SAMPLE_S:
-            self.history.append(Moment(time=now, totals=self.totals))
-        while len(self.history) > 1 and self.history[1].time <= now - _TRAINED_RATE_S:
+        if not self.history or now - self.history[-1][0] >= _SAMPLE_S:
+            self.history.append((now, self.totals))
+        while len(self.history) > 1 and self.history[1][0] <= now - _TRAINED_RATE_S:
             self.history.popleft()
-
-    def at(self, start: float) -> Moment | None:
-        """Return the last moment of the history not after `start`; None when the history begins later."""
-        place = bisect_right(self.history, start, key=lambda moment: moment.time)
-        return self.history[place - 1] if place else None
 
     def rate(self, counter: str, now: float, window_s: float) -> float | None:
         """Return the mean of `tokens` or `trained_tokens` a second over `window_s`, or since the history began."""
-        begun = self.at(now - window_s) or (self.history[0] if self.history else None)
-        if begun is None or now - begun.time < 1:
+        begun, totals = next((one for one in reversed(self.history) if one[0] <= now - window_s), self.history[0])
+        if now - begun < 1:
             return None
-        return (getattr(self.totals, counter) - getattr(begun.totals, counter)) / (now - begun.time)
+        return (getattr(self.totals, counter) - getattr(totals, counter)) / (now - begun)
 
 
 class NodeAccounts:
@@ -127,18 +106,13 @@ class NodeAccounts:
         router: Router,
         run_dir: RunDir | None,
         *,
-        weights_sent: Callable[[AttachedNode], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run_dir`: where lines go; None writes none.
-
-        `weights_sent` returns the bytes of weights that the gateway sent a node.
-        """
+        """`run_dir`: where lines go; None writes none."""
         self.step = 0
         """The last step that was trained; lines carry it."""
         self._router = router
         self._clock = clock
-        self._weights_sent = weights_sent
         self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
@@ -158,7 +132,7 @@ class NodeAccounts:
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
-            account.add(node, now, self._weights_sent(node))
+            account.add(node, now)
             account.remember(now)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
             has_left = was_attached and not node.attached

@@ -56,9 +56,7 @@ class ConnectedAuditor:
     places: int
     last_heard: float
     held: dict[int, tuple[OfferedAnswer, float]] = field(default_factory=dict)
-    """What it works on by audit number, and when it got that, monotonic seconds. Another one may have ended it."""
-    is_overdue: bool = False
-    """Whether it took too long for an answer, and ended none since: its engine may hang."""
+    """What it works on by audit number, and when it got that, monotonic seconds."""
     paused_until: float = -math.inf
     """After it could not check what another one may, monotonic seconds."""
     ended: deque[float] = field(init=False)
@@ -68,7 +66,7 @@ class ConnectedAuditor:
         self.ended = deque(maxlen=self.places)
 
     def has_room(self, now: float, since: float) -> bool:
-        """Whether it holds no more than it ended after `since`, and is neither overdue nor paused."""
-        if self.is_overdue or now < self.paused_until:
+        """Whether it holds no more than it ended after `since`, nothing from before that, and is not paused."""
+        if now < self.paused_until or any(begun <= since for _, begun in self.held.values()):
             return False
         return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))

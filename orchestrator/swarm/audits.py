@@ -10,9 +10,8 @@ waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
 
 Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
 get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
-ended in the last half of `timeout_s`, each within that time. It drops an answer when `timeout_s` is over. One that
-sends heartbeats but no verdict for half of `timeout_s` may hang, or be slow. Another auditor with room gets its answer,
-too, and the first verdict counts. It gets no other until it has ended one.
+ended in the last half of `timeout_s`, each within that time, and gets none while it has held one for longer than that.
+It drops an answer when `timeout_s` is over. One that hangs costs what it holds: nobody waits for that in the end.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _MAX_QUEUED = 4096
 _MAX_QUEUED_BYTES = 512 << 20
 """Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
 _MAX_AUDITORS = 2
-"""Auditors that may get an answer, after each other or at once: it may be what ends them."""
+"""Auditors that may get an answer, one after the other: it may be what ends them."""
 _MAX_RECENT = 1024
 """Unaudited rollouts of a node that are remembered, for the case that it is quarantined."""
 _MAX_TAINTED = 1 << 16
@@ -330,12 +329,11 @@ class Audits:
             if not self._hand(answer, identity):
                 self._enqueue(answer)
 
-    def _with_room(self, *, but: ConnectedAuditor | None = None) -> bytes | None:
-        """Return the auditor that uses the least of its places, not `but`; None when none has room."""
+    def _with_room(self) -> bytes | None:
+        """Return the auditor that uses the least of its places; None when none has room."""
         now = self._clock()
         since = now - self._config.timeout_s / 2
-        free = [(len(one.held) / one.places, identity) for identity, one in self._auditors.items()
-                if one is not but and one.has_room(now, since)]  # fmt: skip
+        free = [(len(one.held) / one.places, key) for key, one in self._auditors.items() if one.has_room(now, since)]
         return min(free)[1] if free else None
 
     def _hand(self, answer: OfferedAnswer, identity: bytes) -> bool:
@@ -357,31 +355,20 @@ class Audits:
                 logger.warning("an answer of node %s is not audited: %s", answer.nodes, answer.error)
 
     def _pass_on(self, answer: OfferedAnswer, error: str, *, retry: bool = True) -> None:
-        """Queue an answer anew that an auditor did not end, unless another one has it. Without `retry` it fails."""
-        if answer.request is None or any(answer.request.audit in one.held for one in self._auditors.values()):
-            return
+        """Queue an answer anew that an auditor did not end. Without `retry` it fails."""
         if not retry or answer.handed >= _MAX_AUDITORS:
             self._fail(answer, error)
         elif not answer.is_unwanted:
             self._enqueue(answer)
 
-    def _share_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
-        """Hand what an auditor should have ended to another one with room, too. In the end, expect it no longer."""
-        limit_s = self._config.timeout_s
+    def _give_up_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
+        """Expect no more what an auditor should have ended, or dropped, long ago."""
         for number, (answer, since) in list(auditor.held.items()):
-            held_s = now - since
-            if held_s < limit_s / 2:
-                continue
-            is_wanted = answer.request is not None and not answer.is_unwanted and answer.handed < _MAX_AUDITORS
-            other = self._with_room(but=auditor) if is_wanted and held_s < limit_s else None
-            error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
-            if held_s >= limit_s + self._lost_after_s:
+            if (held_s := now - since) >= self._config.timeout_s + self._lost_after_s:
                 del auditor.held[number]
-                self._pass_on(answer, error, retry=False)
-            elif other is None or not self._hand(answer, other):
-                continue
-            auditor.is_overdue = True
-            logger.warning("%s: see its log for a hanging engine", error)
+                error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
+                logger.warning("%s: see its log for a hanging engine", error)
+                self._fail(answer, error)
 
     async def _receive(self) -> None:
         while True:
@@ -407,7 +394,6 @@ class Audits:
             case _ if auditor is None:
                 self._send(identity, HelloAgain())
             case AuditVerdict() | AuditFailed():
-                auditor.is_overdue = False
                 if (held := auditor.held.pop(message.audit, None)) is not None:
                     answer, since = held
                     if isinstance(message, AuditVerdict) and len(message.parts) != len(answer.parts):
@@ -428,7 +414,7 @@ class Audits:
         if isinstance(outcome, AuditFailed):
             logger.warning("auditor %s cannot check an answer of %s: %s", auditor.name, answer.nodes, outcome.error)
             self._pass_on(answer, outcome.error, retry=outcome.retryable and len(self._auditors) > 1)
-        elif answer.request is not None:  # The first verdict counts.
+        else:
             self._note(answer, outcome)
 
     def _welcome(self, identity: bytes, hello: NodeHello) -> None:
@@ -473,14 +459,12 @@ class Audits:
             if stalled:
                 continue
             for identity in list(self._auditors):
-                auditor = self._auditors.get(identity)
-                if auditor is None:  # Lost with the answer of another one.
-                    continue
+                auditor = self._auditors[identity]
                 silent_s = now - auditor.last_heard
                 if silent_s > self._lost_after_s:
                     self._lose(identity, f"silent for {silent_s:.1f} s")
                 else:
-                    self._share_overdue(auditor, now)
+                    self._give_up_overdue(auditor, now)
             self._place()
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,7 @@ class RunConnection:
         """
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
-            # trust_env: a proxy must not be asked for loopback. verify: reading certificates, which plain HTTP does not
-            # need, takes a tenth of a second for each call of --watch.
-            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, verify=False) as client:
+            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:  # No proxy is asked for loopback.
                 reply = client.request(method, self._url + path, params=query, headers=headers)
             answer = reply.json()
         except httpx.TimeoutException:
@@ -107,16 +104,8 @@ def live_run(folder: str | None) -> RunConnection:
 def nodes(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="orchestrator nodes", allow_abbrev=False, description=__doc__)
     parser.add_argument("run_dir", nargs="?", help="run directory; by default the only live run below outputs/")
-    parser.add_argument("--watch", action="store_true", help="redraw the table until Ctrl-C")
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between updates")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON, once")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args(words)
-    if options.watch and options.json:
-        raise ConfigError("--watch and --json are both given: --json prints once")
-    if not 0.1 <= options.every <= 3600:
-        raise ConfigError(f"--every is {options.every:g}: give 0.1 to 3600 seconds")
-    if options.watch:
-        return _watch(live_run(options.run_dir), options.every)
     try:
         rows, note = live_run(options.run_dir).nodes(), ""
     except NotLiveError as error:
@@ -137,31 +126,6 @@ def recorded(run_dir: RunDir) -> list[NodeRow]:
 
 def _json(row: NodeRow) -> dict[str, Any]:
     return {**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million}
-
-
-def _watch(connection: RunConnection, every_s: float) -> int:
-    """Draw the table until Ctrl-C or the run's end. Without a terminal, print one after the other."""
-    from rich.live import Live
-    from rich.text import Text
-
-    lines: list[str] = []
-    try:
-        with Live(auto_refresh=False, vertical_overflow="visible") as live:
-            while True:
-                notes: list[str] = []
-                try:
-                    lines = table_lines(connection.nodes())
-                except DeadlineError as error:  # it is busy, and may answer later
-                    notes = [str(error)]
-                text = "\n".join([time.strftime("%H:%M:%S"), *lines, *notes])
-                if live.console.is_terminal:
-                    live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
-                else:
-                    print(text, flush=True)
-                time.sleep(every_s)
-    except NotLiveError as error:
-        print(error)
-        return 0
 
 
 def drain(words: list[str]) -> int:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
-import signal
-import sys
-import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -171,55 +166,3 @@ def test_errors_of_commands(tmp_path, capsys):
     assert commands.nodes([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "this is what it recorded" in told and "price unknown for peer-1: pass --price" in told
-
-
-# On a terminal the table is drawn anew, with a node that joins meanwhile, until Ctrl-C; the cursor is then shown again.
-@pytest.mark.process
-async def test_watch_on_a_terminal(tmp_path):
-    keys = RunKeys.create(tmp_path / "keys").client("node")
-    words = [sys.executable, "-m", "orchestrator.main", "nodes", str(tmp_path), "--watch", "--every", "0.1"]
-    master, slave = pty.openpty()
-    shown = bytearray()
-
-    def read() -> None:
-        try:
-            shown.extend(os.read(master, 65536))
-        except OSError:  # Nobody has the other end open any more.
-            asyncio.get_running_loop().remove_reader(master)
-
-    async with live_run(tmp_path) as (gateway, _), PeerNode(gateway.node_endpoint, keys, "peer-1"):
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-        process = await asyncio.create_subprocess_exec(*words, stdin=slave, stdout=slave, stderr=slave, env=environment)
-        os.close(slave)
-        asyncio.get_running_loop().add_reader(master, read)
-        await until(lambda: shown.count(b"peer-1  serving") > 1, "the table is drawn twice")
-        assert b"peer-2" not in shown
-        async with PeerNode(gateway.node_endpoint, keys, "peer-2"):
-            await until(lambda: b"peer-2  serving" in shown, "the table has the other node")
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
-            await until(lambda: shown.endswith(b"\x1b[?25h"), "the cursor is shown again")
-    asyncio.get_running_loop().remove_reader(master)
-    os.close(master)
-
-
-# Elsewhere each table is printed. An orchestrator that is busy for a while does not end the watch; the run's end does.
-async def test_watch_until_the_runs_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(commands, "_TIMEOUT_S", 0.2)
-    keys, told = RunKeys.create(tmp_path / "keys").client("node"), []
-
-    def tables() -> int:
-        told.append(capsys.readouterr().out)
-        return "".join(told).count("peer-1  serving")
-
-    async with live_run(tmp_path) as (gateway, _), PeerNode(gateway.node_endpoint, keys, "peer-1"):
-        watch = asyncio.create_task(command("nodes", str(tmp_path), "--watch", "--every", "0.1"))
-        await until(lambda: tables() > 1, "the table is printed twice")
-        while "waited 0.2 s for the orchestrator" not in "".join(told):
-            time.sleep(0.1)  # Not the event loop's sleep: the gateway answers nobody.
-            tables()
-        seen = tables()
-        await until(lambda: tables() > seen + 1, "the table is printed again")
-    assert await watch == 0
-    tables()
-    assert "is not live on this machine: nothing of it answers" in "".join(told).splitlines()[-1]
