@@ -182,7 +182,7 @@ def _trainer(cell: Cell, name: str, folder: Path, rendezvous: str) -> list[str]:
         "run.name": "run", "run.output_dir": folder, "run.max_steps": cell.steps,
         "run.seed": 2 * cell.seed + (name == "b"), "orchestrator.groups_per_step": cell.groups * 2 // clusters,
         "orchestrator.eval.every_steps": evaluate, "orchestrator.eval.tasks": cell.eval_tasks,
-        "orchestrator.filter_zero_advantage": False, "trainer.checkpoint.every_steps": 0, "monitor.view": "plain",
+        "orchestrator.filter_zero_advantage": False, "trainer.checkpoint.every_steps": 0,
         "trainer.schedule.warmup_steps": cell.steps // 8,
     }  # fmt: skip
     if name:

@@ -82,7 +82,6 @@ correction = "dppo"
 max_completion_length = {plan.max_completion}
 
 [monitor]
-view = "plain"
 """
 
 

@@ -78,8 +78,6 @@ class MonitorConfig(BaseConfig):
     """Project name in trackio and wandb."""
     wandb_mode: Literal["online", "offline"] = "offline"
     """Whether wandb uploads to its server."""
-    view: Literal["auto", "live", "plain"] = "auto"
-    """The launcher's view: live panel on a terminal, plain lines elsewhere."""
     tokens: bool = False
     """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
     `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes per token.
@@ -106,7 +104,7 @@ class Config(BaseConfig):
     diloco: DilocoConfig | None = None
     """Other clusters that train the same model; omit it to train alone."""
     monitor: MonitorConfig = MonitorConfig()
-    """Trackers and the launcher's view."""
+    """Trackers and what a run records."""
 
     @property
     def run_directory(self) -> Path:

@@ -3,7 +3,7 @@
     logger.warning("node %s is gone", name)                    any warning or error of our loggers
     logger.info("checkpoint 20 is saved", extra=event("checkpoint"))   important, but not a warning
         --EventHandler--> one line for each event at once; repetitions are counted: 10, 100, 200, ...
-        --read_events--> live view, `composer report`, the page
+        --read_events--> the launcher, `composer report`, the page
 
 A line: {"time", "role", "pid", "level", "kind", "text", "count", "where", "cause", "command"}; the last three may be
 null. `where` is file:line of the code that raised, else of ours that noticed. `command` shows more. Two lines of one
@@ -210,7 +210,7 @@ class RunEvent:
 
     @property
     def line(self) -> str:
-        """The event in one line, as the live view shows it."""
+        """The event in one line, as the launcher shows it."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         place = f" ({self.where})" if self.where and self.level != "info" and self.where not in self.text else ""
         return f"{self.role}: {self.text}{times}{place}"

@@ -95,14 +95,6 @@ class RunProgress:
     """Figures of the evaluation after step N, without the prefix `eval/`."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """By role."""
-    peak_bytes: dict[str, float] = field(default_factory=dict)
-    """Largest memory/peak_bytes by role."""
-    stage: str = ""
-    """What a start has come to, until the first step."""
-    nodes: float | None = None
-    """Nodes attached to the gateway; None before its first report."""
-    failed_tries: float = 0.0
-    """Tries of rollouts that failed, of any kind."""
     ended: Ending | None = None
     """End of a joint run; None when steps follow it, or when a resume undid its steps."""
 
@@ -126,14 +118,7 @@ class RunProgress:
     def _take(self, line: Line) -> StepProgress | None:
         role = str(line.get("role", "?"))
         self._update_waiting(role, line)
-        self.stage = line["stage"] if isinstance(line.get("stage"), str) else self.stage
-        self.nodes = self.nodes if (nodes := numeric_field(line, "gateway/nodes")) is None else nodes
-        failed = [line[name] for name in line if name.startswith("rollouts/failed/") and numeric_field(line, name)]
-        self.failed_tries = sum(failed) if failed else self.failed_tries
         self.ended = _ending(line) or self.ended
-        peak = numeric_field(line, "memory/peak_bytes")
-        if peak is not None:
-            self.peak_bytes[role] = max(peak, self.peak_bytes.get(role, 0.0))
         figures = {
             name[5:]: line[name] for name in line if name.startswith("eval/") and numeric_field(line, name) is not None
         }

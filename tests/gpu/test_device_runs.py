@@ -70,7 +70,6 @@ def test_a_run_of_a1_with_everything_on_the_device(place, tmp_path, engine):
         "inference.device": place.device,
         "trainer.device": place.device,
         "orchestrator.eval.every_steps": 0,
-        "monitor.view": "plain",
         "inference.vllm.gpu_memory_utilization": 0.3,
     }
     if place.small:

@@ -31,8 +31,6 @@ eval_taskset = { split = "eval" }
 max_tokens = 64
 [trainer.checkpoint]
 stop_timeout_s = 1.0
-[monitor]
-view = "plain"
 """
 PRELUDE = """
 import json, os, signal, subprocess, sys, time

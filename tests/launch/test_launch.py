@@ -22,7 +22,7 @@ from composer_prime.run.run_dir import RunDir
 from trainer.launcher.launch import _RunMonitor
 from trainer.launcher.prepare import prepare
 from trainer.launcher.supervise import Supervisor, role_commands
-from trainer.launcher.view import PlainView, panel_rows
+from trainer.launcher.view import View
 
 pytestmark = pytest.mark.process
 
@@ -158,12 +158,12 @@ def test_nobody_waits_once_the_roles_have_ended(tmp_path, capsys, monkeypatch):
     prepared = prepare(config)
     wait = {"step": 3, "time": time.time() - 9, "role": "orchestrator", "waiting_for": "evaluation of step 3: 1 of 8"}
     with OrphanGuard(1.0) as guard:
-        monitor = _RunMonitor(prepared, PlainView(config))
+        monitor = _RunMonitor(prepared, View(config))
         supervisor = Supervisor(run_dir=prepared.run_dir, roles=[], guard=guard, config=config, on_event=print)
         prepared.run_dir.metrics.write_text(json.dumps(wait) + "\n")
         monitor.tick(supervisor, ended=True)
         assert "waited" not in capsys.readouterr().out
-        assert all(label != "orchestrator" for label, _ in panel_rows(config, monitor.progress, time.time(), None))
+        assert "orchestrator" not in monitor.progress.waiting
         prepared.run_dir.metrics.write_text(2 * (json.dumps(wait) + "\n"))
         monitor.tick(supervisor)
         assert "orchestrator has waited 9 s for evaluation of step 3" in capsys.readouterr().out

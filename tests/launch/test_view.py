@@ -1,24 +1,16 @@
-"""What a person sees: the live panel on a terminal, one line a step elsewhere."""
+"""What a person sees: one line a step, and the summary."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import subprocess
-import sys
 import time
-from pathlib import Path
-
-import pytest
 
 from composer_prime.config import Config
 from composer_prime.console import clock
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared
-from trainer.launcher.view import PlainView, channels_text, eval_text, panel_rows, round_text, run_summary, step_line
+from trainer.launcher.view import View, channels_text, eval_text, run_summary, step_line
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},
@@ -42,7 +34,7 @@ def test_step_line_leaves_out_what_is_missing():
 
 def test_text_of_a_model_cannot_steer_the_terminal(capsys):
     # Escape sequences are shown as symbols; lines and tabs stay what they are.
-    PlainView(Config.model_validate(CONFIG)).event("\x1b]0;title\x07 one\n\ttwo\x9b2J \x7f é")
+    View(Config.model_validate(CONFIG)).event("\x1b]0;title\x07 one\n\ttwo\x9b2J \x7f é")
     assert capsys.readouterr().out.endswith("␛]0;title␇ one\n\ttwo\ufffd2J ␡ é\n")
 
 
@@ -62,16 +54,14 @@ def test_channels_say_their_figures_only_where_they_are_on():
 def test_a_joint_run_tells_of_each_round_once(capsys):
     # Steps between two rounds repeat the last one's figures; the panel keeps them, lines say them when they are new.
     joint = {"diloco/participants": 2, "diloco/bytes_sent": 3_140_000, "diloco/sync_s": 0.42}
-    progress, view = RunProgress(), PlainView(Config.model_validate(CONFIG))
+    progress, view = RunProgress(), View(Config.model_validate(CONFIG))
     fresh = progress.update([line(step, **joint, **{"diloco/outer_step": (step + 1) // 2}) for step in (1, 2, 3, 4)])
-    view.refresh(progress, fresh, None)
+    view.refresh(progress, fresh)
     said = [text.partition("] ")[2] for text in capsys.readouterr().out.splitlines() if "joint run" in text]
     assert said == [f"  joint run: round {n}, 2 peers, 3.1 MB sent, waited 0.4 s for it" for n in (1, 2)]
-    rows = dict(panel_rows(Config.model_validate(CONFIG), progress, time.time(), None))
-    assert progress.last and progress.last.joint and rows["joint run"] == round_text(progress.last.joint)
-    resumed = PlainView(Config.model_validate(CONFIG))
+    resumed = View(Config.model_validate(CONFIG))
     resumed.begin(progress)
-    resumed.refresh(progress, fresh[-1:], None)
+    resumed.refresh(progress, fresh[-1:])
     assert "joint run" not in capsys.readouterr().out
 
 
@@ -106,20 +96,6 @@ def test_a_stop_after_the_last_step_leaves_only_the_model(tmp_path):
     assert "with --resume   runs the last evaluation and writes final/" in not_evaluated
 
 
-def test_panel_shows_progress_pace_and_who_waits():
-    # Progress bar with the time left, rewards, evaluation with its interval, memory, waits.
-    progress = RunProgress()
-    waits = {"step": 2, "time": time.time() - 7, "role": "orchestrator", "waiting_for": "batch 3: 1 of 8 groups"}
-    evaluated = {"eval/a/reward_mean": 0.5, "eval/a/reward_mean_low": 0.4, "eval/a/reward_mean_high": 0.6}
-    progress.update([line(1, **{"reward/mean": 0.1}), line(2, **{"reward/mean": 0.3}), {**waits, **evaluated}])
-    rows = dict(panel_rows(Config.model_validate(CONFIG), progress, time.time() - 65, 2 << 30))
-    assert "step 2/4" in rows["progress"] and "1m 05s" in rows["progress"] and "0m 02s left" in rows["progress"]
-    assert rows["reward"] == "0.300"
-    assert rows["eval"] == "after step 2: a/reward_mean 0.500 [0.400, 0.600]"
-    assert rows["memory"].startswith("2.00 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
-    assert rows["step"].startswith("2/4  ") and list(rows).index("eval") < list(rows).index("reward")
-
-
 def test_the_summary_leads_with_the_held_out_figures(tmp_path):
     # Three steps on different tasks show no trend; the paired change of held-out tasks does, with its interval.
     run_dir = RunDir(tmp_path)
@@ -147,23 +123,23 @@ def test_the_summary_leads_with_the_held_out_figures(tmp_path):
 
 def test_a_resumed_run_shows_only_what_is_new(capsys):
     # Evaluations of earlier starts were shown then; the next one is news.
-    view, progress = PlainView(Config.model_validate(CONFIG)), RunProgress()
+    view, progress = View(Config.model_validate(CONFIG)), RunProgress()
     progress.update([{"step": 0, "time": 1.0, "role": "orchestrator", "eval/a/reward_mean": 0.25}])
     view.begin(progress)
-    view.refresh(progress, [], None)
+    view.refresh(progress, [])
     assert capsys.readouterr().out == ""
     progress.update([{"step": 2, "time": 2.0, "role": "orchestrator", "eval/a/reward_mean": 0.75}])
-    view.refresh(progress, [], None)
+    view.refresh(progress, [])
     assert capsys.readouterr().out.count("eval after step") == 1
 
 
 def test_a_wait_that_follows_the_one_told_of_is_said_too(capsys, monkeypatch):
     # A new subject is said at once; how far the same one has come only after a pause.
     monkeypatch.setattr("trainer.launcher.view.FIRST_WAIT_S", 0.0)
-    view, progress = PlainView(Config.model_validate(CONFIG)), RunProgress()
+    view, progress = View(Config.model_validate(CONFIG)), RunProgress()
     for what in ("the environments: loading", "evaluation of step 0: 1 of 8", "evaluation of step 0: 2 of 8"):
         progress.update([{"step": 0, "time": time.time() - 7, "role": "orchestrator", "waiting_for": what}])
-        view.refresh(progress, [], None)
+        view.refresh(progress, [])
     said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
     waited = ("the environments: loading", "evaluation of step 0: 1 of 8")
     assert said == [f"orchestrator has waited 7 s for {what}" for what in waited]
@@ -180,56 +156,13 @@ def test_clock():
     assert [clock(5), clock(65), clock(3700)] == ["0m 05s", "1m 05s", "1h 01m"]
 
 
-@pytest.mark.process
-def test_live_panel_on_a_terminal(tmp_path: Path):
-    # On a real terminal the panel is drawn and redrawn, and the summary follows it.
-    scenario = {"orchestrator": "time.sleep(2.5)", "trainer-0": "log('trainer', 3, **{'loss/total': 1.0})"}
-    file = tmp_path / "scenario.json"
-    file.write_text(json.dumps(scenario))
-    stand = Path(__file__).with_name("stand.py")
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, str(stand), str(tmp_path), str(file), "--monitor.view", "auto"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
-    )
-    os.close(slave)
-    shown, deadline = b"", time.monotonic() + 150
-    while time.monotonic() < deadline:
-        ready, _, _ = select.select([master], [], [], 0.5)
-        try:
-            shown += os.read(master, 65536) if ready else b""
-        except OSError:
-            break
-        if not ready and process.poll() is not None:
-            break
-    assert process.wait(200) == 0
-    text = shown.decode(errors="replace")
-    assert text.count("Ctrl-C stops") > 1 and "step 3/3" in text and "stand finished" in text
-
-
 def test_ten_steps_have_a_mean_and_fewer_claim_no_trend(capsys):
     # Each step's line has the time left; the mean of ten steps stands beside every tenth.
     config = Config.model_validate({**CONFIG, "run": {"name": "one", "max_steps": 20}})
-    progress, view = RunProgress(), PlainView(config)
+    progress, view = RunProgress(), View(config)
     for step in range(1, 11):
-        view.refresh(progress, progress.update([line(step, **{"reward/mean": step / 10})]), None)
+        view.refresh(progress, progress.update([line(step, **{"reward/mean": step / 10})]))
     shown = capsys.readouterr().out.splitlines()
     assert "left" not in shown[0] and shown[1].endswith("0m 18s left")
     assert shown[-1].endswith("0m 10s left  (mean reward of 10 steps 0.550)")
     assert sum("mean reward" in text for text in shown) == 1
-    rows = dict(panel_rows(config, progress, time.time(), None))
-    assert rows["reward"].startswith("1.000  mean of 10 steps 0.550")
-
-
-def test_the_panel_shows_the_start_the_nodes_and_failures():
-    # Before the first step it says what has come; later how many nodes serve and how many tries failed.
-    config, progress = Config.model_validate(CONFIG), RunProgress()
-    progress.update([{"step": 0, "role": "orchestrator", "stage": "environment 'a' has loaded (4 tasks) after 9 s"}])
-    assert dict(panel_rows(config, progress, time.time(), None))["start"].endswith("after 9 s")
-    figures = {"gateway/nodes": 2, "rollouts/failed/task": 3, "rollouts/failed/timeout": 1}
-    progress.update([line(1), {"step": 1, "role": "orchestrator", **figures}])
-    rows = dict(panel_rows(config, progress, time.time(), None))
-    assert "start" not in rows and rows["nodes"] == "2 connected, 4 failed attempts of rollouts"

@@ -36,7 +36,6 @@ pairs_per_step = 4
 [channels.replay_dpo]
 weight = 0.1
 [monitor]
-view = "plain"
 [teachers]
 max_tokens = 64
 system_prompt = ""

@@ -33,7 +33,7 @@ from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared, prepare
 from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
-from trainer.launcher.view import View, build_view, run_summary
+from trainer.launcher.view import View, run_summary
 
 FAILED = 1
 TICK_S = 0.1
@@ -70,7 +70,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         record_environment(run_dir)
     began_s = time.monotonic()
     roles = commands(config, run_dir) if commands else role_commands(config, run_dir, gpus=len(visible_gpus()))
-    monitor = _RunMonitor(prepared, build_view(config))
+    monitor = _RunMonitor(prepared, View(config))
     with _Signals() as signals, OrphanGuard(config.run.stop_grace_s) as guard:
         supervisor = Supervisor(
             run_dir=run_dir, roles=roles, guard=guard, config=config, on_event=monitor.process_event
@@ -198,7 +198,6 @@ class _RunMonitor:
         self._metrics.log(step, {"event": "ended", "state": state, "problem": failure[:2000] if failure else None})
 
     def close(self) -> None:
-        self.view.close()
         for feeder in self._feeders:
             feeder.close(TRACKER_CLOSE_S)
 
@@ -222,7 +221,7 @@ class _RunMonitor:
         if ended:
             self.progress.waiting.clear()
         self._samples_due += [new.step for new in new_steps if new.step == 1 or new.step % SAMPLE_EVERY_STEPS == 0]
-        self.view.refresh(self.progress, new_steps, self._memory_bytes)
+        self.view.refresh(self.progress, new_steps)
 
     def process_event(self, text: str) -> None:
         """Show what happened to a process, and keep it."""

@@ -1,4 +1,4 @@
-"""What the launcher shows: a live panel on a terminal, elsewhere one line per step; in the end a summary.
+"""What the launcher shows: a line for each step, evaluation and event; in the end a summary.
 
 The state is RunProgress.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from statistics import fmean
 
 from composer_prime.config import Config
@@ -61,13 +60,11 @@ def round_text(last: RoundProgress) -> str:
 
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
-"""Without a step for FIRST_WAIT_S, the plain view shows which role waits for what; then every NEXT_WAIT_S, and at once
+"""Without a step for FIRST_WAIT_S, the view shows which role waits for what; then every NEXT_WAIT_S, and at once
 when the subject of a wait changes."""
-_REFRESH_S = 1.0
-"""Interval between updates of the live panel."""
 
 
-class PlainView:
+class View:
     """One line per step, evaluation and event, and the waiting roles when nothing moves."""
 
     def __init__(self, config: Config) -> None:
@@ -92,7 +89,7 @@ class PlainView:
             silence()
             print("trainer: the output was closed; the run continues, and its logs are in logs/", file=sys.stderr)
 
-    def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
+    def refresh(self, progress: RunProgress, fresh: list[StepProgress]) -> None:
         """Show progress. Called each tick; `fresh` holds the steps since the last call."""
         for step in fresh:
             self.event(f"{step_line(step, self._max_steps)}{self._outlook(progress, step)}")
@@ -122,110 +119,6 @@ class PlainView:
         left = f"  {clock(left_s)} left" if left_s is not None else ""
         is_due = recent is not None and step.step % TREND_STEPS == 0
         return f"{left}  (mean reward of {TREND_STEPS} steps {recent:.3f})" if is_due else left
-
-    def close(self) -> None:
-        sys.stdout.flush()
-
-
-class LiveView:
-    """A panel that rich redraws in place."""
-
-    def __init__(self, config: Config) -> None:
-        from rich.live import Live
-
-        self._config = config
-        self._started = time.time()
-        self._events: deque[str] = deque(maxlen=6)
-        self._drawn = 0.0
-        self._live = Live(auto_refresh=False, transient=False)
-        self._live.start()
-
-    def begin(self, progress: RunProgress) -> None: ...
-
-    def event(self, text: str) -> None:
-        self._events.append(f"{time.strftime('%H:%M:%S')} {printable(text)}")
-        self._drawn = 0.0
-
-    def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
-        if time.time() - self._drawn >= _REFRESH_S:
-            self._drawn = time.time()
-            self._live.update(self._panel(progress, memory_bytes), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def _panel(self, progress: RunProgress, memory_bytes: int | None):
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold")
-        table.add_column()
-        for label, text in panel_rows(self._config, progress, self._started, memory_bytes):
-            table.add_row(label, Text(text))
-        for event in self._events:
-            table.add_row("", Text(event, style="dim"))
-        return Panel(
-            table, title=self._config.run.name, subtitle="Ctrl-C stops; --resume continues", title_align="left"
-        )
-
-
-View = PlainView | LiveView
-
-
-def build_view(config: Config) -> View:
-    live = config.monitor.view == "live" or (config.monitor.view == "auto" and sys.stdout.isatty())
-    return LiveView(config) if live else PlainView(config)
-
-
-def panel_rows(
-    config: Config, progress: RunProgress, started: float, memory_bytes: int | None
-) -> list[tuple[str, str]]:
-    """Return the live panel's rows as (label, text)."""
-    last = progress.last
-    rows = [("progress", _progress_text(config, progress, started))]
-    if progress.evals:
-        newest = max(progress.evals)
-        rows.append(("eval", f"after step {newest}: {eval_text(progress.evals[newest])}"))
-    elif last is None and progress.stage:
-        rows.append(("start", progress.stage))
-    if rewards := progress.rewards():
-        recent = progress.recent_reward()
-        trend = "" if recent is None else f"  mean of {TREND_STEPS} steps {recent:.3f}  {sparkline(rewards)}"
-        rows.append(("reward", f"{rewards[-1]:.3f}{trend}"))
-    if last is not None:
-        rows += _step_rows(config, last)
-    if progress.nodes is not None:
-        failed = int(progress.failed_tries)
-        tries = f", {pluralize(failed, 'failed attempt')} of rollouts" if failed else ""
-        rows.append(("nodes", f"{progress.nodes:g} connected{tries}"))
-    if memory_bytes:
-        peaks = [f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items())]
-        rows.append(("memory", f"{gib(memory_bytes)} in all processes{''.join(peaks)}"))
-    now = time.time()
-    for role, waiting in progress.waiting.items():
-        rows.append((role, f"waits {now - waiting.since:.0f} s for {waiting.what}"))
-    return rows
-
-
-def _step_rows(config: Config, last: StepProgress) -> list[tuple[str, str]]:
-    joint = "" if last.joint is None else round_text(last.joint)
-    step = step_line(last, config.run.max_steps).removeprefix("step ")
-    rows = [("step", step), ("channels", channels_text(last)), ("joint run", joint)]
-    return [(label, text) for label, text in rows if text]
-
-
-def _progress_text(config: Config, progress: RunProgress, started: float) -> str:
-    total, last = config.run.max_steps, progress.last
-    done = last.step if last else 0
-    elapsed = clock(time.time() - started)
-    if total == 0:
-        return f"evaluation only, {elapsed}"
-    filled = round(30 * done / total)
-    left_s = progress.left_s(total)
-    left = f", about {clock(left_s)} left" if left_s is not None else ""
-    return f"step {done}/{total} {'━' * filled}{'─' * (30 - filled)} {elapsed}{left}"
 
 
 def eval_text(figures: dict[str, float]) -> str:
