@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ingest_traces import SESSION, answer, lines, prompt, result, roles, taken, text, use
 
 from composer_prime.traces.ingest.reading import Limits
-from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
 
 
 # Four lines of one message.id are one turn; its context is what came before, its error what came after.
@@ -169,24 +168,6 @@ def test_microcompaction_of_too_little(tmp_path: Path) -> None:
     ]
     states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=500))
     assert len(states) == 2 and tally.passed_over == {"context over 500 characters": 1}
-
-
-# Ids of calls that no record made take no node and no memory. Those that are kept count as text does: boundaries that
-# list more of them than a context holds end it.
-def test_microcompactions_without_end(tmp_path: Path) -> None:
-    tree = RecordTree(Limits())
-    root = RecordNode(cast(Any, None))
-    assert tree.clear(root, ["elsewhere"] * 3) is root
-    records = SESSION[:]
-    for number in range(10):
-        metadata = {"compactedToolIds": ["t1"]}
-        above = f"c{number - 1}" if number else "a5"
-        more = {"subtype": "microcompact_boundary", "microcompactMetadata": metadata}
-        records.append(_beside("system", f"c{number}", above, **more))
-    records.append(answer("a9", "c9", text("Done.")))
-    for chars, shown in ((2000, 3), (600, 2)):
-        states, _ = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=chars))
-        assert len(states) == shown
 
 
 # The model saw what Claude Code attached: a file named with @, a nested CLAUDE.md, a hook's words.

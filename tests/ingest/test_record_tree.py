@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ingest_traces import answer, lines, prompt, result, taken, text, use
 
-from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.states import Message, TraceState
 
 
@@ -159,19 +158,6 @@ def test_lines_without_their_parents(tmp_path: Path) -> None:
         assert contents(states[1]) == ["task", "plan", "go"]
 
 
-# More than may be held: the oldest branches are let go of, and a turn that follows one of them is passed over.
-def test_branches_that_were_let_go_of(tmp_path: Path) -> None:
-    records = [prompt("u", None, "task")]
-    for number in range(20):
-        records += [prompt(f"u{number}", "u", "x" * 90), answer(f"a{number}", f"u{number}", text(f"y{number}"))]
-    records += [prompt("v", "a1", "on"), answer("b", "v", text("z")), prompt("w", "a19", "on")]
-    records += [answer("c", "w", text("z"))]
-    states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=500))
-    assert tally.taken == len(records) and len(states) == 21
-    assert tally.passed_over == {"its context was let go of (too many records or characters since)": 1}
-    assert contents(states[-1]) == ["task", "x" * 90, "y19", "on"]
-
-
 def queued(uuid: str, parent: str, typed: object) -> dict[str, Any]:
     record = prompt(uuid, parent, "")
     del record["message"]
@@ -209,27 +195,6 @@ def test_messages_that_a_compaction_keeps(tmp_path: Path) -> None:
         ["summary", "two?", None, "did", "three?"],
     ]
     assert tally.taken == len(records) - 1
-
-
-# What a compaction keeps has the results that came late, before it and after it.
-def test_late_results_of_messages_that_a_compaction_keeps(tmp_path: Path) -> None:
-    start = [prompt("u1", None, "task"), answer("a1", "u1", use("t1", "Bash"), use("t2", "Bash"))]
-    start += [prompt("u2", "a1", "meanwhile"), answer("a2", "u2", text("yes")), result("r1", "a1", "t1", "one")]
-    boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c", "parentUuid": None, "sessionId": "s1"}
-    summary, late = prompt("s", "c", "summary", isCompactSummary=True), result("r2", "a1", "t2", "two")
-    waiting = "[no result was recorded]"
-    for tail, at, seen in (
-        ("a2", "r1", [None, "one", waiting]),
-        ("r1", "r1", [None, "one", waiting]),
-        ("r1", "a1", [None, waiting, waiting]),
-        ("a2", "r2", [None, "one", "two"]),
-        ("r1", "r2", [None, "one", "two"]),
-    ):
-        kept = {"preservedSegment": {"headUuid": "a1", "anchorUuid": "s", "tailUuid": tail}}
-        records = [*start, {**boundary, "compactMetadata": kept}, summary, late]
-        records += [prompt("u3", at, "on"), answer("a3", "u3", text("done"))]
-        states, _ = taken(lines(tmp_path / "s.jsonl", *records))
-        assert contents(states[-1]) == ["summary", *seen, "on"], (tail, at)
 
 
 # A compaction does not make uuids new: what is repeated behind it is skipped.

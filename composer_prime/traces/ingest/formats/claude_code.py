@@ -14,22 +14,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
 from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
-from composer_prime.traces.ingest.trace_file import Recent, StateMaker, TraceFile
+from composer_prime.traces.ingest.trace_file import StateMaker, TraceFile
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.states import Message, TraceState
 
 NAME, VERSION = "claude_code", 2
 """Written for the lines of Claude Code 1 and 2."""
 SYNTHETIC = "not the model's own words (synthetic)"
-LET_GO = "its context was let go of (too many records or characters since)"
-SEEN = 100_000
-"""Uuids in one generation of the memory."""
 LOOK_BACK = 1_000
 """Messages and turns that are searched for a queued prompt."""
 _KNOWN_ASIDE = {
@@ -75,11 +71,10 @@ class _Session:
         self._file = file
         self._tally = file.tally
         self.tree = RecordTree(file.options.limits)
-        self._seen = Recent(SEEN)
+        self._seen = set[tuple[str, str]]()
+        """(session, uuid) of the records that were read."""
         self._maker: StateMaker | None = None
         self._session: object = None
-        self._before: object = None
-        """The previous session."""
         self._linked = False
         """Whether the trace's records name their parents."""
         self._kept: dict[str, Any] | None = None
@@ -92,7 +87,7 @@ class _Session:
         kind = string(record.get("type"))
         if record.get("isSidechain") is True:
             self._tally.skip("subagent (sidechain)")
-        elif (uuid := string(record.get("uuid"))) is not None and _key(record.get("sessionId"), uuid) in self._seen:
+        elif (uuid := string(record.get("uuid"))) is not None and _key(record, uuid) in self._seen:
             self._tally.skip("repeated uuid")
         elif kind in ("user", "assistant"):
             self._spoken(kind, record)
@@ -102,7 +97,6 @@ class _Session:
             self._attachment(record)
         else:
             self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
-        self.tree.trim()
 
     def _spoken(self, kind: str, record: dict[str, Any]) -> None:
         reason, message = _unusable(kind, record), object_at(record, "message")
@@ -123,8 +117,7 @@ class _Session:
         if node is None and (self._maker is None or record.get("sessionId") != self._session):
             return None
         if node is None:
-            begins = self._is_lost(record) or (link is None and self._linked)
-            node = self._root(record) if begins else self.tree.tip
+            node = self._root() if link is None and self._linked else self.tree.tip
         self._linked = self._linked or link is not None
         self._session = record.get("sessionId")
         self._maker = node.maker if node else self._maker
@@ -133,30 +126,20 @@ class _Session:
     def _begin(self, record: dict[str, Any]) -> RecordNode:
         """Start another trace, and close the turns of the one before."""
         self.tree.close_all()
-        self._before, self._session = self._session, record.get("sessionId")
+        self._session = record.get("sessionId")
         self._maker = StateMaker(self._file, self._session)
         self._linked = string(record.get("parentUuid")) is not None
-        return self._root(record)
+        return self._root()
 
-    def _root(self, record: dict[str, Any]) -> RecordNode:
-        """Start a walk. What follows a dropped record has no context."""
+    def _root(self) -> RecordNode:
         assert self._maker is not None
-        return RecordNode(self._maker, missing=LET_GO if self._is_lost(record) else None)
-
-    def _is_lost(self, record: dict[str, Any]) -> bool:
-        """Check whether its parent was read but is no longer held, in its own session or the one before."""
-        link, sessions = string(record.get("parentUuid")), (record.get("sessionId"), self._before)
-        return (
-            link is not None
-            and self.tree.get(link) is None
-            and any(_key(session, link) in self._seen for session in sessions)
-        )
+        return RecordNode(self._maker, missing=self._maker.unshown)
 
     def _stands(self, record: dict[str, Any], node: RecordNode) -> None:
         """Mark the record as read, and make `node` the parent of what follows it."""
         uuid = string(record.get("uuid"))
         if uuid is not None:
-            self._seen.add(_key(record.get("sessionId"), uuid))
+            self._seen.add(_key(record, uuid))
         self.tree.place(uuid, node)
 
     def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> None:
@@ -166,7 +149,8 @@ class _Session:
         if node is None or behind is None:
             self.tree.close(parent.nearest)
             node = behind = self.tree.turn(parent, parent.maker.turn(key, model))
-        self.tree.extend(node, *assistant_parts(message))
+        assert node.turn is not None
+        node.turn.add(*assistant_parts(message))
         self._stands(record, behind)
         self._tally.take()
 
@@ -175,12 +159,11 @@ class _Session:
         results = [block for block in objects(blocks) if block.get("type") == "tool_result"]
         paired = False
         for block in results:
-            behind = self._result(parent, block)
-            parent, paired = behind or parent, paired or behind is not None
+            paired = self._result(parent, block) or paired
         texts = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
         if texts:
             if record.get("isCompactSummary") is True and self._kept is None:
-                parent = RecordNode(parent.maker)
+                parent = self._root()
             self._note(record, parent, "\n\n".join(texts), queued=False, paired=paired)
             return
         self._stands(record, parent)
@@ -189,7 +172,7 @@ class _Session:
         else:
             self._tally.skip("tool result without its call" if results else "no text in the message")
 
-    def _result(self, parent: RecordNode, block: dict[str, Any]) -> RecordNode | None:
+    def _result(self, parent: RecordNode, block: dict[str, Any]) -> bool:
         text = text_of(block.get("content"))
         error = (text or "error") if block.get("is_error") is True else None
         return self.tree.answer(parent, str(block.get("tool_use_id")), text, error)
@@ -200,7 +183,9 @@ class _Session:
         """Add a text of the user. `paired`: the same record holds results of calls."""
         message = parent.maker.message("user", text)
         repeated = _is_said(parent, message, queued)
-        self._stands(record, parent if repeated else self.tree.note(parent, message, queued))
+        self._stands(
+            record, parent if repeated else RecordNode(parent.maker, parent, messages=[message], queued=queued)
+        )
         if repeated and not paired:
             self._tally.skip("queued prompt that is there already")
         else:
@@ -221,14 +206,16 @@ class _Session:
         if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
             ended = self.tree.get(string(record.get("logicalParentUuid")) or "")
             self.tree.close(ended.nearest if ended else None)
-            self._stands(record, RecordNode(self._maker))
+            self._stands(record, self._root())
             self._kept = object_at(record, "compactMetadata", "preservedSegment")
             self._keep(record)
             self._tally.skip(f"system record: {label}")
         elif subtype == "microcompact_boundary" and (parent := self._parent(record)) is not None:
             listed = object_at(record, "microcompactMetadata").get("compactedToolIds")
-            call_ids = [call_id for call_id in listed if isinstance(call_id, str)] if isinstance(listed, list) else []
-            self._stands(record, self.tree.clear(parent, call_ids))
+            call_ids = (
+                tuple(call_id for call_id in listed if isinstance(call_id, str)) if isinstance(listed, list) else ()
+            )
+            self._stands(record, RecordNode(parent.maker, parent, cleared=call_ids))
             self._tally.take()
         else:
             self._aside(record, f"system record: {label}")
@@ -337,8 +324,8 @@ def _is_said(parent: RecordNode, message: Message, queued: bool) -> bool:
     return False
 
 
-def _key(session: object, uuid: str) -> bytes:
-    return hashlib.blake2b(f"{session} {uuid}".encode("utf-8", "replace"), digest_size=8).digest()
+def _key(record: dict[str, Any], uuid: str) -> tuple[str, str]:
+    return str(record.get("sessionId")), uuid
 
 
 def _blocks(message: dict[str, Any]) -> list[Any]:
