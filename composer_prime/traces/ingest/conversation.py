@@ -174,7 +174,7 @@ def read_each(
     if file.whole is not None and not matches(FileStart(path=file.path, document=file.whole)):
         file.unknown()
         return
-    document = None if file.whole is None else file.document()
+    document = file.whole
     for record in file.records() if document is None else document if isinstance(document, list) else [document]:
         yield from file.trace(lambda file, record=record: read_trace(file, record))
         del record

@@ -1,6 +1,6 @@
 """Turn one file of recorded agent sessions into states. Read this file first.
 
-    file -> reading.py -> formats/ -> messages.py or record_tree.py -> trace_file.py -> TraceState
+    file -> reading.py -> formats/ -> conversation.py or record_tree.py -> trace_file.py -> TraceState
             bounded JSON  a reader    |  contexts, open turns          |  masking/ masks every text on entry
                           a format    `-> Tally: every record is taken, or skipped with a reason
 
@@ -9,7 +9,7 @@ A file's format is found by its content, never by its name alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from composer_prime.traces.ingest.formats import (
@@ -23,7 +23,7 @@ from composer_prime.traces.ingest.formats import (
     swe_agent,
 )
 from composer_prime.traces.ingest.reading import take_sample
-from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Recent, Tally, TraceFile, observed_tools
+from composer_prime.traces.ingest.trace_file import NO_TRACE, Options, Tally, TraceFile, observed_tools
 from composer_prime.traces.states import TraceState, is_compressed
 
 FORMATS = (
@@ -44,16 +44,14 @@ def ingest(
     tally: Tally | None = None,
     options: Options | None = None,
     *,
-    fingerprints: Recent | None = None,
-    trace_ids: Recent | None = None,
-    progress: Callable[[int], None] | None = None,
+    fingerprints: set[bytes] | None = None,
+    trace_ids: set[str] | None = None,
 ) -> Iterator[TraceState]:
-    """Yield the states of one file, or of one OpenHands conversation folder, in its order and in bounded memory.
+    """Yield the states of one file, or of one OpenHands conversation folder, in its order.
 
     The file is read twice, first to gather the tools that it uses. Bytes appended after the start are not read. `tally`
     is filled as states are drawn and balances at the end. `fingerprints` and `trace_ids` may be shared between files.
-    `progress` is called with the bytes read, with 0 in the first pass. Raises OSError when the file cannot be read. Bad
-    content is counted and never raises.
+    Raises OSError when the file cannot be read. Bad content is counted and never raises.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = [reader for reader in FORMATS if options.format == reader.NAME]
@@ -72,9 +70,8 @@ def ingest(
         options=options,
         tally=tally,
         format=tally.format or "",
-        fingerprints=fingerprints or Recent(),
-        trace_ids=trace_ids or Recent(),
-        progress=progress,
+        fingerprints=set() if fingerprints is None else fingerprints,
+        trace_ids=set() if trace_ids is None else trace_ids,
         size=size,
     )
     if reader is None:

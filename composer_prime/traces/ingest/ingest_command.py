@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
-from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
+from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_families import family_named
 from composer_prime.traces.ingest.formats import openhands
 from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import FileStart
-from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
+from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.states import (
     StateName,
     check_own,
@@ -29,7 +29,6 @@ from composer_prime.traces.states import (
 )
 
 NOTHING = 1
-_MIB = 1 << 20
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
 Reads agent sessions into states, one for each assistant turn: Claude Code sessions, Codex CLI rollouts, OpenHands,
@@ -126,17 +125,13 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
     console = Console(stderr=True)
     partial = output.with_name(f".{output.name}.partial")
     tallies: list[tuple[str, Tally]] = []
-    fingerprints, trace_ids = Recent(), Recent()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    fingerprints, trace_ids = set[bytes](), set[str]()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        with bar, compressed_lines(partial) as sink:
-            advance = _advancing(bar, sum(map(_size, files)))
-            for path in files:
+        with compressed_lines(partial) as sink:
+            for path in track(files, "reading", console=console, transient=True, disable=not console.is_terminal):
                 name, tally = _shown_name(path), Tally()
-                bar.update(bar.task_ids[0], description=name[:40])
-                for state in ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids, progress=advance):
+                for state in ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids):
                     sink.write(write_state(state))
                 tallies.append((name, tally))
         partial.replace(output)
@@ -148,29 +143,8 @@ def _write(files: list[Path], options: argparse.Namespace, how: Options) -> list
     return tallies
 
 
-def _size(path: Path) -> int:
-    return sum(part.stat().st_size for part in (path.rglob("*.json") if path.is_dir() else [path]))
-
-
 def _shown_name(path: Path) -> str:
     return path.name.encode("utf-8", "replace").decode("utf-8")
-
-
-def _advancing(bar: Progress, total: int) -> Callable[[int], None]:
-    """Return a function that adds read bytes to the bar. When the bar is disabled, progress is printed as lines."""
-    task, lines = bar.add_task("reading", total=total), ProgressLines()
-
-    def line() -> str:
-        at = bar.tasks[0]
-        left = "" if at.time_remaining is None else f", about {clock(at.time_remaining)} left"
-        return f"reading {at.description}: {at.completed / _MIB:,.0f} of {total / _MIB:,.0f} MiB{left}"
-
-    def advance(count: int) -> None:
-        bar.advance(task, count)
-        if bar.disable:
-            lines.tell(line)
-
-    return advance
 
 
 def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,9 +19,6 @@ import msgspec
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 100
 """Nesting levels of a JSON value. A recursive walk takes a few frames of Python's stack a level."""
-MAX_VALUES = 500_000
-"""Values in one record. An empty list takes 80 bytes of memory for 3 bytes of the file."""
-_STRING_OR_SEPARATOR = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([,\[{])', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,35 +38,26 @@ class Bad:
     reason: str
 
 
-def lines(
-    path: Path, limits: Limits, progress: Callable[[int], None] | None = None, until: int = sys.maxsize
-) -> Iterator[Any]:
+def lines(path: Path, limits: Limits, until: int = sys.maxsize) -> Iterator[Any]:
     """Yield the JSON value, or `Bad`, of every line in the first `until` bytes.
 
-    Blank lines are not records. A line above the limit is skipped in pieces and never held. `progress` receives the
-    bytes of a line before its value is yielded.
+    Blank lines are not records. A line above the limit is skipped in pieces and never held.
     """
     with path.open("rb", buffering=CHUNK_BYTES) as file:
-        done = 0
         while raw := file.readline(min(limits.line_bytes + 1, until)):
             whole, blank = raw.endswith(b"\n"), raw.isspace()
-            size = len(raw)
-            if not whole and size > limits.line_bytes:
-                del raw
-                size += _rest_of_line(file, until - size)
+            until -= len(raw)
+            if not whole and len(raw) > limits.line_bytes:
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(min(CHUNK_BYTES, until))
+                    until -= len(raw)
                 value: Any = Bad(f"line longer than {limits.line_bytes >> 20} MiB")
             else:
                 value = None if blank else parse_json(raw, torn=not whole)
-                del raw
-            until -= size
-            if progress is not None and (done := done + size) >= CHUNK_BYTES:
-                progress(done)
-                done = 0
+            del raw
             if not blank:
                 yield value
             del value  # one line's bytes and value are never held beside those of the next
-        if progress is not None:
-            progress(done)
 
 
 def document(path: Path, limits: Limits) -> Any:
@@ -83,21 +70,10 @@ def document(path: Path, limits: Limits) -> Any:
 
 
 def parse_json(raw: bytes, torn: bool = False) -> Any:
-    """Return `raw` as a JSON value of at most MAX_DEPTH levels and MAX_VALUES values, or `Bad`.
-
-    `torn` marks a last line without its end.
-    """
-    # Brackets inside strings count too, which makes this a cheap upper bound.
-    brackets = raw.count(b"[") + raw.count(b"{")
-    if brackets + raw.count(b",") > MAX_VALUES and _has_many_values(raw):
-        return Bad(f"more than {MAX_VALUES:,} values")
+    """Return `raw` as a JSON value of at most MAX_DEPTH levels, or `Bad`. `torn` marks a last line without its end."""
     value = _decoded(raw, torn)
-    return Bad("nested too deeply") if brackets > MAX_DEPTH and _is_deep(value) else value
-
-
-def _has_many_values(raw: bytes) -> bool:
-    separators = (match for match in _STRING_OR_SEPARATOR.finditer(raw) if match.lastindex)
-    return next(islice(separators, MAX_VALUES, None), None) is not None
+    # Brackets inside strings count too, which makes this a cheap upper bound.
+    return Bad("nested too deeply") if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value) else value
 
 
 def _decoded(raw: bytes, torn: bool) -> Any:
@@ -122,15 +98,6 @@ def _is_deep(value: Any) -> bool:
         inner = (node for outer in level for node in (outer.values() if isinstance(outer, dict) else outer))
         level = [node for node in inner if isinstance(node, list | dict)]
     return bool(level)
-
-
-def _rest_of_line(file: Any, until: int) -> int:
-    size = 0
-    while piece := file.readline(min(CHUNK_BYTES, until - size)):
-        size += len(piece)
-        if piece.endswith(b"\n"):
-            break
-    return size
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -224,12 +191,11 @@ def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
 
 
 def _first(path: Path, limits: Limits) -> Iterator[Any]:
-    read: list[int] = []
-    for record in islice(lines(path, limits, read.append), SAMPLE_RECORDS):
+    size = 0
+    for record in islice(lines(path, limits), SAMPLE_RECORDS):
         yield record
-        if isinstance(record, Bad):
-            read.clear()
-        if sum(read) >= SAMPLE_BYTES:
+        size += 0 if isinstance(record, Bad) else len(msgspec.json.encode(record))
+        if size >= SAMPLE_BYTES:
             break
 
 

@@ -11,7 +11,6 @@ Turns (of the assistant): turns = states + passed over, by reason.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -33,7 +32,6 @@ GATHERING = "the tools of the file are still being gathered"
 ERROR_CHARS = 500
 MAX_REASONS = 200
 """Distinct reasons that are counted. A hostile file must not fill the memory with reasons."""
-GENERATION = 250_000
 
 
 @dataclass(slots=True)
@@ -78,27 +76,6 @@ def _bounded(counter: Counter[str], reason: str) -> str:
     return reason if reason in counter or len(counter) < MAX_REASONS else "other reasons"
 
 
-class Recent:
-    """A set that forgets its older half once it holds twice `generation` keys. A file of any size fits."""
-
-    def __init__(self, generation: int = GENERATION) -> None:
-        self._generation = generation
-        self._new: set[bytes] = set()
-        self._old: set[bytes] = set()
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._new or key in self._old
-
-    def add(self, key: bytes) -> bool:
-        """Add `key`. Return whether it is new."""
-        if key in self:
-            return False
-        if len(self._new) >= self._generation:
-            self._old, self._new = self._new, set()
-        self._new.add(key)
-        return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to ingest."""
@@ -123,10 +100,9 @@ class TraceFile:
     options: Options
     tally: Tally
     format: str
-    fingerprints: Recent = field(default_factory=Recent)
+    fingerprints: set[bytes] = field(default_factory=set)
     """States seen so far. A copied state is passed over."""
-    trace_ids: Recent = field(default_factory=Recent)
-    progress: Callable[[int], None] | None = None
+    trace_ids: set[str] = field(default_factory=set)
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
     """The tools that the file calls. In the first pass, the collector that gathers them; then no state is made."""
     observed: ObservedTools | None = None
@@ -149,18 +125,12 @@ class TraceFile:
         if self.path.is_dir():
             self.tally.skip(NO_TRACE)
             return
-        for value in lines(self.path, self.options.limits, self.progress, self.size):
+        for value in lines(self.path, self.options.limits, self.size):
             if isinstance(value, Bad):
                 self.tally.skip(value.reason)
             else:
                 yield value
             del value
-
-    def document(self) -> Any:
-        """Return `whole` and report it as read."""
-        if self.progress is not None:
-            self.progress(self.path.stat().st_size)
-        return self.whole
 
     def trace(self, read: Callable[[TraceFile], Iterator[TraceState]]) -> Iterator[TraceState]:
         """Yield the states of one trace of a file that may hold several agents.
@@ -177,33 +147,31 @@ class TraceFile:
     def unknown(self) -> None:
         """Skip every record: the file does not belong to the reader."""
         if self.path.is_dir() or self.whole is not None:
-            value = self.document()
-            self.tally.skip(value.reason if isinstance(value, Bad) else NO_TRACE)
+            self.tally.skip(self.whole.reason if isinstance(self.whole, Bad) else NO_TRACE)
             return
         for _ in self.records():
             self.tally.skip(NO_TRACE)
 
 
-def unique_name(name: str, taken: Recent) -> str:
+def unique_name(name: str, taken: set[str]) -> str:
     """Return `name`, with a number where another trace has it, and add it to those that are taken."""
     numbered, number = name, 1
-    while not taken.add(hashlib.blake2b(numbered.encode(), digest_size=8).digest()):
+    while numbered in taken:
         number += 1
         numbered = f"{name}~{number}"
+    taken.add(numbered)
     return numbered
 
 
 def observed_tools(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceState]]) -> ObservedTools:
     """Gather the tools that the turns call. No context is held, nothing is masked or counted."""
     tools = ObservedTools(Masker(Counter(), file.options.mask).text)
-    progress = file.progress
     first = replace(
         file,
         tally=Tally(),
         options=replace(file.options, mask=False),
-        fingerprints=Recent(),
-        trace_ids=Recent(),
-        progress=None if progress is None else lambda _: progress(0),
+        fingerprints=set(),
+        trace_ids=set(),
         tools=tools,
         observed=None,
     )
@@ -297,7 +265,11 @@ class StateMaker:
             return "nothing before it"
         if any(self.tools.lacks(call["function"]["name"]) for call in action.get("tool_calls") or []):
             return f"its tool is not among the first {MAX_TOOLS} of the file"
-        return None if self._file.fingerprints.add(digest_of(digest, action)) else COPY
+        fingerprint, seen = digest_of(digest, action), self._file.fingerprints
+        if fingerprint in seen:
+            return COPY
+        seen.add(fingerprint)
+        return None
 
     def _state(self, turn: Turn, action: Message, messages: list[Message]) -> TraceState:
         options = self._file.options

@@ -28,7 +28,7 @@ from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.ingest.ingest import ingest
-from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
+from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.replay.forecast import selected_states
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
@@ -149,7 +149,7 @@ class OnlineReplay:
                 yield state
             return
         # A rollout that is in the files of two steps gives its states once.
-        seen, fingerprints, names = set[Path](), Recent(), Recent()
+        seen, fingerprints, names = set[Path](), set[bytes](), set[str]()
         while True:
             fresh = [path for path in rollout_files(self._run_dir, "step").values() if path not in seen]
             for path in fresh:
@@ -166,7 +166,7 @@ class OnlineReplay:
         if self._bad_lines == NAMED_LINES:
             logger.warning("further lines that are not states are only counted, as replay/bad_lines")
 
-    def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
+    def _ingested(self, path: Path, fingerprints: set[bytes], names: set[str]) -> list[TraceState]:
         """Return the states of one step's rollouts, masked for remote teachers: they hold what tools printed."""
         remote = any(not teacher.local for teacher in self._config.teachers.teacher)
         options = Options(mask=remote, model=self._config.model.path)

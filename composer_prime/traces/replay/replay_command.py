@@ -15,14 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
 from composer_prime.config import Config
 from composer_prime.config.layers import read_layers
 from composer_prime.config.load import resolve
-from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
+from composer_prime.console import INTERRUPTED, ProgressLines, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.traces.replay.forecast import (
     CostForecast,
@@ -40,13 +36,6 @@ INTERRUPTION = "interrupted: repeat the command to continue"
 _SHOW_S = 0.2
 _SAME_S = 0.3
 """One signal can arrive twice: a terminal sends it to the whole process group, and `composer` passes it on as well."""
-_COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeRemainingColumn(),
-    TextColumn("{task.fields[result]}"),
-)
 USAGE = """\
 usage: composer replay STATES -o PAIRS.jsonl @ FILE.toml [--states N] [--per-trace K] [--teachers.key VALUE ...]
 
@@ -118,17 +107,15 @@ async def replay(arguments: Arguments, server: Sequence[str] = ()) -> tuple[Repl
         )
     total = count_selected(arguments.states, select)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
-    console = Console(stderr=True)
     async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs, server=server) as run:
         expected = forecast_cost(arguments.config, arguments.states)
         print(cost_with_cap(arguments.config, expected), file=sys.stderr)
-        with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
-            showing = asyncio.create_task(_show(bar, run.progress, total))
-            try:
-                with _interruptible(run):
-                    progress = await run.run(selected_states(arguments.states, select))
-            finally:
-                showing.cancel()
+        showing = asyncio.create_task(_show(run.progress, total))
+        try:
+            with _interruptible(run):
+                progress = await run.run(selected_states(arguments.states, select))
+        finally:
+            showing.cancel()
     only_refused = progress.outcomes["refused"] == progress.states
     if only_refused and progress.resumed:  # a finished replay, repeated: the others were decided then
         return progress, expected
@@ -170,19 +157,15 @@ def _interruptible(run: Replay) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
-    task, lines = bar.add_task("replaying", total=total, result=""), ProgressLines()
+async def _show(progress: ReplayProgress, total: int) -> None:
+    lines = ProgressLines()
 
     def line() -> str:
-        left_s = bar.tasks[0].time_remaining
-        left = "" if left_s is None else f", about {clock(left_s)} left"
-        return f"replaying: {done:,} of {total:,} states, {result}{left}"
+        done = progress.states + progress.resumed
+        return f"replaying: {done:,} of {total:,} states, {progress.pairs} pairs, ${progress.usd:.4f}"
 
     while True:
-        done, result = progress.states + progress.resumed, f"{progress.pairs} pairs, ${progress.usd:.4f}"
-        bar.update(task, completed=done, result=result)
-        if bar.disable:
-            lines.tell(line)
+        lines.tell(line)
         await asyncio.sleep(_SHOW_S)
 
 

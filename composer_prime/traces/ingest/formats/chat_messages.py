@@ -33,7 +33,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         file.unknown()
         return
     if file.whole is not None:
-        yield from _trace(file, file.document(), file.path.stem)
+        yield from _trace(file, file.whole, file.path.stem)
         return
     index = 0
     for record in file.records():

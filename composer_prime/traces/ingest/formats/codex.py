@@ -57,7 +57,6 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         if not matches(FileStart(path=file.path, document=document)):
             file.unknown()
             return
-        document = file.document()
         records = iter([document["session"], *document["items"]])
     rollout = _Rollout(file)
     first = next(records, None)

@@ -31,7 +31,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     if messages is None:
         file.unknown()
         return
-    document = file.document()
+    document = file.whole
     version = at(document, "trajectory_format")
     if version not in _FORMATS:
         for _ in messages:

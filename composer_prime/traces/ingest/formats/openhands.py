@@ -237,8 +237,6 @@ def _folder(file: TraceFile) -> Iterator[TraceState]:
                 file.tally.skip(value.reason)
             else:
                 yield value
-            if file.progress is not None:
-                file.progress(path.stat().st_size)
 
     yield from _events(file, builder, events())
 

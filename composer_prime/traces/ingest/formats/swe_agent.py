@@ -29,7 +29,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     if not matches(FileStart(path=file.path, document=file.whole)):
         file.unknown()
         return
-    document = file.document()
+    document = file.whole
     history = document["history"]
     agents = Counter(string(entry.get("agent")) for entry in objects(history) if entry.get("role") != "tool")
     acting = agents.most_common(1)[0][0] if agents else None
