@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
         print(export_rows(chosen, options.messages))
         return 0
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
-    print(printable("\n".join(hack_listing(shown) if options.hacks else listing(shown))))
+    print(printable("\n".join(listing(shown, with_findings=options.hacks))))
     count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
     print(f"{count}; show one with: {COMPOSER} rollouts {options.run} ROLLOUT_ID")
     return 0
@@ -129,8 +129,8 @@ def passes(rollout: Rollout, options: argparse.Namespace) -> bool:
     return all(checks)
 
 
-def listing(rollouts: list[Rollout]) -> list[str]:
-    """Return a table with one line a rollout."""
+def listing(rollouts: list[Rollout], *, with_findings: bool = False) -> list[str]:
+    """Return a table with one line a rollout, and below each what the hack monitor found, without mere notes."""
     lines = [f"{'step':>5} {'rollout':<16} {'reward':>7} {'adv':>7} {'turns':>5} {'tokens':>6} {'versions':<9} task"]
     for rollout in rollouts:
         turns = sum(turn.get("role") == "assistant" for turn in rollout.get("turns", []))
@@ -143,22 +143,7 @@ def listing(rollouts: list[Rollout]) -> list[str]:
             f"{'-'.join(map(str, dict.fromkeys(versions))) if versions else '-':<9} "
             f"{_task(rollout)}{'  FAILED: ' + note[:200] if note else _parts(rollout)}"
         )
-    return lines
-
-
-def hack_listing(rollouts: list[Rollout]) -> list[str]:
-    """Return a line a rollout and below it the monitor's findings, the weightiest first, without mere notes."""
-    lines = []
-    for rollout in rollouts:
-        verdict = rollout.get("verdict") or {}
-        earned = (rollout.get("metrics") or {}).get("solved_by_tests")
-        solved = "" if earned is None else f", {'passed' if earned else 'failed'} the tests"
-        head = (
-            f"{rollout.get('step', '')!s:>5} {rollout.get('rollout_id', '')!s:<16} {_figure(rollout.get('reward')):>7}"
-        )
-        said = "HACK" if verdict.get("hack") else "suspicious"
-        lines.append(f"{head} {said}, {verdict.get('policy')}{solved}  {_task(rollout)}")
-        lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout)]
+        lines += [f"{'':>6}{_finding(each)}" for each in _findings(rollout) if with_findings]
     return lines
 
 
@@ -178,8 +163,7 @@ def show(rollout: Rollout) -> list[str]:
         value = rollout.get(name)
         if value not in (None, {}, []):
             lines.append(f"  {name:<16} {_value(value)}")
-    for name, failure in _failures(rollout):
-        lines.append(f"  {name:<16} {failure_text({'error': failure})}")
+    lines += [f"  {'failed':<16} {text}" for text in _failures(rollout)]
     detail = (rollout.get("error") or {}).get("detail")
     lines += [f"    {line}" for line in str(detail).splitlines()] if detail else []
     lines += [
@@ -199,19 +183,12 @@ def show(rollout: Rollout) -> list[str]:
     return lines
 
 
-def _failures(rollout: Rollout) -> Iterator[tuple[str, Any]]:
-    """Yield what to call each failed try, and the failure; equal ones once."""
-    earlier = rollout.get("failed_attempts") or []
-    last = rollout.get("error")
-    counted = Counter(failure_text({"error": failure}) for failure in [*earlier, *([last] if last else [])])
-    seen = set()
-    for name, failure in [*(("an earlier try", failure) for failure in earlier), *([("failed", last)] if last else [])]:
-        text = failure_text({"error": failure})
-        if name == "an earlier try" and last and text == failure_text({"error": last}):
-            continue
-        if text not in seen:
-            seen.add(text)
-            yield f"{name}{f' x {counted[text]}' if counted[text] > 1 else ''}", failure
+def _failures(rollout: Rollout) -> Iterator[str]:
+    """Yield each failure of the rollout and of its earlier tries, equal ones once with their number."""
+    failures = [*(rollout.get("failed_attempts") or []), rollout.get("error")]
+    counted = Counter(text for failure in failures if (text := failure_text({"error": failure})))
+    for text, count in counted.items():
+        yield text if count == 1 else f"{count} x {text}"
 
 
 def _tools(rollout: Rollout) -> Iterator[str]:

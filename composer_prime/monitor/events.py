@@ -20,9 +20,10 @@ import re
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from composer_prime.console import COMPOSER
 from composer_prime.run.run_dir import RunDir
@@ -190,9 +191,8 @@ def _shown_path(path: Path) -> str:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEvent:
-    time: float
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    time: float = 0.0
     """Seconds since the epoch, of the last line about it."""
     role: str
     pid: int
@@ -204,9 +204,9 @@ class RunEvent:
     count: int
     """How often it happened at least: 1, 10, or hundreds."""
     id: str
-    where: str | None
-    cause: str | None
-    command: str | None
+    where: str | None = None
+    cause: str | None = None
+    command: str | None = None
 
     @property
     def line(self) -> str:
@@ -216,20 +216,12 @@ class RunEvent:
         return f"{self.role}: {self.text}{times}{place}"
 
 
-_OPTIONAL = ("where", "cause", "command")
-
-
 def parse_event(line: dict[str, Any]) -> RunEvent | None:
     """Return the event of one object of the file; None for any other object."""
-    texts = {name: line.get(name) for name in ("role", "level", "kind", "text", "id")}
-    numbers = {name: line.get(name) for name in ("pid", "count")}
-    if not all(isinstance(text, str) for text in texts.values()):
+    try:
+        return msgspec.convert(line, RunEvent)
+    except msgspec.ValidationError:
         return None
-    if not all(isinstance(number, int) for number in numbers.values()):
-        return None
-    optional = {name: text if isinstance(text := line.get(name), str) else None for name in _OPTIONAL}
-    moment = time_s if isinstance(time_s := line.get("time"), int | float) else 0.0
-    return RunEvent(time=float(moment), **numbers, **texts, **optional)  # pyright: ignore
 
 
 def read_events(path: Path) -> list[RunEvent]:
@@ -245,19 +237,14 @@ def read_events(path: Path) -> list[RunEvent]:
     last: dict[tuple[str, int], int] = {}
     """Newest count of a process by (id, pid)."""
     totals: Counter[str] = Counter()
+    decode = msgspec.json.Decoder(RunEvent).decode
     for raw in raw_lines:
-        if (each := _decoded(raw)) is None:
+        try:
+            each = decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         before = last.get((each.id, each.pid), 0)
         totals[each.id] += each.count - (before if each.count > before else 0)
         last[each.id, each.pid] = each.count
-        by_id[each.id] = replace(each, count=totals[each.id])
+        by_id[each.id] = msgspec.structs.replace(each, count=totals[each.id])
     return sorted(by_id.values(), key=lambda each: each.time)
-
-
-def _decoded(raw: bytes) -> RunEvent | None:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return None
-    return parse_event(line) if isinstance(line, dict) else None

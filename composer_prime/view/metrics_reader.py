@@ -1,7 +1,6 @@
-"""Follow one run's metrics.jsonl: a short account for the list of runs, and everything for the run's own page.
+"""Follow one run's metrics.jsonl for the list of runs, and pick lines for the run's own page.
 
-The list reads a few fields of each line, so a hundred runs open at once. A page decodes whole lines. Both remember
-how far they have read, and read on.
+The list reads a few fields of each line and remembers how far it has read, so a hundred runs open at once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.monitor.metrics_file import Line, Tail
+from composer_prime.monitor.metrics_file import Line
 from composer_prime.monitor.progress import numeric_field
 
 MEAN_STEPS = 10
@@ -133,36 +132,12 @@ def _held_out(step: int, line: Line) -> HeldOut | None:
     return HeldOut(step=step, mean=fmean(means), low=low, high=high)
 
 
-class RunMetrics:
-    """All lines of a run, without those that a resume made void."""
+def ended(lines: list[Line]) -> str | None:
+    """Return how the run ended, by the launcher's last note since the last resume."""
+    notes = [line for line in lines if line.get("event") in ("ended", "resume")]
+    return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: list[Line] = []
-        self._tail = Tail(path)
-        self._identity: tuple[int, int] | None = None
-        self._size = 0
 
-    def refresh(self) -> None:
-        """Read the new lines; all of them again when the file was replaced."""
-        try:
-            stat = self.path.stat()
-        except OSError:
-            return
-        identity = (stat.st_dev, stat.st_ino)
-        if identity != self._identity or stat.st_size < self._size:
-            self._identity, self._tail, self.lines = identity, Tail(self.path), []
-        self._size = stat.st_size
-        for line in self._tail.read():
-            if line.get("event") == "resume":
-                self.lines = [earlier for earlier in self.lines if earlier["step"] <= line["step"]]
-            self.lines.append(line)
-
-    def ended(self) -> str | None:
-        """Return how the run ended, by the launcher's last note since the last resume."""
-        notes = [line for line in self.lines if line.get("event") in ("ended", "resume")]
-        return str(notes[-1].get("state")) if notes and notes[-1]["event"] == "ended" else None
-
-    def trained(self) -> dict[int, Line]:
-        """Return the trainer's line of each optimizer step, ascending."""
-        return dict(sorted((line["step"], line) for line in self.lines if "loss/total" in line))
+def trained_lines(lines: list[Line]) -> dict[int, Line]:
+    """Return the trainer's line of each optimizer step, ascending."""
+    return dict(sorted((line["step"], line) for line in lines if "loss/total" in line))

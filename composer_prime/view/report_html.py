@@ -17,12 +17,9 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
 
-from composer_prime.errors import ComposerError
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.view.catalog import FoundRun
-from composer_prime.view.metrics_reader import RunMetrics
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import evaluation_difference, public, read_evaluations
 from composer_prime.view.run_payload import run_payload
@@ -36,17 +33,14 @@ def report_page(run_dir: RunDir, state: str | None = None) -> str:
     """Return the report of one run as HTML. `state`: how it ended, where its launcher still lives to say so."""
     index = RolloutIndex(run_dir)
     evaluations = read_evaluations(index)
-    metrics = RunMetrics(run_dir.metrics)
-    metrics.refresh()
     found = FoundRun(run_id=run_dir.root.resolve().name, run_dir=run_dir, joint=None)
-    run = run_payload(found, metrics, evaluations)
+    run = run_payload(found, evaluations)
     threshold = run["settings"].get("orchestrator.eval.pass_threshold")
     data = {
         # The full path is of no use to whom the file is sent.
         "run": run | {"folder": found.run_id, "state": state or run["state"]},
         "chosen": chosen_rollouts(index),
         "evaluation": evaluation_difference(evaluations, None, None, threshold if threshold is not None else 1.0),
-        "differences": unlike_defaults(run_dir),
         "written": time.time(),
         "version": version("composer-prime"),
     }
@@ -133,43 +127,3 @@ def _last_scored(index: RolloutIndex, kind: str) -> list[dict[str, Any]]:
     rows = index.entries(kind)
     scored = [row for row in rows if row["step"] == rows[0]["step"] and row["reward"] is not None]
     return sorted(scored, key=lambda row: row["rollout_id"] or "")
-
-
-def unlike_defaults(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return each setting that is not at its default, with that default. Empty for another release's configuration."""
-    from composer_prime.config.load import read_config  # takes a second of CPU time
-
-    try:
-        config = read_config(run_dir.config)
-    except (ComposerError, OSError):
-        return []
-    return list(_unlike(config, None, ""))
-
-
-def _unlike(table: BaseModel, default: BaseModel | None, prefix: str):
-    """Yield the settings of `table` that differ from `default`, or from the fields' own defaults."""
-    for name, field in type(table).model_fields.items():
-        value = getattr(table, name)
-        usual = getattr(default, name, None) if default is not None else _default_of(field)
-        if isinstance(value, BaseModel):
-            yield from _unlike(value, usual if isinstance(usual, type(value)) else None, f"{prefix}{name}.")
-        elif isinstance(value, list) and any(isinstance(part, BaseModel) for part in value):
-            for number, part in enumerate(value):
-                yield from _unlike(part, None, f"{prefix}{name}.{number}.")
-        elif value != usual:
-            yield {"name": f"{prefix}{name}", "value": _plain(value), "default": _plain(usual)}
-
-
-def _default_of(field: Any) -> Any:
-    return None if field.is_required() else field.get_default(call_default_factory=True)
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it. Of an absolute path the last part is left, in lists and tables too."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    if isinstance(value, Path) and value.is_absolute():
-        return value.name
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,7 +1,6 @@
 """Figures of every rollout of a run, and where each stands in its file. Kept in memory; a rollout's text is not.
 
-    rollouts/{step,eval}_*.jsonl   replaced whole by the run: read again when size, time or inode changed
-    rollouts/failed.jsonl          grows: only what was appended is read
+    rollouts/{step,eval}_*.jsonl, failed.jsonl   read again when size, time or inode changed
 
 Whoever shows a rollout reads that one line.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +67,6 @@ class _File:
 
     stamp: tuple[int, int, int]
     """Size, time and inode."""
-    end: int
-    """Bytes up to the last whole line."""
     entries: list[Entry]
 
 
@@ -82,15 +78,14 @@ class RolloutIndex:
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
 
-    def entries(self, kind: str, step: int | None = None, wanted: Callable[[Entry], bool] | None = None) -> list[Entry]:
-        """Return the entries of `kind`, the newest step first: of one step where given, and those that are `wanted`."""
+    def entries(self, kind: str, step: int | None = None) -> list[Entry]:
+        """Return the entries of `kind`, of one step where given, the newest step first."""
         with self._lock:
             self._refresh()
             prefix = _FAILED if kind == "failed" else f"{kind}_"
             found = [entry for name, file in self._files.items() if name.startswith(prefix) for entry in file.entries]
         if step is not None:
             found = [entry for entry in found if entry["step"] == step]
-        found = [entry for entry in found if wanted is None or wanted(entry)]
         return sorted(found, key=lambda entry: -(entry["step"] or 0))
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
@@ -117,27 +112,22 @@ class RolloutIndex:
             stamp = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
             known = self._files.get(name)
             if known is None or known.stamp != stamp:
-                grows = name == _FAILED and known is not None and known.stamp[2] == stat.st_ino
-                before = known if grows and known is not None and known.stamp[0] <= stat.st_size else None
-                self._files[name] = _read(self._folder / name, stamp, before)
+                self._files[name] = _File(stamp=stamp, entries=_read(self._folder / name))
 
 
-def _read(path: Path, stamp: tuple[int, int, int], before: _File | None) -> _File:
-    """Return the entries of a file. `before`: what was read of it when it was shorter."""
-    end, entries = (before.end, list(before.entries)) if before else (0, [])
+def _read(path: Path) -> list[Entry]:
+    """Return the entries of a file's whole lines."""
     kind = "failed" if path.name == _FAILED else path.name.partition("_")[0]
+    entries, offset = [], 0
     try:
         with path.open("rb") as file:
-            file.seek(end)
             for raw in file:
-                if not raw.endswith(b"\n"):
-                    break
-                if (entry := _entry(path.name, end, kind, raw)) is not None:
+                if raw.endswith(b"\n") and (entry := _entry(path.name, offset, kind, raw)) is not None:
                     entries.append(entry)
-                end += len(raw)
+                offset += len(raw)
     except OSError:
-        return _File(stamp=(0, 0, 0), end=end, entries=entries)
-    return _File(stamp=stamp, end=end, entries=entries)
+        return []
+    return entries
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode

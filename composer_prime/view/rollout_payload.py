@@ -109,7 +109,7 @@ def one_rollout(index: RolloutIndex, query: Query) -> dict[str, Any] | None:
 def read_evaluations(index: RolloutIndex) -> dict[int, Scores]:
     """Return rewards by task of every evaluation, by step. Failed rollouts have none."""
     found: dict[int, Scores] = {}
-    for row in reversed(index.entries("eval", wanted=lambda row: row["reward"] is not None)):
+    for row in reversed([row for row in index.entries("eval") if row["reward"] is not None]):
         found.setdefault(row["step"], {}).setdefault(f"{row['source']}/{row['task_id']}", []).append(row["reward"])
     return found
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -11,23 +12,21 @@ import msgspec
 
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.events import read_events
-from composer_prime.monitor.metrics_file import Line
-from composer_prime.monitor.nodes import node_lanes, recorded_rows
+from composer_prime.monitor.metrics_file import Line, read_history
+from composer_prime.monitor.nodes import recorded_rows
 from composer_prime.monitor.progress import RunProgress, numeric_field
 from composer_prime.monitor.rollouts import Scores, only_evaluated, without_sources
-from composer_prime.run.costs import spent
+from composer_prime.run.costs import NodeTotals, Spent, read_costs, spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.catalog import FoundRun, flatten, max_steps, read_settings, run_state
-from composer_prime.view.metrics_reader import RunMetrics
+from composer_prime.view.metrics_reader import ended, trained_lines
 from composer_prime.view.verdict import verdict
 
 _MAX_POINTS = 1200
 """Steps of a figure that reach the page; of a longer run every n-th."""
 _MAX_MOMENTS = 800
 _MAX_EVENTS = 400
-_MAX_NODES = 64
-"""Nodes that get a lane."""
 _LANES = (
     "queue/rollouts_running", "queue/rollouts_waiting", "queue/groups_in_flight", "queue/groups_ready",
     "queue/batches_ahead", "gateway/nodes", "gateway/in_flight", "gateway/queued", "gateway/tokens_per_s",
@@ -36,9 +35,11 @@ _TOLD = ("problem", "stage", "event", "warning")
 """Fields of metrics.jsonl that hold words for people."""
 
 
-def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Scores]) -> dict[str, Any]:
-    """Return the page of one run. `metrics` has been refreshed."""
-    run_dir, settings, lines = found.run_dir, read_settings(found.run_dir), metrics.lines
+def run_payload(found: FoundRun, evaluations: dict[int, Scores]) -> dict[str, Any]:
+    """Return the page of one run."""
+    run_dir, settings = found.run_dir, read_settings(found.run_dir)
+    lines = read_history(run_dir.metrics)
+    trained, (paid, problem) = trained_lines(lines), _paid(run_dir)
     evaluations = without_sources(evaluations, only_evaluated(run_dir))
     progress = RunProgress()
     progress.update(lines)
@@ -47,24 +48,23 @@ def run_payload(found: FoundRun, metrics: RunMetrics, evaluations: dict[int, Sco
         "id": found.run_id,
         "folder": str(run_dir.root),
         "joint": found.joint,
-        "state": run_state(run_dir, last, settings, metrics.ended()),
+        "state": run_state(run_dir, last, settings, ended(lines)),
         "step": last,
         "max_steps": max_steps(settings),
-        "trained_tokens": trained_tokens(metrics.trained().values()),
+        "trained_tokens": trained_tokens(trained.values()),
         "verdict": verdict(evaluations, progress.rewards()),
-        "figures": figures(metrics.trained()),
+        "figures": figures(trained),
         "evaluations": evaluation_points(evaluations),
         "waiting": {role: wait.what for role, wait in progress.waiting.items()},
         "events": events(run_dir, lines),
         "lanes": lanes(lines),
         "waits": waits(lines),
-        "nodes": nodes(run_dir, lines),
+        "nodes": node_rows(lines, paid.nodes),
         "span": _span(lines),
-        "costs": costs(run_dir),
+        "costs": {"problem": problem} if problem else costs(run_dir, paid),
         "joint_rounds": joint_rounds(lines),
         "settings": flatten(settings),
         "environment": _environment(run_dir),
-        "files": {"pairs": (run_dir.root / "pairs.jsonl").is_file(), "model": run_dir.final.is_dir()},
     }
 
 
@@ -136,22 +136,6 @@ def _event(line: dict[str, Any], kind: str, text: str) -> dict[str, Any]:
     }
 
 
-def _json_lines(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
-    found = []
-    try:
-        with (run_dir.root / name).open("rb") as file:
-            for raw in file:
-                try:
-                    line = json.loads(raw)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(line, dict):
-                    found.append(line)
-    except OSError:
-        return []
-    return found
-
-
 def lanes(lines: Iterable[Line]) -> dict[str, Any]:
     """Return the orchestrator's queues and nodes over time: `times`, and by name one value a moment."""
     moments = [line for line in lines if any(name in line for name in _LANES)]
@@ -163,19 +147,10 @@ def lanes(lines: Iterable[Line]) -> dict[str, Any]:
     }
 
 
-def nodes(run_dir: RunDir, lines: list[Line]) -> dict[str, Any]:
-    """Return the run's inference nodes: the table's rows, and their lanes over time."""
-    try:
-        totals = spent(run_dir.root / "costs.jsonl").nodes
-    except LedgerError:
-        totals = {}
-    span = _span(lines)
-    lanes = node_lanes(lines, end=span[1] if span else 0.0, most=_MAX_NODES, most_points=_MAX_MOMENTS)
+def node_rows(lines: list[Line], totals: Mapping[str, NodeTotals]) -> list[dict[str, Any]]:
+    """Return the table of the run's inference nodes."""
     rows = recorded_rows(lines, totals)
-    return {
-        "rows": [{**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million} for row in rows],
-        "lanes": [msgspec.to_builtins(lane) for lane in lanes],
-    }
+    return [{**msgspec.to_builtins(row), "usd_per_million": row.totals.usd_per_million} for row in rows]
 
 
 def waits(lines: Iterable[Line]) -> list[dict[str, Any]]:
@@ -203,30 +178,32 @@ def _span(lines: list[Line]) -> list[float] | None:
     return [times[0], times[-1]] if times else None
 
 
-def costs(run_dir: RunDir) -> dict[str, Any]:
-    """Return the sums of costs.jsonl, and `problem` where it cannot be added up."""
+def _paid(run_dir: RunDir) -> tuple[Spent, str]:
+    """Return the sums of costs.jsonl, and why it cannot be added up, or nothing."""
     try:
-        paid = spent(run_dir.root / "costs.jsonl")
+        return spent(run_dir.root / "costs.jsonl"), ""
     except LedgerError as error:
-        return {"problem": str(error)}
-    seconds = [line for line in _json_lines(run_dir, "costs.jsonl") if line.get("kind") == "seconds"]
-    by_role: dict[str, float] = {}
-    for line in seconds:
-        role = str(line.get("role"))
-        by_role[role] = round(by_role.get(role, 0.0) + (numeric_field(line, "seconds") or 0.0), 1)
+        return Spent(), str(error)
+
+
+def costs(run_dir: RunDir, paid: Spent) -> dict[str, Any]:
+    """Return the sums of costs.jsonl."""
+    by_role: Counter[str] = Counter()
+    for line in read_costs(run_dir.root / "costs.jsonl"):
+        if line.get("kind") == "seconds":
+            by_role[str(line.get("role"))] += round(numeric_field(line, "seconds") or 0.0, 1)
     return {
         "teacher_usd": paid.usd,
         "teacher_calls": paid.calls,
         "failed_calls": paid.failed,
-        "by_teacher": dict(paid.by_teacher),
+        "by_teacher": paid.by_teacher,
         "hint_usd": paid.hint_usd,
         "hint_calls": paid.hint_calls,
-        "process_s": paid.process_s,
         "gpu_s": paid.gpu_s,
         "machine_usd": paid.machine_usd,
         "node_usd": sum(node.usd or 0.0 for node in paid.nodes.values()),
         "seconds_by_role": by_role,
-        "bytes_by_link": dict(paid.link_bytes),
+        "bytes_by_link": paid.link_bytes,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_prime.console import pluralize
 from composer_prime.monitor.rollouts import Scores
-from composer_prime.stats.intervals import Interval, difference_interval, mean_interval
+from composer_prime.stats.intervals import difference_interval, mean_interval
 from composer_prime.view.metrics_reader import MEAN_STEPS
 
 
@@ -22,8 +22,8 @@ def verdict(evaluations: Mapping[int, Scores], rewards: list[float]) -> dict[str
     if first == last or not scored[first].keys() & scored[last].keys():
         return {"text": _without_comparison(scored, rewards), "tone": "open"}
     change = difference_interval(scored[first], scored[last])
-    text = f"held-out {signed(change)} over {pluralize(change.count, 'task')}"
-    levels = f"{short(fmean_of(scored[first]))} after step {first}, {short(fmean_of(scored[last]))} after step {last}"
+    text = f"held-out {change.text(sign=True)} over {pluralize(change.count, 'task')}"
+    levels = f"{mean_of(scored[first]):.3f} after step {first}, {mean_of(scored[last]):.3f} after step {last}"
     if change.low is None or change.high is None:
         return {"text": f"{text}: one task decides nothing ({levels})", "tone": "open"}
     if change.low > 0:
@@ -37,38 +37,16 @@ def _without_comparison(scored: Mapping[int, Scores], rewards: list[float]) -> s
     if scored:
         step = max(scored)
         interval = mean_interval(scored[step])
-        text = f"held-out {unsigned(interval)} over {pluralize(interval.count, 'task')} after step {step}"
+        text = f"held-out {interval.text()} over {pluralize(interval.count, 'task')} after step {step}"
         return f"{text}: no second evaluation of these tasks to compare with"
     if not rewards:
         return "nothing trained or evaluated yet"
     if len(rewards) < 2 * MEAN_STEPS:
-        few = f"mean training reward {short(fmean(rewards))} of {pluralize(len(rewards), 'step')}"
+        few = f"mean training reward {fmean(rewards):.3f} of {pluralize(len(rewards), 'step')}"
         return f"no held-out evaluation; {few}: too few for a trend"
-    ends = f"{short(fmean(rewards[:MEAN_STEPS]))} in the first, {short(fmean(rewards[-MEAN_STEPS:]))} in the last"
+    ends = f"{fmean(rewards[:MEAN_STEPS]):.3f} in the first, {fmean(rewards[-MEAN_STEPS:]):.3f} in the last"
     return f"no held-out evaluation; training reward {ends} {MEAN_STEPS} steps, on other tasks: no verdict"
 
 
-def fmean_of(scores: Scores) -> float:
+def mean_of(scores: Scores) -> float:
     return fmean(fmean(values) for values in scores.values())
-
-
-def short(value: float, *, sign: bool = False) -> str:
-    """Return `.52`, with `sign` `+.52`: two digits, three near 0, without the zero before the point."""
-    text = f"{abs(value):.{3 if 0 < abs(value) < 0.005 else 2}f}".removeprefix("0")
-    mark = "−" if value < 0 and text.strip(".0") else "+" if sign else ""
-    return f"{mark}{text}"
-
-
-def signed(interval: Interval) -> str:
-    """Return `+.52 [+.43, +.60]`."""
-    if interval.low is None or interval.high is None:
-        return short(interval.mean, sign=True)
-    bounds = f"[{short(interval.low, sign=True)}, {short(interval.high, sign=True)}]"
-    return f"{short(interval.mean, sign=True)} {bounds}"
-
-
-def unsigned(interval: Interval) -> str:
-    """Return `.52 [.43, .60]`."""
-    if interval.low is None or interval.high is None:
-        return short(interval.mean)
-    return f"{short(interval.mean)} [{short(interval.low)}, {short(interval.high)}]"

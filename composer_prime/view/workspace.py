@@ -18,7 +18,7 @@ from composer_prime.view.catalog import (
     read_settings,
     run_state,
 )
-from composer_prime.view.metrics_reader import RunGlance, RunMetrics
+from composer_prime.view.metrics_reader import RunGlance
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import (
     Query,
@@ -32,8 +32,6 @@ from composer_prime.view.rollout_payload import (
 from composer_prime.view.run_payload import run_payload
 
 _SEARCH_EVERY_S = 2.0
-_OPEN_RUNS = 12
-"""Runs whose lines stay in memory; of more, the one used longest ago is dropped."""
 
 
 class Workspace:
@@ -46,9 +44,7 @@ class Workspace:
         self._runs = find_runs(folders)
         self._searched_at = time.monotonic()
         self._glances: dict[str, RunGlance] = {}
-        self._metrics: dict[str, RunMetrics] = {}
         self._indexes: dict[str, RolloutIndex] = {}
-        self._settings: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def runs(self) -> dict[str, FoundRun]:
         """Return the runs by id. Searches again now and then: a run may have started since."""
@@ -62,16 +58,15 @@ class Workspace:
         """Return the first page."""
         with self._lock:
             found = self.runs()
-            settings = {run_id: self._flat_settings(run) for run_id, run in found.items()}
-            differences = distinguishing(settings)
-            rows = [self._list_row(run, differences[run_id]) for run_id, run in found.items()]
+            settings = {run_id: read_settings(run.run_dir) for run_id, run in found.items()}
+            differences = distinguishing({run_id: flatten(each) for run_id, each in settings.items()})
+            rows = [self._list_row(run, settings[run_id], differences[run_id]) for run_id, run in found.items()]
         rows.sort(key=lambda row: (row["state"] != "running", -(row["updated"] or 0), row["id"]))
         return {"folders": [str(folder) for folder in self._folders], "runs": rows}
 
-    def _list_row(self, run: FoundRun, differs: dict[str, Any]) -> dict[str, Any]:
+    def _list_row(self, run: FoundRun, settings: dict[str, Any], differs: dict[str, Any]) -> dict[str, Any]:
         glance = self._glances.setdefault(run.run_id, RunGlance(path=run.run_dir.metrics))
         glance.refresh()
-        settings = read_settings(run.run_dir)
         evaluations = [glance.held_out[step] for step in sorted(glance.held_out)]
         ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
         return {
@@ -87,27 +82,10 @@ class Workspace:
             "differs": differs,
         }
 
-    def _flat_settings(self, run: FoundRun) -> dict[str, Any]:
-        """Return the flat settings, read again when config.json changed."""
-        try:
-            stamp = run.run_dir.config.stat().st_mtime_ns
-        except OSError:
-            return {}
-        if (known := self._settings.get(run.run_id)) is None or known[0] != stamp:
-            self._settings[run.run_id] = known = (stamp, flatten(read_settings(run.run_dir)))
-        return known[1]
-
     def run(self, query: Query) -> dict[str, Any]:
         """Return the page of one run. Raises ConfigError for an unknown run."""
         found = self.find(query)
-        evaluations = self._evaluations(found)
-        with self._lock:
-            metrics = self._metrics.pop(found.run_id, None) or RunMetrics(found.run_dir.metrics)
-            self._metrics[found.run_id] = metrics
-            for oldest in list(self._metrics)[:-_OPEN_RUNS]:
-                del self._metrics[oldest]
-            metrics.refresh()
-            return run_payload(found, metrics, evaluations)
+        return run_payload(found, self._evaluations(found))
 
     def rollouts(self, query: Query) -> dict[str, Any]:
         return rollout_list(self._index(self.find(query)), query)
@@ -136,7 +114,7 @@ class Workspace:
         return read_evaluations(self._index(found))
 
     def _threshold(self, found: FoundRun) -> float:
-        value = self._flat_settings(found).get("orchestrator.eval.pass_threshold")
+        value = flatten(read_settings(found.run_dir)).get("orchestrator.eval.pass_threshold")
         return float(value) if isinstance(value, int | float) else 1.0
 
     def find(self, query: Query) -> FoundRun:

@@ -103,7 +103,7 @@ def test_rollouts_lists_what_the_monitor_found(run_dir, capsys):
     ]
     write(run_dir, "step_000007", [*rows, rollout(7, "g7-2", 1.0, verdict=None)])
     text = output(capsys, rollouts_command, str(run_dir), "--hacks")
-    assert "g7-0" in text and "HACK, zero" in text and "hack process-exit at m.py:3: os._exit(0)" in text
+    assert "g7-0" in text and "hack process-exit at m.py:3: os._exit(0)" in text
     assert "git-log" not in text and "g7-1" not in text and "1 of 1 rollout;" in text
     assert "monitor          hack process-exit" in output(capsys, rollouts_command, str(run_dir), "g7-0")
 
@@ -126,7 +126,7 @@ def test_a_rollout_shows_its_tools_and_says_each_error_once(run_dir, capsys):
     write(run_dir, "failed", [row])
     text = output(capsys, rollouts_command, str(run_dir), "g3-0")
     assert "add(a: integer, b?: any, c?: any)  Adds." in text
-    assert text.count("KeyError") == 1 and "failed x 3" in text and "KeyError: 'x' (env.py:7, in right)" in text
+    assert text.count("KeyError") == 1 and "3 x KeyError: 'x' (env.py:7, in right)" in text
     assert "line 7, in right" in text
     assert "{'" not in text and "policy_versions  1, 2" in text and "cost             sampled_tokens 7" in text
 

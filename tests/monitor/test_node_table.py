@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_prime.monitor.nodes import NodeRow, node_lanes, recorded_rows, size_text, table_lines
+from composer_prime.monitor.nodes import NodeRow, recorded_rows, size_text, table_lines
 from composer_prime.run.costs import NodeTotals
 
 
@@ -57,33 +57,10 @@ LINES = [
 ]
 
 
-# A lane is cut where state or version changes, and its last span ends with the run.
-def test_lanes_are_cut_at_changes():
-    a, b = node_lanes(LINES, end=10.0, most=8, most_points=100)
-    assert a.spans == [
-        ("serving", 1.0, 5.0, 0),
-        ("loading", 5.0, 6.0, 0),
-        ("serving", 6.0, 9.0, 1),
-        ("away", 9.0, 10.0, 1),
-    ]
-    assert a.held == [(1.0, 0), (3.0, 4), (5.0, 4), (6.0, 4), (9.0, 0)]
-    assert b.spans == [("serving", 7.0, 10.0, 1)]
-    assert [lane.name for lane in node_lanes(LINES, end=10.0, most=1, most_points=100)] == ["a"]
-
-
-# With more nodes than lanes those that changed last are shown, and of many moments the newest is.
-def test_lanes_end_with_what_is_newest():
-    later = [*LINES, line(9.5, "b", "serving", 1, 7)]
-    [b] = node_lanes(later, end=10.0, most=1, most_points=1)
-    assert (b.name, b.held) == ("b", [(9.5, 7)])
-
-
 # A crash writes no last lines: at the resume every node is away, until it is back.
 def test_nodes_are_away_after_a_crash():
     lines = [*LINES, {"step": 0, "time": 12.0, "event": "resume"}, line(13.0, "c", "serving", 1, 0)]
     assert [row.state for row in recorded_rows(lines, {})] == ["away", "away", "serving"]
-    _, b, _ = node_lanes(lines, end=14.0, most=8, most_points=100)
-    assert b.spans == [("serving", 7.0, 12.0, 1), ("away", 12.0, 14.0, 1)]
     lines.append(line(13.5, "b", "serving", 1, 0))
     assert [row.state for row in recorded_rows(lines, {})] == ["away", "serving", "serving"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.monitor.metrics_file import MetricsFile, read_history
 from composer_prime.view.catalog import distinguishing, find_runs, flatten, read_settings
-from composer_prime.view.metrics_reader import RunGlance, RunMetrics
+from composer_prime.view.metrics_reader import RunGlance, trained_lines
 from composer_prime.view.verdict import verdict
 from composer_prime.view.workspace import Workspace
 from tests.view.run_made import log_step, make_run
@@ -83,12 +83,11 @@ def test_differences_name_what_is_unlike_most_runs():
 def test_metrics_are_followed_through_resume_and_replacement(tmp_path):
     path = tmp_path / "metrics.jsonl"
     trainer = MetricsFile(path, "trainer")
-    glance, metrics = RunGlance(path=path), RunMetrics(path)
+    glance = RunGlance(path=path)
 
     def check(steps: list[int]) -> None:
         glance.refresh()
-        metrics.refresh()
-        assert list(glance.rewards) == steps == list(metrics.trained())
+        assert list(glance.rewards) == steps == list(trained_lines(read_history(path)))
         assert glance.step == max(steps)
 
     for step in (1, 2, 3):
@@ -110,7 +109,7 @@ def test_metrics_are_followed_through_resume_and_replacement(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "tone", "words"),
     [
-        (2, 30, "good", "over 32 tasks: it learned (.06 after step 0, .94 after step 9)"),
+        (2, 30, "good", "over 32 tasks: it learned (0.062 after step 0, 0.938 after step 9)"),
         (30, 2, "bad", "it got worse"),
         (15, 16, "open", "undecided, the interval holds 0"),
     ],

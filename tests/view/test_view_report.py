@@ -6,19 +6,15 @@ import base64
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from composer_prime.cli import report_command
-from composer_prime.config.load import dump, resolve
 from composer_prime.errors import ConfigError
 from composer_prime.view.model_card import model_card, write_model_card
 from composer_prime.view.report_html import joined_script, report_page
 from composer_prime.view.server import ASSETS
 from tests.view.run_made import HOSTILE, make_run, rollout, write_lines
-
-A1 = Path(__file__).parents[2] / "configs/a1.toml"
 
 
 def data_of(page: str) -> dict:
@@ -35,8 +31,8 @@ def test_a_report_is_one_file(tmp_path):
     assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}
     assert page.count("</script>") == 2 and HOSTILE not in page
     data = data_of(page)
-    assert data["run"]["verdict"]["text"].startswith("held-out +.62 [")
-    assert data["run"]["verdict"]["text"].endswith("it learned (.25 after step 0, .88 after step 12)")
+    assert data["run"]["verdict"]["text"].startswith("held-out +0.625 [")
+    assert data["run"]["verdict"]["text"].endswith("it learned (0.250 after step 0, 0.875 after step 12)")
     assert [each["why"] for each in data["chosen"]] == ["best", "typical", "worst"]
     assert data["chosen"][0]["rollout"]["turns"][0]["text"] == HOSTILE
     assert data["evaluation"]["fixed_count"] == 5 and data["run"]["costs"]["hint_usd"] == 0.25
@@ -65,15 +61,6 @@ def test_modules_can_be_joined():
     for path in ASSETS.glob("*.js"):
         for line in path.read_text().splitlines():
             assert not line.startswith("import ") or re.fullmatch(r'import \{[^}]*\} from "\./[a-z]+\.js";', line)
-
-
-# Folders that a run imports from are paths in a list: the report shows them without the machine's folders.
-def test_a_report_of_a_run_with_modules_of_its_own(tmp_path):
-    run_dir = make_run(tmp_path / "a1", steps=2)
-    words = ["@", str(A1), "--run.import_from", str(tmp_path / "modules")]
-    run_dir.config.write_text(dump(resolve(words).config))
-    differences = {line["name"]: line["value"] for line in data_of(report_page(run_dir))["differences"]}
-    assert differences["run.import_from"] == ["modules"]
 
 
 # A run without an evaluation or a step has a report that says so.

@@ -147,7 +147,7 @@ def test_the_verdict_is_of_all_evaluations(tmp_path):
         log_evaluation(run_dir, step, solved=8)
     workspace = Workspace([tmp_path / "outputs"])
     run = workspace.run({"run": "a1"})
-    assert "(.25 after step 0, 1.00 after step 39)" in run["verdict"]["text"]
+    assert "(0.250 after step 0, 1.000 after step 39)" in run["verdict"]["text"]
     assert [point["step"] for point in run["evaluations"]] == [0, 3, *range(4, 40)]
     assert run["trained_tokens"] == 3000
 
@@ -172,14 +172,10 @@ def test_rounds_of_a_joint_run(tmp_path):
     ]
 
 
-# Each node has a row with what it cost and a lane, which is cut where its state or version changes.
-def test_nodes_have_rows_and_lanes(tmp_path):
+# Each node has a row with what it cost and how it stands.
+def test_nodes_have_rows(tmp_path):
     make_run(tmp_path / "outputs" / "a1", steps=4)
     nodes = Workspace([tmp_path / "outputs"]).run({"run": "a1"})["nodes"]
-    rows = {row["name"]: row for row in nodes["rows"]}
+    rows = {row["name"]: row for row in nodes}
     assert rows["node-0"]["usd_per_million"] == 6.25 and rows["node-0"]["totals"]["trained_tokens"] == 8000
     assert rows["node-1"]["usd_per_million"] is None and rows["node-1"]["state"] == "draining"
-    lanes = {lane["name"]: lane for lane in nodes["lanes"]}
-    spans = [(state, version) for state, _, _, version in lanes["node-1"]["spans"]]
-    assert spans == [("loading", 1), ("loading", 2), ("draining", 3), ("draining", 4)]
-    assert [count for _, count in lanes["node-0"]["held"]] == [1, 2, 3, 0]

@@ -279,47 +279,6 @@ function laneArea(lane, index, { x, top, row, name }) {
   return [name(index, lane.name, `most ${figure(Math.max(...lane.values.map((value) => value ?? 0)))}`), base, svg("path", { class: "area soft c0", d })];
 }
 
-const STATES = { serving: "c2", loading: "c4", draining: "c3", suspended: "c1", evicted: "c6", banned: "c6" };
-
-// A row a node: its state as colored spans, cut where its policy version changes, and the requests that it held above.
-// spec: title, span [from, to], lanes [{name, spans [[state, from, to, version]], held [[time, count]]}]
-export function stateLanes(spec) {
-  if (!spec.lanes.length) return null;
-  const [width, left, row, gap] = [940, 150, 22, 5];
-  const height = spec.lanes.length * (row + gap) + 24;
-  const [from, to] = spec.span;
-  const x = (time) => left + ((Math.min(Math.max(time, from), to) - from) / (to - from || 1)) * (width - left - 10);
-  const rows = spec.lanes.map((lane, index) => {
-    const top = index * (row + gap) + 4;
-    const spans = lane.spans.map(([state, begun, ended, version]) => {
-      const size = Math.max(x(ended) - x(begun) - 0.6, 0.6);
-      const rect = svg("rect", { class: STATES[state] ? `area soft ${STATES[state]}` : "rest", x: x(begun), y: top, width: size, height: row });
-      const what = version === null ? state : `${state}, version ${version}`;
-      rect.append(svg("title", null, `${lane.name}: ${what}, ${seconds(ended - begun)}`));
-      return rect;
-    });
-    const most = Math.max(...lane.held.map(([, count]) => count), 0);
-    const y = (count) => top + row - (count / (most || 1)) * (row - 3);
-    const d = lane.held.map(([time, count], place) => (place ? `H${x(time).toFixed(1)}V${y(count).toFixed(1)}` : `M${x(time).toFixed(1)} ${y(count).toFixed(1)}`)).join("");
-    const name = lane.name.length > 22 ? `${lane.name.slice(0, 21)}…` : lane.name;
-    return [
-      svg("text", { class: "lane", x: left - 8, y: top + row / 2, "text-anchor": "end" }, name),
-      svg("text", { class: "tick", x: left - 8, y: top + row / 2 + 10, "text-anchor": "end" }, `most ${most} requests`),
-      spans,
-      svg("path", { class: "line c0", d: `${d}H${x(to).toFixed(1)}` }),
-    ];
-  });
-  const marks = ticks(0, to - from, 6).map((passed) =>
-    svg("text", { class: "tick", x: x(from + passed), y: height - 6, "text-anchor": "middle" }, seconds(passed)),
-  );
-  const shown = [...new Set(spec.lanes.flatMap((lane) => lane.spans.map((span) => span[0])))];
-  const label = `${spec.title}: ${spec.lanes.map((lane) => `${lane.name} ${lane.spans[lane.spans.length - 1][0]}`).join(", ")}`;
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, rows, marks);
-  const legend = shown.map((state) => h("span", { class: `key square ${STATES[state] || ""}` }, state));
-  const note = h("span", { class: "quiet" }, ` from ${clock(from)}; the line is the requests held, a cut is a new policy version`);
-  return h("figure", { class: "chart wide", id: "node-lanes" }, h("figcaption", null, h("b", null, spec.title), note), drawing, h("div", { class: "legend" }, legend));
-}
-
 export function sparkline(values) {
   if (!values.length) return h("span", { class: "quiet" }, "–");
   const [low, high] = [Math.min(...values), Math.max(...values)];

@@ -1,6 +1,6 @@
 // The charts of a run, or of several runs laid over each other, by subject.
 import { h, section } from "./dom.js";
-import { lineChart, stackedBars, laneChart, stateLanes } from "./chart.js";
+import { lineChart, stackedBars, laneChart } from "./chart.js";
 
 const GROUPS = [
   ["Reward", [
@@ -119,11 +119,6 @@ export function queueLanes(run) {
     .map(([name, title]) => ({ name: title, times: run.lanes.times, values: run.lanes.columns[name] }));
   const chart = laneChart({ title: "Queues, nodes and waits", span: run.span, rows, waits: run.waits });
   return chart && section("Queues and nodes", h("div", { class: "charts" }, chart));
-}
-
-export function nodeLanes(run) {
-  const chart = run.span && stateLanes({ title: "Inference nodes", span: run.span, lanes: run.nodes.lanes });
-  return chart && section("Nodes over time", h("div", { class: "charts" }, chart));
 }
 
 // Any figure of metrics.jsonl by its name.

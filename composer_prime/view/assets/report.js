@@ -1,6 +1,6 @@
 // report.html: the same blocks as the live page, from data inside the file.
 import { h, plural, replace, section, table } from "./dom.js";
-import { chartGroups, timeCharts, queueLanes, nodeLanes } from "./figures.js";
+import { chartGroups, timeCharts, queueLanes } from "./figures.js";
 import { verdictBlock, runFacts, eventLog, costsBlock, nodesBlock, settingsBlock, environmentBlock } from "./run.js";
 import { evaluationBlock } from "./evaluation.js";
 import { rolloutCard } from "./transcript.js";
@@ -9,7 +9,6 @@ import { roundsTable } from "./runs.js";
 function reportBlocks(data) {
   const run = data.run;
   const cards = data.chosen.map((each) => h("section", null, h("h2", null, each.why), h("p", { class: "quiet" }, each.rollout.task_id), rolloutCard(each.rollout, { tools: true })));
-  const differences = data.differences.map((each) => h("tr", null, h("td", { class: "w" }, each.name), h("td", null, JSON.stringify(each.value)), h("td", { class: "quiet" }, JSON.stringify(each.default) ?? "unset")));
   return [
     verdictBlock(run),
     runFacts(run),
@@ -18,11 +17,9 @@ function reportBlocks(data) {
     cards.length ? section(`Rollouts of the ${data.chosen[0].entry.kind === "eval" ? "last evaluation" : "last batch"}`, h("div", { class: "columns" }, cards)) : null,
     timeCharts(run),
     queueLanes(run),
-    nodeLanes(run),
     nodesBlock(run),
     section("Cost", costsBlock(run)),
     run.joint_rounds.length ? section("Rounds of the joint run", roundsTable(run)) : null,
-    section("Settings that are not at their defaults", differences.length ? table([{ title: "Setting" }, { title: "Value" }, { title: "Default" }], differences, { id: "differences" }) : h("p", { class: "quiet" }, "None are known.")),
     section("Environment", environmentBlock(run)),
     h("details", null, h("summary", null, plural(Object.keys(run.settings).length, "setting")), settingsBlock(run)),
     h("details", null, h("summary", null, plural(run.events.length, "event")), eventLog(run)),

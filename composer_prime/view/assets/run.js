@@ -1,6 +1,6 @@
 // One run: the verdict first, then charts, events, money and settings.
 import { h, bytes, clock, dollars, figure, interval, plural, seconds, section, short, table } from "./dom.js";
-import { chartGroups, timeCharts, queueLanes, nodeLanes, anyFigure } from "./figures.js";
+import { chartGroups, timeCharts, queueLanes, anyFigure } from "./figures.js";
 import { link } from "./source.js";
 
 export const TABS = [["", "Overview"], ["rollouts", "Rollouts"], ["evaluation", "Fixed and broken"], ["pairs", "Pairs"], ["costs", "Costs"], ["settings", "Settings"], ["clusters", "Clusters"]];
@@ -24,7 +24,6 @@ export function overview(run, state, redraw) {
     chartGroups([run]),
     timeCharts(run),
     queueLanes(run),
-    nodeLanes(run),
     nodesBlock(run),
     anyFigure([run], state.figure, (name) => { state.figure = name; redraw(); }),
     eventLog(run),
@@ -75,10 +74,10 @@ export function paid(costs) {
 
 // What each inference node did and cost. Device and price are what the node says.
 export function nodesBlock(run) {
-  if (!run.nodes.rows.length) return null;
+  if (!run.nodes.length) return null;
   const rate = (value) => (value === null ? "–" : figure(value));
   const money = (value) => (value === null ? "–" : dollars(value));
-  const rows = run.nodes.rows.map((node) => {
+  const rows = run.nodes.map((node) => {
     const { totals } = node;
     const figures = [seconds(totals.seconds), rate(node.tokens_per_s), rate(node.trained_tokens_per_s), totals.trained_tokens.toLocaleString("en-US"), money(node.usd_per_hour), money(totals.usd), money(node.usd_per_million), bytes(totals.weight_bytes), totals.failures];
     return h("tr", null, h("td", { class: "w" }, node.name), h("td", null, node.state), h("td", null, node.device || "–"), h("td", null, node.engine || "–"), figures.map((text) => h("td", { class: "n" }, text)));
@@ -105,12 +104,10 @@ export function costsBlock(run) {
   return table([{ title: "What" }, { title: "Used", kind: "n" }], rows.map(([name, value]) => h("tr", null, h("td", null, name), h("td", { class: "n" }, value))), { id: "costs" });
 }
 
-export function settingsBlock(run, differences) {
-  const changed = new Map((differences || []).map((each) => [each.name, each.default]));
+export function settingsBlock(run) {
   const rows = Object.entries(run.settings).map(([name, value]) =>
-    h("tr", null, h("td", { class: "w" }, name), h("td", null, JSON.stringify(value)), changed.size > 0 && h("td", { class: "quiet" }, changed.has(name) ? JSON.stringify(changed.get(name)) ?? "unset" : "")));
-  const columns = [{ title: "Setting" }, { title: "Value" }, ...(changed.size ? [{ title: "Default" }] : [])];
-  return table(columns, rows, { id: "settings" });
+    h("tr", null, h("td", { class: "w" }, name), h("td", null, JSON.stringify(value))));
+  return table([{ title: "Setting" }, { title: "Value" }], rows, { id: "settings" });
 }
 
 export function environmentBlock(run) {
