@@ -8,7 +8,7 @@
     OrphanGuard          a small process beside the parent that ends everything when the parent is killed
 
 A parent-death signal is not enough: it reaches direct children only, and a child may ignore it. The guard finds every
-process of a run by its session or by a random mark in its environment (docs/decisions/0001-launcher-guard.md).
+process of a run by its session or by a random mark in its environment (docs/decisions/index.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 Only the worker process imports verifiers (verifiers_adapter, verifiers_compat), so the orchestrator's own process stays
 free of it.
 
-Why not verifiers' own environment server (verifiers.v1.serve)? See docs/decisions/0015-no-worker-hosts.md.
+Why not verifiers' own environment server (verifiers.v1.serve)? See docs/decisions/index.md.
 """
 
 from orchestrator.workers import deferred_imports as deferred_imports
