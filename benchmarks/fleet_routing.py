@@ -3,7 +3,7 @@
     groups of rollouts (closed loop) -> the product's Router, one policy after the other -> simulated engines
 
     python -m benchmarks.fleet_routing --seeds 0 1 2
-    python -m benchmarks.fleet_routing --concurrent 128 --out routing.json
+    python -m benchmarks.fleet_routing --concurrent 128
     python -m benchmarks.fleet_routing --traces outputs/a1 outputs/code-a1 --groups 1600 --quantum-s 0.02
 
 The policies: `ours` is the Router as it is; `session` keeps a conversation on its node and gives others the node with
@@ -36,14 +36,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import sys
 import time
 from bisect import bisect
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -253,7 +250,6 @@ def main() -> int:
     parser.add_argument("--traces", nargs="+", metavar="PATH",
                         help="the traces: run directories, or folders of mini-swe-agent's *.traj.json")  # fmt: skip
     parser.add_argument("--quantum-s", type=float, default=0.1, help="simulated seconds that engines compute at a time")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON, by seed")
     parser.add_argument("--quick", action="store_true", help="20 groups: whether it works")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -262,8 +258,6 @@ def main() -> int:
         parser.error(f"--concurrent is {arguments.concurrent}: give a multiple of {SIBLINGS}, the rollouts of a group")
     if arguments.groups < 5:
         parser.error(f"--groups is {arguments.groups}: at least 5, because a node is killed after each fifth of them")
-    if not 0 < arguments.quantum_s <= 1:
-        parser.error(f"--quantum-s is {arguments.quantum_s}: give more than 0 and at most 1")
     recorded: list[Group] = []
     if arguments.traces:
         try:
@@ -278,11 +272,6 @@ def main() -> int:
         by_seed[seed] = compare(groups, arguments.concurrent, arguments.quantum_s)
         losses += [f"seed {seed}: {loss}" for loss in losses_of(by_seed[seed])]
     print_ratios(by_seed)
-    if arguments.out:
-        figures: dict[str, Any] = {
-            str(seed): {name: asdict(one) for name, one in outcomes.items()} for seed, outcomes in by_seed.items()
-        }
-        arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
     answers = verdicts(by_seed, ("least", "hash") if recorded else ("least", "hash", "session"))
     return conclude([*((loss, False) for loss in losses), *answers], is_quick=arguments.quick)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/rl_throughput.py            # both cases, under 15 minutes on two quiet cores
     python benchmarks/rl_throughput.py --quick    # a smoke test
-    python benchmarks/rl_throughput.py --cases multi-turn --seed 1 --out rl.json
+    python benchmarks/rl_throughput.py --cases multi-turn --seed 1
 
 Two cases on the tiny model and toolsmith's episodes: single-turn (the reward is for the first call) and multi-turn (the
 whole episode, with tools: the verifiers harness here, TRL's own tool loop there). Both sides run one after the other as
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.rl_throughput_sides import ours, trl_runs
 from benchmarks.rl_throughput_sides.plan import CASES, Case, Plan
 from benchmarks.rl_throughput_sides.processes import SideFailedError, environment, python_module, start, watch
-from benchmarks.rl_throughput_sides.report import SideResult, figures, plain, table
+from benchmarks.rl_throughput_sides.report import SideResult, figures, table
 from benchmarks.rl_throughput_sides.trl_tools import NOTES
 
 ROLLOUT_TOKENS, TURN_TOKENS, CONTEXT = 256, 64, 512
@@ -122,7 +122,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl", default="best", help="best, or RANKSxTHREADS")
     parser.add_argument("--cores", type=int, nargs="+", help="CPU numbers that a side may use; default: the first two")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest time of one side's run")
-    parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     parser.add_argument("--keep", type=Path, help="keep run directories and logs in this new folder")
     args = parser.parse_args()
     if args.quick:
@@ -137,15 +136,13 @@ def main() -> int:
     args = arguments()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="rl-throughput-"))
     folder.mkdir(parents=True, exist_ok=True)
-    begun, found = time.monotonic(), {}
+    begun = time.monotonic()
     load = os.getloadavg()[0]
     say(f"CPUs {args.cores}; machine load {load:.1f}" + (": other work distorts the figures" if load > 0.5 else ""))
     try:
         for case in args.cases:
             plan, own, theirs = run_case(case, args, folder / case)
-            case_figures = figures(plan, own, theirs)
-            say("\n".join(["", *table(case_figures)]))
-            found[case] = {"figures": case_figures, "ours": plain(plan, own), "TRL": plain(plan, theirs)}
+            say("\n".join(["", *table(figures(plan, own, theirs))]))
     except SideFailedError as error:
         say(f"failed: {error}")
         return 1
@@ -154,8 +151,6 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
     say("\n" + "\n".join(f"note: {note}" for note in NOTES))
     say(f"done in {time.monotonic() - begun:.0f} s")
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=2))
     return 0
 
 

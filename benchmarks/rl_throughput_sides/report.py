@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.rl_throughput_sides.plan import Plan
 
@@ -55,8 +54,3 @@ def table(found: dict[str, tuple[float | None, float | None]]) -> list[str]:
         ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] is not None and pair[1] else "-"
         rows.append(f"{name:<38}{first:>12}{second:>12}{ratio:>12}")
     return rows
-
-
-def plain(plan: Plan, side: SideResult) -> dict[str, Any]:
-    """All figures of a side, for --out."""
-    return {"how": side.how, "step_s": side.seconds, "heldout_reward": side.heldout, "steps": plan.steps}

@@ -1,6 +1,6 @@
 """`composer eval RUN`, `composer eval MODEL [MODEL ...] [@ file.toml | --env ENV]`: held-out scores with intervals.
 
-This process serves one model after the other with one node; the environments are loaded once. For several nodes, run
+This process serves one model after the other with one node. For several nodes, run
 `trainer @ FILE --run.max_steps 0`. All models get the same tasks with the same seeds, so two of them are compared task
 by task. Without a file the configuration of the run directory counts. What that run has evaluated itself, before its
 first step and after its last, is read instead of evaluated again.
@@ -185,19 +185,22 @@ def evaluation_config(words: list[str]) -> Config:
 
 def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
     """Return the evaluations of `models`, played by this process one after the other with the same workers."""
-    from composer_prime.cli.served_model import Environments, serve
+    from composer_prime.cli.served_model import held_out_workers, serve
     from composer_prime.run.scratch import Scratch
     from orchestrator.held_out import evaluate as play
 
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
 
-    async def one(model: str, environments: Environments, scratch: Path) -> Evaluation:
+    async def one(model: str, scratch: Path) -> Evaluation:
         served = config.model_copy(update={"model": config.model.model_copy(update={"path": model_folder(model)})})
         run_dir = _evaluation_folder(model, served)
         print(f"evaluating {model} ({run_dir.root})", flush=True)
         lines = ProgressLines()
-        async with serve(served, scratch / _as_name(model)) as (gateway, chat):
-            pools = await environments.pools(chat)
+        folder = scratch / _as_name(model)
+        async with (
+            serve(served, folder) as (gateway, chat),
+            held_out_workers(served, chat, folder / "logs") as pools,
+        ):
             await play(
                 config.orchestrator, pools, gateway, run_dir, seed=config.run.seed,
                 on_progress=lambda done, count: lines.tell(lambda: f"{model}: {done} of {count} rollouts"),
@@ -205,8 +208,7 @@ def evaluate_here(models: list[str], config: Config) -> dict[str, Evaluation]:
         return Evaluation(scores=_scores_with_notice(run_dir.eval_rollouts(0)), folder=run_dir.root)
 
     async def all_of_them(scratch: Path) -> dict[str, Evaluation]:
-        async with Environments(config) as environments:
-            return {model: await one(model, environments, scratch) for model in models}
+        return {model: await one(model, scratch) for model in models}
 
     scratch = Scratch("eval")
     try:

@@ -2,6 +2,7 @@
 
     serve                   Gateway (HTTP for environments) <--CURVE, loopback--> InferenceNode in a task
     serve_with_environment  the same, and the worker processes of one source; both load at the same time
+    held_out_workers        the worker processes of all sources with held-out tasks
 
 Nothing is trained, so the weights stay those of the model folder (policy version 0). A run has processes instead, which
 the launcher starts.
@@ -12,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING
 
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
@@ -26,14 +26,12 @@ from composer_prime.model_source import resolve_model
 from composer_prime.plan.preflight import check_chat_template
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
-from composer_prime.run.scratch import Scratch
 from composer_prime.run.weights import WeightStore
 
 if TYPE_CHECKING:
     from orchestrator.gateway import Gateway
     from orchestrator.workers.pool import WorkerPool
 
-T = TypeVar("T")
 READY_S = 300.0
 """How long the engine may take to load the model."""
 _POLL_S = 0.05
@@ -77,76 +75,35 @@ async def serve(
 
 
 @asynccontextmanager
-async def serve_with_environment(
-    config: Config, folder: Path, report: Callable[[str], None] = lambda line: None
-) -> AsyncIterator[tuple[Gateway, WorkerPool]]:
+async def serve_with_environment(config: Config, folder: Path) -> AsyncIterator[tuple[Gateway, WorkerPool]]:
     """Serve `config.model` and start the workers of the first source. Yield the gateway and the workers.
 
-    `folder`: an empty one. `report` is called with a line when either is ready. Raises what `serve` and
-    `WorkerPool.start` raise, whichever fails first.
+    `folder`: an empty one. Raises what `serve` and `WorkerPool.start` raise.
     """
     from orchestrator.chat_template import chat_folder
 
     chat = chat_folder(resolve_model(config.model.path), config.model.chat_template, folder / "worker")
     pool = _pool(config, config.orchestrator.source[0], chat, folder / "logs")
-    began = time.monotonic()
-
-    async def reported(name: str, starting: Awaitable[T]) -> T:
-        ready = await starting
-        report(f"{name} is ready ({time.monotonic() - began:.1f} s)")
-        return ready
-
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
-        model = stack.enter_async_context(serve(config, folder / "served"))
-        starting = [
-            asyncio.create_task(reported("the model", model)),
-            asyncio.create_task(reported("the environment", pool.start())),
-        ]
-        try:
-            with tell_waits(f"loading the environment and {config.model.path}"):
-                (gateway, _), _ = await asyncio.gather(*starting)
-        finally:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+        with tell_waits(f"loading the environment and {config.model.path}"):
+            starting = asyncio.create_task(pool.start())
+            stack.callback(starting.cancel)
+            gateway, _ = await stack.enter_async_context(serve(config, folder / "served"))
+            await starting
         yield gateway, pool
 
 
-class Environments:
-    """The workers of every source with held-out tasks, kept while models change that have one chat format."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._scratch = Scratch("environments")
-        self._format = b""
-        self._pools: dict[str, WorkerPool] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
-        self._scratch.close()
-
-    async def pools(self, chat: Path) -> dict[str, WorkerPool]:
-        """Return started workers by source, for the tokenizer and chat template in `chat`. Raises what they raise."""
-        chat_format = b"".join(path.read_bytes() for name in _CHAT_FILES if (path := chat / name).is_file())
-        if chat_format != self._format:
-            await self._close()
-            self._format = chat_format
-            sources = [source for source in self._config.orchestrator.source if source.eval_taskset]
-            logs = self._scratch.path / "logs"
-            self._pools = {source.name: _pool(self._config, source, chat, logs) for source in sources}
-            await asyncio.gather(*(pool.start() for pool in self._pools.values()))
-        return self._pools
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
-        self._pools = {}
-
-
-_CHAT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model", "renderer.json")
+@asynccontextmanager
+async def held_out_workers(config: Config, chat: Path, logs: Path) -> AsyncIterator[dict[str, WorkerPool]]:
+    """Start the workers of every source with held-out tasks, for the chat template in `chat`. Yield them by source."""
+    sources = [source for source in config.orchestrator.source if source.eval_taskset]
+    pools = {source.name: _pool(config, source, chat, logs) for source in sources}
+    async with AsyncExitStack() as stack:
+        for pool in pools.values():
+            stack.push_async_callback(pool.close)
+        await asyncio.gather(*(pool.start() for pool in pools.values()))
+        yield pools
 
 
 def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> WorkerPool:

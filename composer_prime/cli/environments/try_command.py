@@ -87,8 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", type=int, help="play this task every time; default: the first n tasks once each")
     parser.add_argument("--source", help="source of the configuration (default: the first)")
     parser.add_argument("--eval", action="store_true", help="held-out tasks instead of training tasks")
-    parser.add_argument("--runtime", help="sandbox of the environment's programs: bubblewrap, subprocess, docker, ...")
-    parser.add_argument("--schemas", action="store_true", help="print the full JSON schemas of the tools")
     parser.add_argument("--all", action="store_true", help=f"print all transcripts (default: {_SHOWN} at most)")
     parser.add_argument("--json", action="store_true", help="print the rollouts as JSON lines")
     return parser
@@ -112,11 +110,6 @@ def trial_config(options: argparse.Namespace, rest: list[str]) -> Config:
         raise ConfigError(f"--source {options.source}: there are {', '.join(source.name for source in sources)}")
     if options.eval and not chosen[0].eval_taskset:
         raise ConfigError(f"--eval: the source {chosen[0].name!r} has no eval_taskset, so no held-out tasks")
-    if options.runtime is not None:
-        if "runtime" not in type(chosen[0]).model_fields:
-            raise ConfigError(f"--runtime {options.runtime}: sources of this release have no runtime table")
-        values = chosen[0].model_dump() | {"runtime": {"type": options.runtime}}
-        chosen = [type(chosen[0]).model_validate(values)]
     update = {"orchestrator": config.orchestrator.model_copy(update={"source": chosen})}
     return config.model_copy(update=update)
 
@@ -227,7 +220,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
     taskset = EVAL if options.eval else TRAIN
     scratch = Scratch("try")
     try:
-        async with serve_with_environment(config, scratch.path, _report) as (gateway, pool):
+        async with serve_with_environment(config, scratch.path) as (gateway, pool):
             loaded = time.monotonic()
             _report(f"playing {pluralize(options.episodes, 'episode')} ...")
             rollouts = await play_episodes(
@@ -247,7 +240,7 @@ async def _try(config: Config, options: argparse.Namespace) -> int:
         print("\n".join(json.dumps(line) for line in lines))
     else:
         shown = lines if options.all else chosen(lines)
-        print(printable("\n".join([*_transcripts(shown, schemas=options.schemas), *_summary(lines)])))
+        print(printable("\n".join([*_transcripts(shown), *_summary(lines)])))
         if left_out := len(lines) - len(shown):
             print(f"{pluralize(left_out, 'transcript')} not shown; --all prints every one")
         print(f"loaded in {loaded - began:.1f} s, played in {ended - loaded:.1f} s")
@@ -275,11 +268,9 @@ def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if any(line is one for one in picked)]
 
 
-def _transcripts(lines: list[dict[str, Any]], *, schemas: bool) -> Iterator[str]:
+def _transcripts(lines: list[dict[str, Any]]) -> Iterator[str]:
     for line in lines:
         yield from [*show({name: value for name, value in line.items() if name not in _OF_A_RUN}), ""]
-        for tool in line["tools"] if schemas else []:
-            yield json.dumps(tool, indent=2)
 
 
 def _summary(lines: list[dict[str, Any]]) -> Iterator[str]:
