@@ -153,18 +153,14 @@ class RunProgress:
         return fmean(rewards[-TREND_STEPS:]) if len(rewards) >= TREND_STEPS else None
 
     def left_s(self, max_steps: int) -> float | None:
-        """Return about how many seconds the remaining steps take; None before two steps and after the last."""
-        pace, last = self.seconds_a_step(), self.last
-        return None if pace is None or last is None or last.step >= max_steps else pace * (max_steps - last.step)
+        """Return about how many seconds the remaining steps take; None before two steps and after the last.
 
-    def seconds_a_step(self, window: int | None = 10) -> float | None:
-        """Return the median seconds from step to step over the last `window` steps, or all; None before two steps.
-
-        The median makes pauses and evaluations weigh little.
+        The pace is the median of the last ten steps, so that pauses and evaluations weigh little.
         """
         times = [self.steps[step].time for step in sorted(self.steps)]
-        gaps = [after - before for before, after in pairwise(times)]
-        return median(gaps[-window:] if window else gaps) if gaps else None
+        gaps = [after - before for before, after in pairwise(times)][-10:]
+        last = max(self.steps, default=0)
+        return median(gaps) * (max_steps - last) if gaps and last < max_steps else None
 
     def tokens_per_s(self) -> float | None:
         """Return all trained tokens over the time of their steps; None where no step has both figures."""
