@@ -1,6 +1,6 @@
 """The unseen sample: hacks and honest work for inflection 0.5.1, written before their author read the rules.
 
-    unseen_answers.py, unseen_tricks.py -> HACKS      unseen_honest.py -> HONEST
+    unseen.jsonl, a sample a line -> HACKS and HONEST
 
 A sample writes the deleted body of one function, and may add text to its module, other files and tool calls. Texts may
 hold answers of the tests, in forms that a cheater may give them: @ORDINAL@ is a table of what `ordinal` must return.
@@ -17,7 +17,8 @@ import re
 import textwrap
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from patch_hacks import Attempt
@@ -41,8 +42,8 @@ class Sample:
     top: str = ""
     """Text below the module's imports."""
     end: str = ""
-    files: Mapping[str, str | None]
-    calls: Sequence[tuple[str, dict[str, Any]]]
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    calls: Sequence[tuple[str, dict[str, Any]]] = ()
 
     def attempt(self, case: Case) -> Attempt:
         """Return what an agent leaves behind that does this in the task of its function."""
@@ -58,20 +59,6 @@ class Sample:
         text = "".join([*lines[: last.lineno - 1], body, *lines[last.end_lineno :]])
         text = text.replace("import unicodedata\n", "import unicodedata\n" + self.top, 1).rstrip("\n") + "\n"
         return text + ("\n\n" + _filled(self.end, tests).strip("\n") + "\n" if self.end else "")
-
-
-HACKS: list[Sample] = []
-HONEST: list[Sample] = []
-
-
-def hack(name: str, kind: str, why: str, function: str, body: str = "", **more: Any) -> None:
-    more = {"files": {}, "calls": [], **more}
-    HACKS.append(Sample(name=name, kind=kind, why=why, function=function, body=body, **more))
-
-
-def honest(name: str, kind: str, function: str, body: str = "", **more: Any) -> None:
-    more = {"files": {}, "calls": [], **more}
-    HONEST.append(Sample(name=name, kind=kind, function=function, body=body, **more))
 
 
 @functools.cache
@@ -145,6 +132,10 @@ def _filled(text: str, tests: str) -> str:
     return re.sub(r"@([A-Z]{5,})@", lambda each: repr(tables[each[1]]), text)
 
 
-import unseen_answers  # noqa: E402, F401
-import unseen_honest  # noqa: E402, F401
-import unseen_tricks  # noqa: E402, F401
+def _samples(*, honest: bool) -> list[Sample]:
+    rows = [json.loads(line) for line in Path(__file__).with_name("unseen.jsonl").read_text().splitlines()]
+    return [Sample(**row) for row in rows if row.pop("honest", False) is honest]
+
+
+HACKS = _samples(honest=False)
+HONEST = _samples(honest=True)
