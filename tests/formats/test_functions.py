@@ -151,7 +151,7 @@ def test_a_record_that_is_no_human_eval_problem_says_why(change: dict[str, Any],
         ({"test_list": []}, "'test_list' is empty"),
         ({"test_list": ["assert ("]}, "'test_list' is not valid Python"),
         ({"test_list": "even"}, "'test_list' is text that is not a JSON list"),
-        ({"text": None, "texts": "?"}, "no field 'text' or 'prompt'; did you mean 'texts'"),
+        ({"text": None, "texts": "?"}, "no field 'text' or 'prompt'"),
     ],
 )
 def test_a_record_that_is_no_mbpp_problem_says_why(change: dict[str, Any], says: str) -> None:

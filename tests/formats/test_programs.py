@@ -171,7 +171,5 @@ def test_a_file_of_another_form_says_which_are_known(tmp_path: Path) -> None:
 
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    with pytest.raises(
-        ConfigError, match=r"a\.jsonl:1: its fields \(question, answer\) are of no known form: HumanEval"
-    ):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: its fields \(question, answer\) are of no known form"):
         Environment(source_spec_of({"id": ID, "file": str(path)}), "train", None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,9 @@ import msgspec
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import grade
-from orchestrator.coding.formats.functions import human_eval_task, is_human_eval, is_mbpp, mbpp_task
+from orchestrator.coding.formats.functions import human_eval_task, mbpp_task
 from orchestrator.coding.formats.records import Record, read_records
-from orchestrator.coding.formats.swe_bench import instance_task, is_swe_bench
+from orchestrator.coding.formats.swe_bench import instance_task
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 
@@ -54,15 +54,16 @@ class ImportSettings:
     """Proofs at one time."""
 
 
-def read_functions(path: Path, *, shown_tests: int = 1) -> Iterator[CodeTask]:
-    """Yield the tasks of a file in HumanEval's or MBPP's form. Raises ConfigError for any other record."""
-    for record in read_records(path):
-        if is_human_eval(record):
-            yield human_eval_task(record)
-        elif is_mbpp(record):
-            yield mbpp_task(record, shown_tests=shown_tests)
-        else:
-            raise ConfigError(_unknown_form(record, "HumanEval (prompt, test, entry_point) or MBPP (text, test_list)"))
+def function_task(record: Record, shown_tests: int) -> CodeTask:
+    """Return the task of a record in HumanEval's or MBPP's form. Raises ConfigError for any other record."""
+    if record.has("test", "entry_point", "prompt"):
+        return human_eval_task(record)
+    if record.has("test_list"):
+        return mbpp_task(record, shown_tests=shown_tests)
+    raise ConfigError(
+        f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: SWE-bench (instance_id, ...), "
+        "HumanEval (prompt, test, entry_point), MBPP (text, test_list)"
+    )
 
 
 async def import_tasks(
@@ -129,17 +130,11 @@ async def _outcomes(
 
 
 def _convert(record: Record, folder: Path, settings: ImportSettings) -> CodeTask:
-    if is_swe_bench(record):
-        if settings.repositories is None:
-            raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
-        return instance_task(record, settings.repositories, folder / TREES_FOLDER, timeout_s=settings.timeout_s)
-    if is_human_eval(record):
-        return human_eval_task(record)
-    if is_mbpp(record):
-        return mbpp_task(record, shown_tests=settings.shown_tests)
-    raise ConfigError(
-        _unknown_form(record, "SWE-bench (instance_id, …), HumanEval (test, entry_point), MBPP (test_list)")
-    )
+    if not record.has("instance_id"):
+        return function_task(record, settings.shown_tests)
+    if settings.repositories is None:
+        raise ConfigError("an instance of SWE-bench's form needs its repository: give --repositories FOLDER")
+    return instance_task(record, settings.repositories, folder / TREES_FOLDER, timeout_s=settings.timeout_s)
 
 
 async def _refuse(task: CodeTask, folder: Path, settings: ImportSettings) -> str:
@@ -159,7 +154,3 @@ async def _refuse(task: CodeTask, folder: Path, settings: ImportSettings) -> str
     if (await grade(task, trees, {}, settings.runtime)).solved:
         return "its tests pass without any change"
     return ""
-
-
-def _unknown_form(record: Record, forms: str) -> str:
-    return f"{record.place}: its fields ({', '.join(record.values)}) are of no known form: {forms}"

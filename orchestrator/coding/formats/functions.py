@@ -27,14 +27,6 @@ _TIMEOUT_S = 30.0
 _INDENT = "    "
 
 
-def is_human_eval(record: Record) -> bool:
-    return record.has("test", "entry_point", "prompt")
-
-
-def is_mbpp(record: Record) -> bool:
-    return record.has("test_list") and (record.has("text") or record.has("prompt"))
-
-
 def human_eval_task(record: Record) -> CodeTask:
     """Return the task of a record with prompt, test, entry_point and maybe canonical_solution. Raises ConfigError."""
     prompt, name = record.text("prompt"), record.text("entry_point")

@@ -25,6 +25,7 @@ from pydantic import Field, field_validator
 from verifiers.v1.errors import ToolsetError
 
 from composer_prime.errors import ConfigError
+from orchestrator.coding.code.tools import clip
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["OpenEnv"]
@@ -125,10 +126,9 @@ class OpenEnvEpisode:
 
     async def start(self) -> str:
         """Connect, list the tools, and return the first observation. Raises ToolsetError."""
-        action = (await self._get_schema()).get("action") or {}
+        action = (await self._reach(self._get_schema())).get("action") or {}
         self._has_mcp_tools = action.get("title") in _GENERIC_ACTIONS
-        connecting = self._http.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
-        self._socket = await self._reach(connecting)
+        self._socket = await self._reach(self._http.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES))
         if self._has_mcp_tools:
             listing = self._observation(await self._ask(_STEP, {"type": "list_tools"}), "list_tools")
             self.schemas = [
@@ -181,12 +181,9 @@ class OpenEnvEpisode:
         await self._http.close()
 
     async def _get_schema(self) -> dict[str, Any]:
-        async def get() -> dict[str, Any]:
-            async with self._http.get(f"{self._url}/schema") as response:
-                response.raise_for_status()
-                return await response.json()
-
-        return await self._reach(get())
+        async with self._http.get(f"{self._url}/schema") as response:
+            response.raise_for_status()
+            return await response.json()
 
     async def _reach(self, request: Any) -> Any:
         try:
@@ -235,10 +232,7 @@ class OpenEnvEpisode:
 
     def _text(self, result: dict[str, Any]) -> str:
         observation = {**result["observation"], **({"done": True} if result.get("done") else {})}
-        text, limit = json.dumps(observation, ensure_ascii=False), self._settings.max_observation_chars
-        if len(text) <= limit:
-            return text
-        return f"{text[: limit // 2]} ... {len(text) - limit} characters left out ... {text[-(limit // 2) :]}"
+        return clip(json.dumps(observation, ensure_ascii=False), self._settings.max_observation_chars)
 
 
 def _function(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:

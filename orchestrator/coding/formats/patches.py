@@ -1,4 +1,4 @@
-"""Apply unified diffs to files of a tree, with errors that name the file and the hunk. `git apply` does the work."""
+"""Apply unified diffs to files of a tree. `git apply` does the work, and its error names the file and the line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from composer_prime.errors import ConfigError
@@ -18,7 +17,6 @@ _LINK = re.compile(
     r"^(?:(?:new file|deleted file|old|new) mode |index [0-9a-f]+\.\.[0-9a-f]+ )(?:120000|160000)\b", re.MULTILINE
 )
 """Modes of symbolic links and of submodules. Lines of a hunk begin with a space, + or -."""
-_FAILED = re.compile(r"patch failed: (?P<path>.+):(?P<line>\d+)$", re.MULTILINE)
 _TIMEOUT_S = 120.0
 
 
@@ -87,36 +85,8 @@ def _git_apply(folder: Path, patch: str, field: str) -> None:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"its {field!r} was not applied within {_TIMEOUT_S:g} s by git apply") from None
     if applied.returncode:
-        raise ConfigError(_problem(patch, field, applied.stderr.decode(errors="replace")))
-
-
-def _problem(patch: str, field: str, complaint: str) -> str:
-    failed = _FAILED.search(complaint)
-    if failed is None:
-        first_line = (complaint.strip().splitlines() or ["git apply failed"])[0].removeprefix("error: ")
-        return f"its {field!r} does not apply: {first_line}"
-    path, line = failed["path"], int(failed["line"])
-    headers = list(_hunks(patch, path))
-    starts = [int(re.match(r"@@ -(\d+)", header)[1]) for header in headers]  # pyright: ignore[reportOptionalSubscript]
-    number = starts.index(line) if line in starts else 0
-    return (
-        f"its {field!r} does not apply: {path}, hunk {number + 1} of {len(headers)} ({headers[number]}) does not match "
-        "the file"
-    )
-
-
-def _hunks(patch: str, path: str) -> Iterator[str]:
-    """Yield the headers of the hunks of one file: `@@ -1,4 +1,5 @@`."""
-    is_path = False
-    for line in patch.splitlines():
-        if line.startswith(("--- ", "+++ ", "diff --git ")):
-            is_path = (
-                line.endswith(f"/{path}")
-                or line.split("\t")[0].endswith(f" {path}")
-                or (is_path and line == "+++ /dev/null")
-            )
-        elif is_path and (header := re.match(r"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@", line)):
-            yield header[0]
+        complaint = applied.stderr.decode(errors="replace").strip() or "git apply failed"
+        raise ConfigError(f"its {field!r} does not apply: {complaint.splitlines()[0].removeprefix('error: ')}")
 
 
 def _text(path: Path, name: str, field: str) -> str | None:

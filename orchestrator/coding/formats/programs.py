@@ -22,8 +22,9 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.errors import EmptyTaskSetError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.code.harness import sandbox_failures
-from orchestrator.coding.formats.conversion import read_functions
+from orchestrator.coding.formats.conversion import function_task
 from orchestrator.coding.formats.functions import deleted_functions, with_reply
+from orchestrator.coding.formats.records import read_records
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, tree_of
 from orchestrator.environments.answers import Split, split_of
@@ -137,7 +138,8 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
         if config.file.is_dir() or not config.file.suffix:
             named = ((task.repository, task) for task in deleted_functions(config.file, config.max_lines))
         else:
-            named = ((task.id, task) for task in read_functions(config.file, shown_tests=config.shown_tests))
+            tasks = (function_task(record, config.shown_tests) for record in read_records(config.file))
+            named = ((task.id, task) for task in tasks)
         count = 0
         for name, task in named:
             if config.eval_share and split_of(name, config.eval_share) != config.split:

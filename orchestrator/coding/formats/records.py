@@ -1,12 +1,11 @@
 """Read task files: JSON lines (.jsonl, .jsonl.gz), one JSON list (.json) or Parquet.
 
-Every error names the file and the line, and says what to change. A field that is missing is answered with the nearest
-names that the record has, because task files differ in little else.
+Every error names the file and the line, and says what to change. A field that is missing is answered with the names
+that the record has, because task files differ in little else.
 """
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -51,16 +50,13 @@ class Record:
         raise ConfigError(f"{self.place}: {names[0]!r} is {_kind(value)}, but must be a list of texts")
 
     def value(self, *names: str) -> Any:
-        """Return the first of these fields that the record has. Raises ConfigError with the nearest names."""
+        """Return the first of these fields that the record has. Raises ConfigError with the names that it has."""
         for name in names:
             if self.values.get(name) is not None:
                 return self.values[name]
         filled = [name for name, value in self.values.items() if value is not None]
-        near = list(dict.fromkeys(n for name in names for n in difflib.get_close_matches(name, filled, n=2)))
         shown = ", ".join(filled[:_SHOWN_FIELDS]) or "none"
-        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        wanted = " or ".join(map(repr, names))
-        raise ConfigError(f"{self.place}: no field {wanted}; {hint}The record's fields are: {shown}")
+        raise ConfigError(f"{self.place}: no field {' or '.join(map(repr, names))}; the record's fields are: {shown}")
 
     def has(self, *names: str) -> bool:
         """Tell whether the record has a value for every one of these fields."""
@@ -73,10 +69,7 @@ def read_records(path: Path) -> Iterator[Record]:
     Raises ConfigError for a file that is missing or does not decode, EmptyTaskSetError for one without records.
     """
     if not path.is_file():
-        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=2, cutoff=0.75)
-        hint = f"did you mean {' or '.join(near)}?" if near else "give the path of a .jsonl, .json or .parquet file"
-        raise ConfigError(f"{path}: no such file; {hint}")
+        raise ConfigError(f"{path}: no such file; give the path of a .jsonl, .json or .parquet file")
     count = 0
     for number, values in _rows(path):
         count += 1

@@ -34,10 +34,6 @@ _GIT_TIMEOUT_S = 600.0
 _COPY_LEAVES_OUT = shutil.ignore_patterns(".git", "__pycache__", "*.pyc", ".pytest_cache", ".mypy_cache")
 
 
-def is_swe_bench(record: Record) -> bool:
-    return record.has("instance_id")
-
-
 def instance_task(record: Record, repositories: Path, trees: Path, *, timeout_s: float) -> CodeTask:
     """Return the task of one instance, and put its tree below `trees`.
 
