@@ -81,12 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--min-lines", type=int, default=3, help="lines of statements of a deleted body (default 3)")
     make.add_argument("--mutations", type=int, default=2, help="mutations of each function (default 2)")
     make.add_argument("--hide-tests", action="store_true", help="the agent does not see the files of the failing tests")
-    make.add_argument("--name-tests", action="store_true", help="prompts of deletions name those files")
     make.add_argument("--test-timeout", type=float, default=5.0, help="CPU seconds of one test (default 5)")
     make.add_argument("--suite-timeout", type=float, default=180.0, help="seconds of all tests (default 180)")
     make.add_argument("--packages", default="", help="installed packages that tests need beside pytest, by comma")
-    make.add_argument("--cache", type=Path, default=Path.home() / ".cache/composer-prime/sources", help="archives")
-    make.add_argument("--overwrite", action="store_true", help="remove what an earlier run wrote to the folder")
     published = commands.add_parser("import", description=_IMPORT, help="make tasks from a published task file")
     published.set_defaults(work=import_file)
     published.add_argument("file", type=Path, help="a .jsonl, .jsonl.gz, .json or .parquet file")
@@ -129,13 +126,12 @@ def make_tasks(options: argparse.Namespace) -> int:
         min_lines=options.min_lines,
         mutations_per_function=options.mutations,
         hide_tests=options.hide_tests,
-        name_tests=options.name_tests,
         test_timeout_s=options.test_timeout,
         suite_timeout_s=options.suite_timeout,
         packages=packages,
     )
-    journal = MakingJournal(options.output, overwrite=options.overwrite)
-    factory = TaskFactory(journal, settings, factory_runtime(options.runtime, packages), options.jobs, options.cache)
+    journal = MakingJournal(options.output)
+    factory = TaskFactory(journal, settings, factory_runtime(options.runtime, packages), options.jobs)
     try:
         report = asyncio.run(_until_stopped(factory, options.source))
     except (KeyboardInterrupt, asyncio.CancelledError):

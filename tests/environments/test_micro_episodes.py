@@ -146,7 +146,7 @@ def test_the_monitor_finds_cheats_and_leaves_honest_work_alone():
     def verdict(function, *calls):
         files = start_files(function, lure=True)
         written = [(name, json.dumps(arguments)) for name, arguments in calls]
-        return judge_rollout(function, replay(files, written)[0], written, HackMonitorConfig())
+        return judge_rollout(*replay(files, written), HackMonitorConfig())
 
     for function in FUNCTIONS:
         reading = [("read", {"file": SOURCE}), ("read", {"file": TESTS}), ("run", {})]

@@ -71,34 +71,28 @@ def test_journal_repeats_a_lost_task(tmp_path: Path) -> None:
     assert set(MakingJournal(tmp_path).verdicts) == {"a/0", "a/1"}
 
 
-# The same source with other settings is refused with both values; --overwrite begins anew.
+# The same source with other settings is refused with both values.
 def test_journal_refuses_other_settings(tmp_path: Path) -> None:
     filled(tmp_path)
     journal = MakingJournal(tmp_path)
     with pytest.raises(ConfigError, match=r"'seed': \(0, 1\)"):
         journal.begin("a", {**SETTINGS, "seed": 1})
-    journal.close()
-    journal = MakingJournal(tmp_path, overwrite=True)
-    journal.begin("a", {**SETTINGS, "seed": 1})
-    assert not journal.verdicts and not (tmp_path / "tasks.jsonl").exists()
 
 
 # Two runs do not write to one folder at a time; when the first has ended, another may go on.
 def test_journal_refuses_a_second_writer(tmp_path: Path) -> None:
     journal = MakingJournal(tmp_path)
-    for overwrite in (False, True):
-        with pytest.raises(ConfigError, match="another run writes"):
-            MakingJournal(tmp_path, overwrite=overwrite)
+    with pytest.raises(ConfigError, match="another run writes"):
+        MakingJournal(tmp_path)
     journal.close()
     MakingJournal(tmp_path).close()
 
 
-# A folder of something else is refused and left alone, with --overwrite too.
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_journal_refuses_a_foreign_folder(tmp_path: Path, overwrite: bool) -> None:
+# A folder of something else is refused and left alone.
+def test_journal_refuses_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="did not write"):
-        MakingJournal(tmp_path, overwrite=overwrite)
+        MakingJournal(tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         MakingJournal(tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -27,15 +26,12 @@ def test_unpack_drops_caches_and_builds(tmp_path: Path) -> None:
     assert found == set(PACKAGE)
 
 
-# A path that leaves the root, in a tar or in a zip, is refused, and nothing is written.
+# A path that leaves the root is refused, and nothing is written.
 @pytest.mark.parametrize("name", ["../outside.py", "/outside.py", "a/../../outside.py"])
 def test_unpack_refuses_paths_that_leave_the_root(tmp_path: Path, name: str) -> None:
     archive = write_archive(tmp_path / "a.tar.gz", {name: "x"}, root="")
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
-        file.writestr(name, "x")
-    for path in (archive, tmp_path / "a.zip"):
-        with pytest.raises(ConfigError, match="must not leave its folder"):
-            source.unpack(path, tmp_path / "tree")
+    with pytest.raises(ConfigError, match="must not leave its folder"):
+        source.unpack(archive, tmp_path / "tree")
     assert not (tmp_path / "outside.py").exists() and not (tmp_path / "tree").exists()
 
 
@@ -81,20 +77,12 @@ def spoiled(path: Path, mode: Literal["w:gz", "w:xz"]) -> Path:
 
 
 # Every way in which an archive can be broken is a refusal that names it, so that other sources go on.
-@pytest.mark.parametrize("kind", ["gz", "xz", "encrypted", "file and folder"])
+@pytest.mark.parametrize("kind", ["gz", "xz", "file and folder"])
 def test_unpack_refuses_broken_archives(tmp_path: Path, kind: str) -> None:
     if kind == "gz":
         path = spoiled(tmp_path / "a.tar.gz", "w:gz")
     elif kind == "xz":
         path = spoiled(tmp_path / "a.tar.xz", "w:xz")
-    elif kind == "encrypted":
-        path = tmp_path / "a.zip"
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr("a.py", "x")
-        content = bytearray(path.read_bytes())
-        content[6] |= 1  # the flag, in the entry and in the directory
-        content[content.index(b"PK\x01\x02") + 8] |= 1
-        path.write_bytes(content)
     else:
         path = write_archive(tmp_path / "a.tar.gz", {"a": "x", "a/b.py": "x"})
     with pytest.raises(ConfigError, match=rf"{path.name} cannot be unpacked: \S"):

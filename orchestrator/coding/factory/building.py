@@ -13,7 +13,6 @@ from orchestrator.coding.factory.prompts import (
     deletion_prompt,
     difficulty,
     mutation_prompt,
-    named_tests,
     search_difficulty,
 )
 from orchestrator.coding.factory.proof import Proof
@@ -35,22 +34,18 @@ def build_task(
     *,
     seed: int,
     hide_tests: bool,
-    name_tests: bool,
 ) -> CodeTask:
     """Return the task of a proven candidate."""
     candidate = proof.candidate
     functions = [index.functions[place] for place in (*candidate.functions, *candidate.helpers)]
     failing_files = {node.split("::", 1)[0] for node in proof.fail_to_pass}
     hidden = sorted(failing_files) if hide_tests else []
-    prompt = _prompt(index, proof, functions)
-    if name_tests and candidate.kind == "delete":
-        prompt += "\n\n" + named_tests(proof.fail_to_pass)
     return CodeTask(
         id=candidate.id,
         kind=candidate.kind,
         repository=tree.repository,
         tree=tree.name,
-        prompt=prompt,
+        prompt=_prompt(index, proof, functions),
         start=proof.start,
         removed=[*candidate.added, *hidden],
         solution={

@@ -46,6 +46,8 @@ from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, run_suite
 from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import CodeTask
 
+CACHE = Path.home() / ".cache/composer-prime/sources"
+"""Downloaded archives."""
 BATCH = 12
 """Candidates that share a box and an interpreter."""
 _HISTORY_TEST_FILES = 4
@@ -67,8 +69,6 @@ class FactorySettings:
     mutations_per_function: int = 2
     hide_tests: bool = False
     """The agent's tree lacks the test files of the task."""
-    name_tests: bool = False
-    """The prompt of a deletion names the test files."""
     test_timeout_s: float = 5.0
     suite_timeout_s: float = 180.0
     slow_file_s: float = 8.0
@@ -105,8 +105,6 @@ class TaskFactory:
     settings: FactorySettings
     runtime: RuntimeConfig
     jobs: int
-    cache: Path
-    """Downloaded archives."""
     problems: dict[str, str] = field(default_factory=dict)
     """Source -> why it gives no task at all."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -166,7 +164,7 @@ class TaskFactory:
         if not source.endswith(ARCHIVES):
             if "/" in source or path.suffix in (".whl", ".egg"):
                 raise ConfigError(f"{source}: no such folder, and no archive of sources ({', '.join(ARCHIVES)})")
-            path = fetch_archive(source, self.cache)
+            path = fetch_archive(source, CACHE)
         elif not path.is_file():
             raise ConfigError(f"{source}: no such file")
         return self._place(tree_name(path), path.name, lambda folder: unpack(path, folder))
@@ -187,7 +185,7 @@ class TaskFactory:
             elif tree_digest(made) != tree_digest(folder):
                 raise ConfigError(
                     f"{origin} differs from {folder}, which earlier tasks were made from; give another -o, or "
-                    "--overwrite to make them again"
+                    "remove that folder to make them again"
                 )
         return describe_tree(folder, name, origin)
 
@@ -289,16 +287,8 @@ class TaskFactory:
     def _record(self, work: _Work, proof: Proof, source: str, order: int) -> None:
         task = None
         if not proof.reason:
-            chosen = self.settings
-            task = build_task(
-                work.tree,
-                work.index,
-                work.baseline,
-                proof,
-                seed=chosen.seed,
-                hide_tests=chosen.hide_tests,
-                name_tests=chosen.name_tests,
-            )
+            seed, hide_tests = self.settings.seed, self.settings.hide_tests
+            task = build_task(work.tree, work.index, work.baseline, proof, seed=seed, hide_tests=hide_tests)
         self._note(proof, source, order, task)
 
     def _note(self, proof: Proof, source: str, order: int, task: CodeTask | None) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class MakingJournal:
     """Writes verdicts and tasks of one output folder, and knows those of earlier runs."""
 
-    def __init__(self, folder: Path, *, overwrite: bool = False):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.trees = folder / TREES_FOLDER
         self._making = folder / MAKING_FILE
@@ -62,8 +61,6 @@ class MakingJournal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another run writes to {folder} now; wait for it, or give another -o") from error
-        if overwrite:
-            self._clear()
         self._settings: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, CandidateVerdict] = {}
         self._read()
@@ -72,13 +69,11 @@ class MakingJournal:
         """Note a source's settings. Raises ConfigError where the folder has that source with other settings."""
         settings = msgspec.json.decode(msgspec.json.encode(settings))
         known = self._settings.setdefault(source, settings)
-        if known != settings:
-            changed = {
-                name: (known.get(name), settings[name]) for name in settings if known.get(name) != settings[name]
-            }
+        changed = {name: (known.get(name), settings[name]) for name in settings if known.get(name) != settings[name]}
+        if changed:
             raise ConfigError(
                 f"{self.folder} has tasks of {source} made with other settings (there, here): {changed}; give another "
-                "-o, or --overwrite to make them again"
+                "-o, or remove the folder to make them again"
             )
         self._append(self._making, msgspec.json.encode(_Header(begun=source, settings=settings)))
 
@@ -114,14 +109,6 @@ class MakingJournal:
     def write_report(self, report: dict[str, Any]) -> None:
         text = msgspec.json.format(msgspec.json.encode(report), indent=2)
         self._replace(self.folder / REPORT_FILE, text.splitlines())
-
-    def _clear(self) -> None:
-        """Remove what an earlier run of this command wrote, and nothing else. The locked file stays, empty."""
-        self._making.write_bytes(b"")
-        for path in (self._tasks_path, self.folder / REPORT_FILE):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.trees)
-        self.trees.mkdir()
 
     def _refuse_foreign_folder(self) -> None:
         if self.folder.is_file():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction
 from orchestrator.coding.factory.suite import TestRecord
@@ -87,12 +87,6 @@ def _symptoms(failures: Sequence[TestRecord]) -> list[str]:
 def steady(text: str) -> str:
     """Take addresses out of a message: they differ from run to run."""
     return re.sub(r"0x[0-9a-fA-F]{4,}", "0x...", text)
-
-
-def named_tests(nodes: Iterable[str]) -> str:
-    """Return the sentence that names the files of failing tests."""
-    names = sorted({node.split("::", 1)[0] for node in nodes})
-    return "Tests of it: " + ", ".join(f"`{name}`" for name in names)
 
 
 def difficulty(*, body_lines: int, branches: int, callees: int, failing: int, files: int) -> float:

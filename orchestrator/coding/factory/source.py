@@ -1,6 +1,6 @@
 """Get the sources of a package and put a clean tree on disk.
 
-A source is `NAME` or `NAME==VERSION` of the package index, an archive (.tar.gz, .zip), a folder, or a git repository.
+A source is `NAME` or `NAME==VERSION` of the package index, an archive (.tar.gz), a folder, or a git repository.
 Nothing of an archive is believed: only plain files and folders below its root are taken, within limits of size and
 number. What would give a deleted body away (bytecode, caches, wheels, version control, built copies) is left out.
 """
@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from fnmatch import fnmatchcase
@@ -30,7 +29,7 @@ from orchestrator.coding.task import check_path
 MAX_FILES = 20_000
 MAX_BYTES = 200 << 20
 MAX_TEXT_BYTES = 1 << 20
-ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 DOWNLOAD_TIMEOUT_S = 300.0
 GIT_TIMEOUT_S = 120.0
 
@@ -58,16 +57,7 @@ _NO_MODULE = (
     "release",
 )
 
-_UNPACK_ERRORS = (
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    OSError,  # bz2, and names that are a file and a folder
-    ValueError,
-    RuntimeError,  # an encrypted .zip, or one whose compression is not known
-)
+_UNPACK_ERRORS = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +121,8 @@ def unpack(archive: Path, folder: Path) -> None:
     cannot be read or passes a limit.
     """
     try:
-        members = list(_members(archive))
+        with tarfile.open(archive) as file:
+            members = list(_plain_files(file))
         roots = {path.split("/", 1)[0] for path, _ in members}
         cut = len(next(iter(roots))) + 1 if len(roots) == 1 and all("/" in path for path, _ in members) else 0
         write_tree(folder, ((path[cut:], content) for path, content in members))
@@ -139,30 +130,18 @@ def unpack(archive: Path, folder: Path) -> None:
         raise ConfigError(f"{archive} cannot be unpacked: {str(error) or type(error).__name__}") from error
 
 
-def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
+def _plain_files(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
     """Yield path and content of the plain files, within the limits."""
     count = size = 0
-    for name, length, read in _entries(archive):
-        count, size = count + 1, size + length
-        if count > MAX_FILES or size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB")
-        yield check_path(name), read()
+    for entry in archive:
+        if entry.isreg():
+            count, size = count + 1, size + entry.size
+            if count > MAX_FILES or size > MAX_BYTES:
+                raise ValueError(f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB")
+            yield check_path(entry.name), (archive.extractfile(entry) or io.BytesIO()).read()
 
 
-def _entries(archive: Path):
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as file:
-            for entry in file.infolist():
-                if not entry.is_dir() and (entry.external_attr >> 28) in (0, 8):
-                    yield entry.filename, entry.file_size, lambda entry=entry: file.read(entry)
-        return
-    with tarfile.open(archive) as file:
-        for entry in file:
-            if entry.isreg():
-                yield entry.name, entry.size, lambda entry=entry: (file.extractfile(entry) or io.BytesIO()).read()
-
-
-def write_tree(folder: Path, files) -> None:
+def write_tree(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
     """Write files to a folder, without those that `is_dropped` names."""
     for path, content in files:
         if not is_dropped(path):
@@ -191,11 +170,8 @@ def folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def commit_files(repository: Path, commit: str) -> Iterator[tuple[str, bytes]]:
     """Yield the files of a commit. Raises ConfigError where git fails."""
-    packed = io.BytesIO(git(repository, "archive", "--format=tar", commit))
-    with tarfile.open(fileobj=packed) as file:
-        for entry in file:
-            if entry.isreg():
-                yield entry.name, (file.extractfile(entry) or io.BytesIO()).read()
+    with tarfile.open(fileobj=io.BytesIO(git(repository, "archive", "--format=tar", commit))) as file:
+        yield from _plain_files(file)
 
 
 def git(repository: Path, *words: str) -> bytes:
