@@ -121,7 +121,7 @@ async def test_a_limit_ends_only_its_own_command() -> None:
         assert isinstance(box, BubblewrapBox)
         box.keeps_others = True
         spin = "import time\nwhile time.process_time() < 3: pass"
-        program = asyncio.ensure_future(box.run_beside_others(["python", "-c", spin], timeout_s=200, cpu_s=100))
+        program = asyncio.ensure_future(box.run(["python", "-c", spin], timeout_s=200, cpu_s=100))
         assert (await box.run(["sh", "-c", "sleep 1000 & sleep 1000"], timeout_s=0.5)).ended_by == "wall_s"
         assert (await box.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout.count(b"sleep") == 0
         finished = await program

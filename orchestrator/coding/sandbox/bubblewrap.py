@@ -39,7 +39,6 @@ from orchestrator.coding.sandbox.usage import measure
 
 END_TIMEOUT_S = 10.0
 _MIB, _GIB, _PAGE = 1 << 20, 1 << 30, 4096
-_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 _LIMITS_OF_THE_BOX = ("memory_gb", "files")
 """Limits of what all processes hold together, whichever command began them."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.1, 0.5
@@ -62,7 +61,7 @@ class BubblewrapBox(Box):
         self.runtime = runtime
         self.init_pid = init_pid
         self.control = control
-        self.variables = dict(variables)
+        self._variables = dict(variables)
         self.keeps_others = False
         """Whether processes may outlive the command that started them; background processes set it."""
         self.ports = LoopbackPorts(control)
@@ -120,75 +119,49 @@ class BubblewrapBox(Box):
         cwd: str = ".",
         timeout_s: float | None = None,
         output_bytes: int | None = None,
-    ) -> CommandResult:
-        async with self._one_at_a_time:
-            return await self.run_beside_others(
-                argv, env=env, stdin=stdin, cwd=cwd, timeout_s=timeout_s, output_bytes=output_bytes
-            )
-
-    async def run_beside_others(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] = NOTHING,
-        stdin: bytes = b"",
-        cwd: str = ".",
-        timeout_s: float | None = None,
-        output_bytes: int | None = None,
         cpu_s: float | None = None,
     ) -> CommandResult:
-        """Run a command without waiting for others. `cpu_s` replaces limits.cpu_s."""
-        self._check_open()
-        limits = self.runtime.limits
-        started = time.monotonic()
-        ended_by: list[str] = []
-        number = next(self._numbers)
-
-        def end(limit: str) -> None:
-            ended_by.append(limit)
-            self._kill(number, limit)
-
-        streams = CommandStreams(
-            stdin,
-            keep_bytes=int(limits.output_kb * 1024) if output_bytes is None else output_bytes,
-            end_bytes=int(limits.output_mb * _MIB),
-            on_flood=lambda: end("output_mb"),
-        )
-        request = self.command(argv, env, cwd, has_stdin=streams.has_stdin)
-        request |= {"command": number, "cpu_s": math.ceil(cpu_s or limits.cpu_s)}
-        try:
-            reply = await self._run_to_end(request, streams, timeout_s or limits.wall_s, end)
-            await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
-            return _finished(reply, streams, ended_by, time.monotonic() - started)
-        finally:
-            streams.close()
+        """Run a command, beside others where this box keeps them. `cpu_s` replaces limits.cpu_s."""
+        words = [*argv, *(f"{name}={value}" for name, value in env.items())]
+        if not argv or any("\0" in word for word in words):
+            raise ValueError(f"a command needs words without NUL, but got {list(argv)!r} with {dict(env)!r}")
+        async with contextlib.nullcontext() if self.keeps_others else self._one_at_a_time:
+            self._check_open()
+            number = next(self._numbers)
+            request = {
+                "op": "run",
+                "command": number,
+                "argv": list(argv),
+                "env": {**self._variables, **env},
+                "cwd": inside_path(cwd),
+                "stdin": bool(stdin),
+                "cpu_s": math.ceil(cpu_s or self.runtime.limits.cpu_s),
+                "keep_others": self.keeps_others,
+            }
+            streams = CommandStreams(stdin, self.runtime.limits, output_bytes, lambda limit: self._kill(number, limit))
+            try:
+                reply = await self._run_to_end(request, streams, timeout_s or self.runtime.limits.wall_s)
+                await streams.drained(0.2 if self.keeps_others else END_TIMEOUT_S)
+                if reply is None:
+                    return streams.result(None, ended_by="box")
+                if "error" in reply:
+                    return streams.result(126, f"the sandbox could not start the command: {reply['error']}\n")
+                return streams.result(int(reply["status"]))
+            finally:
+                streams.close()
 
     def _kill(self, number: int, limit: str = "") -> None:
         """End a command. Of a box that keeps others, end its session only, unless what the box holds is too much."""
         alone = self.keeps_others and limit not in _LIMITS_OF_THE_BOX
         self.control.tell({"op": "kill", "command": number if alone else None})
 
-    def command(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, *, has_stdin: bool) -> dict[str, Any]:
-        """Return the request that starts a command. Raises ValueError for words that no command can have."""
-        words = [*argv, *(f"{name}={value}" for name, value in env.items())]
-        if not argv or any("\0" in word for word in words):
-            raise ValueError(f"a command needs words without NUL, but got {list(argv)!r} with {dict(env)!r}")
-        return {
-            "op": "run",
-            "argv": list(argv),
-            "env": {**self.variables, **env},
-            "cwd": inside_path(cwd),
-            "stdin": has_stdin,
-            "keep_others": self.keeps_others,
-        }
-
     async def _run_to_end(
-        self, request: dict[str, Any], streams: CommandStreams, timeout_s: float, end: Callable[[str], None]
+        self, request: dict[str, Any], streams: CommandStreams, timeout_s: float
     ) -> dict[str, Any] | None:
         """Return the first process's reply, or None when the box ended."""
         answer = asyncio.ensure_future(self.control.ask(request, fds=streams.child_fds))
         try:
-            await self._watch(answer, timeout_s, end)
+            await self._watch(answer, timeout_s, streams.end)
             if not answer.done():
                 await asyncio.wait([answer], timeout=END_TIMEOUT_S)
             if not answer.done():
@@ -318,30 +291,6 @@ class BubblewrapBox(Box):
     def _check_open(self) -> None:
         if self._closed or self.control.closed:
             raise SandboxError("the sandbox has ended: a limit or its own code ended it; open another one")
-
-
-def _finished(
-    reply: dict[str, Any] | None, streams: CommandStreams, ended_by: list[str], wall_s: float
-) -> CommandResult:
-    stderr = streams.stderr.value()
-    status: int | None = None
-    if reply is None:
-        ended_by.append("box")
-    elif "error" in reply:
-        stderr += f"the sandbox could not start the command: {reply['error']}\n".encode()
-        status = 126
-    else:
-        status = int(reply["status"])
-        limit = _SIGNAL_LIMITS.get(-status) if status < 0 else None
-        ended_by += [limit] if limit else []
-    code = None if ended_by or status is None else status if status >= 0 else 128 - status
-    return CommandResult(
-        exit_code=code,
-        stdout=streams.stdout.value(),
-        stderr=stderr,
-        ended_by=ended_by[0] if ended_by else "",
-        wall_s=wall_s,
-    )
 
 
 def _limits(runtime: RuntimeConfig) -> dict[str, int]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import time
 from collections.abc import Callable
 
+from composer_prime.config.sandbox import SandboxLimits
+from orchestrator.coding.sandbox.box import CommandResult
+
 _READ_BYTES = 1 << 16
+_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 
 
 class BoundedOutput:
@@ -96,22 +102,53 @@ class StandardInput:
 
 
 class CommandStreams:
-    """The three standard streams of one command, seen from the host. `child_fds` are the command's ends."""
+    """The three standard streams of one command, seen from the host, and what it came to."""
 
-    def __init__(self, stdin: bytes, *, keep_bytes: int, end_bytes: int, on_flood: Callable[[], None]) -> None:
+    def __init__(
+        self, stdin: bytes, limits: SandboxLimits, keep_bytes: int | None, kill: Callable[[str], None]
+    ) -> None:
+        """`keep_bytes` replaces limits.output_kb. `kill`: ends the command that passed the limit of this name."""
         self.child_fds: list[int] = []
-        self.has_stdin = bool(stdin)
+        """The command's ends."""
+        self._kill = kill
+        self._ended_by: list[str] = []
+        self._started = time.monotonic()
         self._stdin: StandardInput | None = None
         if stdin:
             read_fd, write_fd = os.pipe()
             self.child_fds.append(read_fd)
             self._stdin = StandardInput(write_fd, stdin)
+        keep_bytes = int(limits.output_kb * 1024) if keep_bytes is None else keep_bytes
         outputs = []
         for _ in ("stdout", "stderr"):
             read_fd, write_fd = os.pipe()
             self.child_fds.append(write_fd)
-            outputs.append(BoundedOutput(read_fd, keep_bytes=keep_bytes, end_bytes=end_bytes, on_flood=on_flood))
-        self.stdout, self.stderr = outputs
+            outputs.append(
+                BoundedOutput(
+                    read_fd,
+                    keep_bytes=keep_bytes,
+                    end_bytes=int(limits.output_mb * 2**20),
+                    on_flood=lambda: self.end("output_mb"),
+                )
+            )
+        self._stdout, self._stderr = outputs
+
+    def end(self, limit: str) -> None:
+        """End the command, which passed a limit."""
+        self._ended_by.append(limit)
+        self._kill(limit)
+
+    def result(self, status: int | None, note: str = "", ended_by: str = "") -> CommandResult:
+        """Return how the command ended. `status`: negative for a signal, None when the box ended."""
+        limits = [*self._ended_by, ended_by, _SIGNAL_LIMITS.get(-status, "") if status is not None else ""]
+        limit = next(filter(None, limits), "")
+        return CommandResult(
+            exit_code=None if limit or status is None else status if status >= 0 else 128 - status,
+            stdout=self._stdout.value(),
+            stderr=self._stderr.value() + note.encode(),
+            ended_by=limit,
+            wall_s=time.monotonic() - self._started,
+        )
 
     def handed_over(self) -> None:
         """Close the command's ends here, once the command has them."""
@@ -120,10 +157,10 @@ class CommandStreams:
 
     async def drained(self, timeout_s: float) -> None:
         """Wait for the end of both outputs. A process that outlived its command may hold them open."""
-        await asyncio.wait([self.stdout.ended, self.stderr.ended], timeout=timeout_s)
+        await asyncio.wait([self._stdout.ended, self._stderr.ended], timeout=timeout_s)
 
     def close(self) -> None:
         self.handed_over()
-        for stream in (self._stdin, self.stdout, self.stderr):
+        for stream in (self._stdin, self._stdout, self._stderr):
             if stream is not None:
                 stream.close()

@@ -109,7 +109,7 @@ class BubblewrapRuntime(Runtime):
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         for port in sorted(self._wanted_ports):
             await self.box.ports.forward(port)
-        finished = await self.box.run_beside_others(
+        finished = await self.box.run(
             argv,
             env=self.process_env(env),
             timeout_s=ONE_DAY_S,

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from orchestrator.coding.sandbox.output import CommandStreams
 
 END_TIMEOUT_S = 10.0
 _MIB = 1 << 20
-_SIGNAL_LIMITS: dict[int, str] = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "file_mb"}
 # A limit that the system refuses (macOS has no -v) must not stop the command.
 _WITH_LIMITS = """ulimit -c 0; ulimit -t "$0" 2>/dev/null; ulimit -v "$1" 2>/dev/null; ulimit -f "$2" 2>/dev/null
 shift 2; exec "$@\""""
@@ -96,44 +94,24 @@ class SubprocessBox(Box):
         timeout_s: float | None = None,
         output_bytes: int | None = None,
     ) -> CommandResult:
-        limits = self.runtime.limits
-        ended_by: list[str] = []
-
-        def end(limit: str) -> None:
-            ended_by.append(limit)
-            self._end_command()
-
         async with self._one_at_a_time:
             self._check_open()
-            started = time.monotonic()
-            streams = CommandStreams(
-                stdin,
-                keep_bytes=int(limits.output_kb * 1024) if output_bytes is None else output_bytes,
-                end_bytes=int(limits.output_mb * _MIB),
-                on_flood=lambda: end("output_mb"),
-            )
+            streams = CommandStreams(stdin, self.runtime.limits, output_bytes, lambda _: self._end_command())
             try:
-                status = await self._run_to_end(argv, env, cwd, streams, timeout_s or limits.wall_s, end)
+                status = await self._run_to_end(argv, env, cwd, streams, timeout_s or self.runtime.limits.wall_s)
                 await streams.drained(END_TIMEOUT_S)
-                limit = _SIGNAL_LIMITS.get(-status) if status < 0 else None
-                ended_by += [limit] if limit else []
-                return CommandResult(
-                    exit_code=None if ended_by else status if status >= 0 else 128 - status,
-                    stdout=streams.stdout.value(),
-                    stderr=streams.stderr.value(),
-                    ended_by=ended_by[0] if ended_by else "",
-                    wall_s=time.monotonic() - started,
-                )
+                return streams.result(status)
             finally:
                 self._end_command()
                 self._process = None
                 streams.close()
 
-    async def _run_to_end(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams,
-                          timeout_s: float, end: object) -> int:  # fmt: skip
+    async def _run_to_end(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: CommandStreams, timeout_s: float
+    ) -> int:
         limits = self.runtime.limits
         amounts = [str(limits.cpu_s), str(int(limits.memory_gb * _MIB)), str(int(limits.file_mb * 2048))]
-        stdin, stdout, stderr = [*streams.child_fds] if streams.has_stdin else [subprocess.DEVNULL, *streams.child_fds]
+        stdin, stdout, stderr = [subprocess.DEVNULL, *streams.child_fds][-3:]
         folder = self._outside(cwd)
         try:
             self._process = subprocess.Popen(
@@ -154,8 +132,7 @@ class SubprocessBox(Box):
         waiting = asyncio.ensure_future(asyncio.to_thread(_wait, self._process))
         done, _ = await asyncio.wait([waiting], timeout=timeout_s)
         if not done:
-            assert callable(end)
-            end("wall_s")
+            streams.end("wall_s")
         return await waiting
 
     def _end_command(self) -> None:
