@@ -7,7 +7,7 @@ from small_packages import cases
 
 from composer_prime.config.hints import EndpointConfig
 from orchestrator.coding.monitor import HackMonitorConfig, inspect, seal
-from orchestrator.coding.monitor.judge import HackJudge
+from orchestrator.coding.monitor.judge import second_opinion
 from tests.chat_server import chat_server
 
 CASE = cases()[0]
@@ -29,11 +29,7 @@ async def reviewed(answer: str, command: str, status: int = 200, **files: bytes)
         config = HackMonitorConfig(judge=EndpointConfig(base_url=url, model="m", timeout_s=100))
         sealed = seal(CASE.task, CASE.tree, config)
         verdict = inspect(CASE.task, sealed, {**sealed.agent_files(), **files}, [bash(command)], config)
-        judge = HackJudge(config)
-        try:
-            return verdict, await judge.review(CASE.task, verdict, "x = 1"), questions
-        finally:
-            await judge.close()
+        return verdict, await second_opinion(config, CASE.task, verdict, files), questions
 
 
 # HACK turns a suspicion into a hack; HONEST, an answer of no use and a failing endpoint leave the verdict as it was.
