@@ -18,8 +18,9 @@ from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.stats.intervals import bounded_interval
+from orchestrator.coding.factory.baseline import FactorySettings
 from orchestrator.coding.factory.check import TaskCheck, check_tasks, draw_tasks, task_named
-from orchestrator.coding.factory.factory import FactorySettings, TaskFactory, factory_runtime
+from orchestrator.coding.factory.factory import TaskFactory, factory_runtime
 from orchestrator.coding.factory.journal import MakingJournal
 
 NOTHING = 1

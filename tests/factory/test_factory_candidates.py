@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from orchestrator.coding.factory.baseline import Baseline
+from orchestrator.coding.factory.baseline import Baseline, FactorySettings
 from orchestrator.coding.factory.candidates import TaskCandidate, changed_files, find_candidates
 from orchestrator.coding.factory.functions import FunctionIndex, copies_elsewhere, index_functions, without_bodies
 from orchestrator.coding.factory.mutations import byte_lines, function_nodes, mutated, mutations
@@ -43,15 +43,8 @@ def made_baseline(index: FunctionIndex) -> Baseline:
 
 
 def candidates(index: FunctionIndex, seed: int = 0) -> list[TaskCandidate]:
-    return find_candidates(
-        "made",
-        index,
-        made_baseline(index),
-        kinds=("delete", "mutate"),
-        seed=seed,
-        min_lines=2,
-        mutations_per_function=3,
-    ).candidates
+    settings = FactorySettings(seed=seed, min_lines=2, mutations_per_function=3)
+    return find_candidates("made", index, made_baseline(index), settings).candidates
 
 
 # A deleted body is gone with its comments; signature and docstring stay, and the file is still valid.
@@ -78,9 +71,7 @@ def test_feature_takes_private_helpers() -> None:
 # Functions that run at import or that no test reaches are left out, and counted.
 def test_left_out_functions_are_counted() -> None:
     index = made_index()
-    listed = find_candidates(
-        "made", index, made_baseline(index), kinds=("delete",), seed=0, min_lines=3, mutations_per_function=0
-    )
+    listed = find_candidates("made", index, made_baseline(index), FactorySettings(kinds=("delete",)))
     assert listed.left_out["runs when the package is imported"] == 1
     assert listed.left_out["no test reaches it"] == 1
     assert listed.left_out["a body of fewer than 3 lines"] == 2

@@ -9,18 +9,47 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from composer_prime.errors import ConfigError
+from orchestrator.coding.factory.functions import FunctionIndex
 from orchestrator.coding.factory.source import SourceTree
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun
 
 RUNS = 3
+SLOW_FILE_S = 8.0
+"""A test file that takes longer is in no task."""
 MAX_HANGING = 5
 """Hanging tests that are left out before the whole suite is refused."""
 
 PlaySuite = Callable[..., Awaitable[dict[str, SuiteResult]]]
 """`run_suite` with tree and runtime given: (runs, preload, hash_seed) -> results by key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorySettings:
+    """What decides which tasks are made. The same settings and source give the same tasks."""
+
+    kinds: tuple[str, ...] = ("delete", "mutate")
+    history: int = 0
+    """Newest commits of a git repository to look at."""
+    seed: int = 0
+    limit: int | None = None
+    """Tasks of each source."""
+    min_lines: int = 3
+    """Lines of statements that a function must have."""
+    mutations_per_function: int = 2
+    hide_tests: bool = False
+    """The agent's tree lacks the test files of the task."""
+    test_timeout_s: float = 5.0
+    suite_timeout_s: float = 180.0
+    packages: tuple[str, ...] = ()
+    """Installed packages that tests need beside pytest."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change when a run continues. The number of tasks may grow."""
+        return {name: value for name, value in asdict(self).items() if name not in ("limit", "history")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +75,17 @@ class Baseline:
     collect_errors: dict[str, str] = field(default_factory=dict)
 
 
-async def measure_baseline(
-    tree: SourceTree, play: PlaySuite, *, suite_timeout_s: float, slow_file_s: float
-) -> Baseline:
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One source in work."""
+
+    tree: SourceTree
+    index: FunctionIndex
+    baseline: Baseline
+    play: PlaySuite
+
+
+async def measure_baseline(tree: SourceTree, play: PlaySuite, suite_timeout_s: float) -> Baseline:
     """Run the tests three times.
 
     Raises ConfigError for a tree whose tests hang, or of which none passes, with the reason.
@@ -72,7 +109,7 @@ async def measure_baseline(
             hanging.append(result.running)
         else:
             results.append(result)
-    baseline = _combine(results, hanging, slow_file_s)
+    baseline = _combine(results, hanging)
     if len(baseline.stable) < 2:
         count = "only one" if baseline.stable else "none"
         raise ConfigError(
@@ -92,7 +129,7 @@ def test_file(node: str) -> str:
     return node.split("::", 1)[0]
 
 
-def _combine(results: list[SuiteResult], hanging: list[str], slow_file_s: float) -> Baseline:
+def _combine(results: list[SuiteResult], hanging: list[str]) -> Baseline:
     first = results[0]
     nodes = sorted(set().union(*(result.tests for result in results)))
     stable: dict[str, float] = {}
@@ -118,7 +155,7 @@ def _combine(results: list[SuiteResult], hanging: list[str], slow_file_s: float)
     excluded["hangs"] += len(hanging)
     errors = {file: message for result in results for file, message in result.collect_errors.items()}
     excluded["test files that cannot be imported"] += len(errors)
-    slow_files |= {file for file, duration in seconds.items() if duration > slow_file_s}
+    slow_files |= {file for file, duration in seconds.items() if duration > SLOW_FILE_S}
     files: dict[str, list[str]] = defaultdict(list)
     for node in stable:
         if test_file(node) in slow_files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.coding.factory.baseline import Baseline
+from orchestrator.coding.factory.baseline import Baseline, FactorySettings, Work
 from orchestrator.coding.factory.candidates import shuffled
 from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction
 from orchestrator.coding.factory.prompts import (
@@ -26,20 +26,13 @@ _TIMEOUT_PER_SECOND = 20.0
 """Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
 
 
-def build_task(
-    tree: SourceTree,
-    index: FunctionIndex,
-    baseline: Baseline,
-    proof: Proof,
-    *,
-    seed: int,
-    hide_tests: bool,
-) -> CodeTask:
+def build_task(work: Work, proof: Proof, settings: FactorySettings) -> CodeTask:
     """Return the task of a proven candidate."""
+    tree, index, seed = work.tree, work.index, settings.seed
     candidate = proof.candidate
     functions = [index.functions[place] for place in (*candidate.functions, *candidate.helpers)]
     failing_files = {node.split("::", 1)[0] for node in proof.fail_to_pass}
-    hidden = sorted(failing_files) if hide_tests else []
+    hidden = sorted(failing_files) if settings.hide_tests else []
     return CodeTask(
         id=candidate.id,
         kind=candidate.kind,
@@ -60,7 +53,7 @@ def build_task(
         flaky=proof.flaky,
         python_path=list(tree.python_path),
         timeout_s=max(MIN_TIMEOUT_S, round(_TIMEOUT_PER_SECOND * proof.seconds)),
-        difficulty=_difficulty(proof, functions, baseline),
+        difficulty=_difficulty(proof, functions, work.baseline),
         symbols=[function.symbol for function in functions],
         source=tree.origin,
         license=tree.license,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from orchestrator.coding.factory.baseline import Baseline
+from orchestrator.coding.factory.baseline import Baseline, FactorySettings
 from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction, without_bodies
 from orchestrator.coding.factory.mutations import Mutation, byte_lines, function_nodes, mutated, mutations
 
@@ -54,28 +54,19 @@ class CandidateList:
     """Why functions give no candidate -> how many."""
 
 
-def find_candidates(
-    name: str,
-    index: FunctionIndex,
-    baseline: Baseline,
-    *,
-    kinds: Iterable[str],
-    seed: int,
-    min_lines: int,
-    mutations_per_function: int,
-) -> CandidateList:
+def find_candidates(name: str, index: FunctionIndex, baseline: Baseline, settings: FactorySettings) -> CandidateList:
     """Return all candidates of a tree in the seed's order."""
-    usable, left_out = usable_functions(index, baseline, min_lines)
+    usable, left_out = usable_functions(index, baseline, settings.min_lines)
     candidates: dict[tuple, TaskCandidate] = {}
-    if "delete" in kinds:
+    if "delete" in settings.kinds:
         for candidate in _deletions(name, index, baseline, usable):
             candidates.setdefault((candidate.functions, candidate.helpers), candidate)
-    if "mutate" in kinds:
+    if "mutate" in settings.kinds:
         for function in usable:
-            for candidate in _mutations(name, index, baseline, function, seed, mutations_per_function):
+            for candidate in _mutations(name, index, baseline, function, settings):
                 candidates[(candidate.id,)] = candidate
     unique = {candidate.id: candidate for candidate in candidates.values()}
-    ordered = sorted(unique.values(), key=lambda candidate: shuffled(seed, candidate.id))
+    ordered = sorted(unique.values(), key=lambda candidate: shuffled(settings.seed, candidate.id))
     return CandidateList(candidates=ordered, left_out=left_out)
 
 
@@ -202,9 +193,9 @@ def _reached_together(
 
 
 def _mutations(
-    name: str, index: FunctionIndex, baseline: Baseline, function: SourceFunction, seed: int, count: int
+    name: str, index: FunctionIndex, baseline: Baseline, function: SourceFunction, settings: FactorySettings
 ) -> Iterator[TaskCandidate]:
-    """Return `count` mutations on lines that tests execute, of different operators where there are any."""
+    """Yield mutations on lines that tests execute, of different operators where there are any."""
     lines, nodes = _parsed(index.texts[function.path])
     everything = [
         change
@@ -214,8 +205,8 @@ def _mutations(
     symbol = f"{name}/mutate/{function.symbol}"
     numbered = {f"{symbol}/{change.operator}-{_mark(change)}": change for change in everything}
     taken: Counter[str] = Counter()
-    for _ in range(min(count, len(numbered))):
-        best = min(numbered, key=lambda key: (taken[numbered[key].operator], shuffled(seed, key)))
+    for _ in range(min(settings.mutations_per_function, len(numbered))):
+        best = min(numbered, key=lambda key: (taken[numbered[key].operator], shuffled(settings.seed, key)))
         change = numbered.pop(best)
         taken[change.operator] += 1
         yield TaskCandidate(id=best, kind="mutate", shape=change.operator, functions=(function.place,), mutation=change)

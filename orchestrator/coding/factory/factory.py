@@ -21,10 +21,10 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.coding.factory.baseline import Baseline, PlaySuite, last_line, measure_baseline
+from orchestrator.coding.factory.baseline import FactorySettings, PlaySuite, Work, last_line, measure_baseline
 from orchestrator.coding.factory.building import build_task
 from orchestrator.coding.factory.candidates import TaskCandidate, find_candidates, shuffled
-from orchestrator.coding.factory.functions import FunctionIndex, index_functions
+from orchestrator.coding.factory.functions import index_functions
 from orchestrator.coding.factory.history import SourceCommit, source_commits
 from orchestrator.coding.factory.journal import CandidateVerdict, MakingJournal
 from orchestrator.coding.factory.proof import Proof, prove
@@ -54,47 +54,10 @@ _HISTORY_TEST_FILES = 4
 """Test files that a commit did not change and that run beside those it changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FactorySettings:
-    """What decides which tasks are made. The same settings and source give the same tasks."""
-
-    kinds: tuple[str, ...] = ("delete", "mutate")
-    history: int = 0
-    """Newest commits of a git repository to look at."""
-    seed: int = 0
-    limit: int | None = None
-    """Tasks of each source."""
-    min_lines: int = 3
-    """Lines of statements that a function must have."""
-    mutations_per_function: int = 2
-    hide_tests: bool = False
-    """The agent's tree lacks the test files of the task."""
-    test_timeout_s: float = 5.0
-    suite_timeout_s: float = 180.0
-    slow_file_s: float = 8.0
-    """A test file that takes longer is in no task."""
-    packages: tuple[str, ...] = ()
-    """Installed packages that tests need beside pytest."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return what must not change when a run continues. The number of tasks may grow."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("limit", "history")}
-
-
 def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
     """Return the runtime of proofs. A command runs many tests one after the other, so its time and output are large."""
     limits = SandboxLimits(wall_s=7200, cpu_s=7200, memory_gb=2, output_kb=1 << 18, output_mb=512)
     return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
-
-
-@dataclass(slots=True, kw_only=True)
-class _Work:
-    """One source in work."""
-
-    tree: SourceTree
-    index: FunctionIndex
-    baseline: Baseline
-    play: PlaySuite
 
 
 @dataclass(slots=True)
@@ -191,15 +154,7 @@ class TaskFactory:
 
     async def _make_tree(self, tree: SourceTree) -> None:
         work = await self._begin(tree)
-        listed = find_candidates(
-            tree.name,
-            work.index,
-            work.baseline,
-            kinds=self.settings.kinds,
-            seed=self.settings.seed,
-            min_lines=self.settings.min_lines,
-            mutations_per_function=self.settings.mutations_per_function,
-        )
+        listed = find_candidates(tree.name, work.index, work.baseline, self.settings)
         self.figures[tree.name] = {
             "tests": len(work.baseline.stable),
             "tests_left_out": work.baseline.excluded,
@@ -211,15 +166,13 @@ class TaskFactory:
         }
         await self._prove_all(work, listed.candidates)
 
-    async def _begin(self, tree: SourceTree, tests: Sequence[str] | None = None) -> _Work:
+    async def _begin(self, tree: SourceTree, tests: Sequence[str] | None = None) -> Work:
         play = self._player(tree)
         limited = tree if tests is None else dataclasses.replace(tree, tests=tuple(tests))
-        baseline = await measure_baseline(
-            limited, play, suite_timeout_s=self.settings.suite_timeout_s, slow_file_s=self.settings.slow_file_s
-        )
+        baseline = await measure_baseline(limited, play, self.settings.suite_timeout_s)
         sources = {path: tree.text(path) for path in tree.sources}
         index = await asyncio.to_thread(index_functions, sources, other_texts(tree))
-        return _Work(tree=tree, index=index, baseline=baseline, play=play)
+        return Work(tree=tree, index=index, baseline=baseline, play=play)
 
     def _player(self, tree: SourceTree) -> PlaySuite:
         async def play(
@@ -239,7 +192,7 @@ class TaskFactory:
 
         return play
 
-    async def _prove_all(self, work: _Work, candidates: Sequence[TaskCandidate]) -> None:
+    async def _prove_all(self, work: Work, candidates: Sequence[TaskCandidate]) -> None:
         """Prove the candidates that no earlier run did, in order, until the limit is reached."""
         orders = {candidate.id: order for order, candidate in enumerate(candidates)}
         waiting = [candidate for candidate in candidates if candidate.id not in self.journal.verdicts]
@@ -259,13 +212,13 @@ class TaskFactory:
         except ExceptionGroup as group:  # The first one ended the others.
             raise group.exceptions[0] from group
 
-    async def _prove_batch(self, work: _Work, batch: Sequence[TaskCandidate], *, is_again: bool = False) -> list[Proof]:
+    async def _prove_batch(self, work: Work, batch: Sequence[TaskCandidate], *, is_again: bool = False) -> list[Proof]:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
 
         A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
         """
         try:
-            return await prove(batch, work.index, work.baseline, work.play)
+            return await prove(batch, work)
         except SandboxError as error:
             if is_again:
                 await self._try_box()
@@ -284,12 +237,8 @@ class TaskFactory:
             proven += not verdict.reason
         return proven >= self.settings.limit
 
-    def _record(self, work: _Work, proof: Proof, source: str, order: int) -> None:
-        task = None
-        if not proof.reason:
-            seed, hide_tests = self.settings.seed, self.settings.hide_tests
-            task = build_task(work.tree, work.index, work.baseline, proof, seed=seed, hide_tests=hide_tests)
-        self._note(proof, source, order, task)
+    def _record(self, work: Work, proof: Proof, source: str, order: int) -> None:
+        self._note(proof, source, order, None if proof.reason else build_task(work, proof, self.settings))
 
     def _note(self, proof: Proof, source: str, order: int, task: CodeTask | None) -> None:
         verdict = CandidateVerdict(
@@ -339,7 +288,7 @@ class TaskFactory:
 
     async def _prove_commit(
         self, repository: Path, name: str, commit: SourceCommit, candidate: TaskCandidate
-    ) -> tuple[_Work, Proof]:
+    ) -> tuple[Work, Proof]:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
         files = await asyncio.to_thread(lambda: list(commit_files(repository, commit.commit)))
         tree = self._place(name, str(repository), lambda folder: write_tree(folder, files))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.coding.factory.baseline import Baseline, PlaySuite, test_file
+from orchestrator.coding.factory.baseline import Baseline, Work, test_file
 from orchestrator.coding.factory.candidates import TaskCandidate, changed_files
 from orchestrator.coding.factory.functions import FunctionIndex, copies_elsewhere
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, TestRecord
@@ -65,21 +65,20 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
     return sorted(files)
 
 
-async def prove(
-    batch: Sequence[TaskCandidate], index: FunctionIndex, baseline: Baseline, play: PlaySuite
-) -> list[Proof]:
+async def prove(batch: Sequence[TaskCandidate], work: Work) -> list[Proof]:
     """Return a proof of each candidate, in the batch's order."""
+    baseline = work.baseline
     proofs: dict[str, Proof] = {}
     open_cases: dict[str, Proof] = {}
     for candidate in batch:
-        proof = _prepare(candidate, index, baseline)
+        proof = _prepare(candidate, work.index, baseline)
         (proofs if proof.reason else open_cases)[candidate.id] = proof
     seen: dict[str, list[tuple[SuiteResult, SuiteResult]]] = {name: [] for name in open_cases}
     for hash_seed in range(GRADINGS):
         if not open_cases:
             break
         runs = _runs(open_cases, baseline)
-        results = await play(runs, preload=baseline.preload, hash_seed=hash_seed, explain=hash_seed == 0)
+        results = await work.play(runs, preload=baseline.preload, hash_seed=hash_seed, explain=hash_seed == 0)
         for name, proof in list(open_cases.items()):
             before, after = results[name], results["\n".join(proof.tests)]
             seen[name].append((before, after))
