@@ -76,7 +76,7 @@ class Baseline:
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
+class SourceWork:
     """One source in work."""
 
     tree: SourceTree

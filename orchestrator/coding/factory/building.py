@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.coding.factory.baseline import Baseline, FactorySettings, Work
+from orchestrator.coding.factory.baseline import Baseline, FactorySettings, SourceWork
 from orchestrator.coding.factory.candidates import shuffled
 from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction
 from orchestrator.coding.factory.prompts import (
@@ -26,7 +26,7 @@ _TIMEOUT_PER_SECOND = 20.0
 """Grading recompiles everything and may share a machine, so it gets this many times the measured duration."""
 
 
-def build_task(work: Work, proof: Proof, settings: FactorySettings) -> CodeTask:
+def build_task(work: SourceWork, proof: Proof, settings: FactorySettings) -> CodeTask:
     """Return the task of a proven candidate."""
     tree, index, seed = work.tree, work.index, settings.seed
     candidate = proof.candidate

@@ -21,7 +21,7 @@ from typing import Any
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.console import ProgressLines, pluralize
 from composer_prime.errors import ConfigError, SandboxError
-from orchestrator.coding.factory.baseline import FactorySettings, PlaySuite, Work, last_line, measure_baseline
+from orchestrator.coding.factory.baseline import FactorySettings, PlaySuite, SourceWork, last_line, measure_baseline
 from orchestrator.coding.factory.building import build_task
 from orchestrator.coding.factory.candidates import TaskCandidate, find_candidates, shuffled
 from orchestrator.coding.factory.functions import index_functions
@@ -166,13 +166,13 @@ class TaskFactory:
         }
         await self._prove_all(work, listed.candidates)
 
-    async def _begin(self, tree: SourceTree, tests: Sequence[str] | None = None) -> Work:
+    async def _begin(self, tree: SourceTree, tests: Sequence[str] | None = None) -> SourceWork:
         play = self._player(tree)
         limited = tree if tests is None else dataclasses.replace(tree, tests=tuple(tests))
         baseline = await measure_baseline(limited, play, self.settings.suite_timeout_s)
         sources = {path: tree.text(path) for path in tree.sources}
         index = await asyncio.to_thread(index_functions, sources, other_texts(tree))
-        return Work(tree=tree, index=index, baseline=baseline, play=play)
+        return SourceWork(tree=tree, index=index, baseline=baseline, play=play)
 
     def _player(self, tree: SourceTree) -> PlaySuite:
         async def play(
@@ -192,7 +192,7 @@ class TaskFactory:
 
         return play
 
-    async def _prove_all(self, work: Work, candidates: Sequence[TaskCandidate]) -> None:
+    async def _prove_all(self, work: SourceWork, candidates: Sequence[TaskCandidate]) -> None:
         """Prove the candidates that no earlier run did, in order, until the limit is reached."""
         orders = {candidate.id: order for order, candidate in enumerate(candidates)}
         waiting = [candidate for candidate in candidates if candidate.id not in self.journal.verdicts]
@@ -212,7 +212,9 @@ class TaskFactory:
         except ExceptionGroup as group:  # The first one ended the others.
             raise group.exceptions[0] from group
 
-    async def _prove_batch(self, work: Work, batch: Sequence[TaskCandidate], *, is_again: bool = False) -> list[Proof]:
+    async def _prove_batch(
+        self, work: SourceWork, batch: Sequence[TaskCandidate], *, is_again: bool = False
+    ) -> list[Proof]:
         """Prove a batch. One that ends its box is taken apart, so that only the candidate at fault is refused.
 
         A candidate is refused after two tries, and only while boxes can be opened. Raises SandboxError otherwise.
@@ -237,7 +239,7 @@ class TaskFactory:
             proven += not verdict.reason
         return proven >= self.settings.limit
 
-    def _record(self, work: Work, proof: Proof, source: str, order: int) -> None:
+    def _record(self, work: SourceWork, proof: Proof, source: str, order: int) -> None:
         self._note(proof, source, order, None if proof.reason else build_task(work, proof, self.settings))
 
     def _note(self, proof: Proof, source: str, order: int, task: CodeTask | None) -> None:
@@ -288,7 +290,7 @@ class TaskFactory:
 
     async def _prove_commit(
         self, repository: Path, name: str, commit: SourceCommit, candidate: TaskCandidate
-    ) -> tuple[Work, Proof]:
+    ) -> tuple[SourceWork, Proof]:
         """Prove one commit. It has a tree of its own, and a baseline over its tests and a few others."""
         files = await asyncio.to_thread(lambda: list(commit_files(repository, commit.commit)))
         tree = self._place(name, str(repository), lambda folder: write_tree(folder, files))

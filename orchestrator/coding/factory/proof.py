@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.coding.factory.baseline import Baseline, Work, test_file
+from orchestrator.coding.factory.baseline import Baseline, SourceWork, test_file
 from orchestrator.coding.factory.candidates import TaskCandidate, changed_files
 from orchestrator.coding.factory.functions import FunctionIndex, copies_elsewhere
 from orchestrator.coding.factory.suite import SuiteResult, SuiteRun, TestRecord
@@ -65,7 +65,7 @@ def choose_test_files(candidate: TaskCandidate, baseline: Baseline) -> list[str]
     return sorted(files)
 
 
-async def prove(batch: Sequence[TaskCandidate], work: Work) -> list[Proof]:
+async def prove(batch: Sequence[TaskCandidate], work: SourceWork) -> list[Proof]:
     """Return a proof of each candidate, in the batch's order."""
     baseline = work.baseline
     proofs: dict[str, Proof] = {}
