@@ -107,16 +107,10 @@ def read_task(folder: Path, place: int) -> CodeTask:
         return _decode(file.readline(), f"{folder / TASKS_FILE} at byte {place}")
 
 
-def write_tasks(folder: Path, tasks: Iterable[CodeTask], *, append: bool = False) -> int:
-    """Write tasks, one a line, flushed after each. Return how many."""
+def write_tasks(folder: Path, tasks: Iterable[CodeTask]) -> None:
+    """Write tasks, one a line."""
     folder.mkdir(parents=True, exist_ok=True)
-    count = 0
-    with (folder / TASKS_FILE).open("ab" if append else "wb") as file:
-        for task in tasks:
-            file.write(msgspec.json.encode(task) + b"\n")
-            file.flush()
-            count += 1
-    return count
+    (folder / TASKS_FILE).write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
 
 
 def tree_of(task: CodeTask, trees: Path) -> Path | None:

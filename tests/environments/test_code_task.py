@@ -21,11 +21,10 @@ def _task(**changes: object) -> CodeTask:
     return msgspec.convert(fields | changes, CodeTask)
 
 
-# What is written is what is read, and tasks can be appended.
+# What is written is what is read.
 def test_tasks_round_trip(tmp_path: Path) -> None:
     first, second = _task(start={"a.py": "é\n"}, difficulty=0.5), _task(id="other")
-    assert write_tasks(tmp_path, [first]) == 1
-    write_tasks(tmp_path, [second], append=True)
+    write_tasks(tmp_path, [first, second])
     assert list(read_tasks(tmp_path)) == [first, second]
 
 

@@ -16,7 +16,7 @@ from composer_prime.errors import ConfigError, SandboxError
 from orchestrator.coding.code.grading import Grade, grade
 from orchestrator.coding.formats.conversion import ImportSettings, Refusal, import_tasks
 from orchestrator.coding.formats.patches import apply_patch
-from orchestrator.coding.task import CodeTask, matches, read_tasks, write_tasks
+from orchestrator.coding.task import CodeTask, matches, read_tasks
 
 pytestmark = pytest.mark.process  # git and graded tests
 
@@ -221,15 +221,9 @@ def test_a_record_whose_sandbox_fails_ends_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_import_without_sandboxes_ends_before_it_writes(tmp_path: Path) -> None:
-    # No sandbox has that package. What an import left that was cut off is no obstacle to the next import.
+    # No sandbox has that package.
     made = make_clone(tmp_path / "clones")
     broken = RuntimeConfig(type="bubblewrap", packages=["no-such-package"])
     with pytest.raises(SandboxError):
         imported(tmp_path, [instance(*made)], runtime=broken)
     assert not (tmp_path / "tasks").exists()
-    cut = CodeTask(id="cut", kind="issue", repository="a", prompt="do", fail_to_pass=["t"], pass_to_pass=[])
-    write_tasks(tmp_path / "tasks" / ".importing", [cut])
-    file, settings = tmp_path / "instances.jsonl", ImportSettings(repositories=tmp_path / "clones")
-    assert asyncio.run(import_tasks(file, tmp_path / "tasks", settings)) == (1, [])
-    assert [task.id for task in read_tasks(tmp_path / "tasks")] == ["acme__measures-7"]
-    assert not (tmp_path / "tasks" / ".importing").exists()

@@ -1,8 +1,8 @@
 """Three runs of the untouched tree: which tests can be relied on, and which functions each of them reaches.
 
 The first run traces calls. All three have other hash seeds, so a test that depends on the order of a set is found. A
-test counts when it passed three times. Test files with a test that is slow or hangs are never part of a task, because
-grading runs whole files.
+test counts when it passed three times. Test files with a test that is slow are never part of a task, because grading
+runs whole files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from orchestrator.coding.factory.suite import SuiteResult, SuiteRun
 RUNS = 3
 SLOW_FILE_S = 8.0
 """A test file that takes longer is in no task."""
-MAX_HANGING = 5
-"""Hanging tests that are left out before the whole suite is refused."""
 
 PlaySuite = Callable[..., Awaitable[dict[str, SuiteResult]]]
 """`run_suite` with tree and runtime given: (runs, preload, hash_seed) -> results by key."""
@@ -91,30 +89,25 @@ async def measure_baseline(tree: SourceTree, play: PlaySuite, suite_timeout_s: f
     Raises ConfigError for a tree whose tests hang, or of which none passes, with the reason.
     """
     files = [path for path in tree.tests if _has_tests(tree, path)]
-    hanging: list[str] = []
     results: list[SuiteResult] = []
-    while len(results) < RUNS:
-        run = SuiteRun(key="all", tests=files, exclude=hanging, timeout_s=suite_timeout_s, trace=not results)
+    for number in range(RUNS):
+        run = SuiteRun(key="all", tests=files, timeout_s=suite_timeout_s, trace=not results)
         modules = results[0].modules if results else []
-        result = (await play([run], preload=modules, hash_seed=len(results)))["all"]
+        result = (await play([run], preload=modules, hash_seed=number))["all"]
+        if result.ended.startswith("timeout") or (result.ended and result.running):
+            raise ConfigError(
+                f"{tree.origin}: its tests do not come to an end ({last_line(result.ended)}); they stop in "
+                f"{result.running or 'the import of its tests'}. Take such tests out, or raise --suite-timeout "
+                f"({suite_timeout_s:g} s)"
+            )
         if result.ended:
-            if not result.ended.startswith("timeout") and result.running is None:
-                raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {last_line(result.ended)}")
-            if result.running is None or len(hanging) == MAX_HANGING:
-                place = result.running or "the import of its tests"
-                raise ConfigError(
-                    f"{tree.origin}: its tests do not come to an end ({last_line(result.ended)}); they stop in "
-                    f"{place}. Take such tests out, or raise --suite-timeout ({suite_timeout_s:g} s)"
-                )
-            hanging.append(result.running)
-        else:
-            results.append(result)
-    baseline = _combine(results, hanging)
+            raise ConfigError(f"{tree.origin}: pytest cannot run its tests: {last_line(result.ended)}")
+        results.append(result)
+    baseline = _combine(results)
     if len(baseline.stable) < 2:
         count = "only one" if baseline.stable else "none"
         raise ConfigError(
-            f"{tree.origin}: {count} of its tests passes here, so no task can be made. "
-            f"{_why(tree, baseline, results, hanging)}"
+            f"{tree.origin}: {count} of its tests passes here, so no task can be made. {_why(tree, baseline, results)}"
         )
     return baseline
 
@@ -129,12 +122,12 @@ def test_file(node: str) -> str:
     return node.split("::", 1)[0]
 
 
-def _combine(results: list[SuiteResult], hanging: list[str]) -> Baseline:
+def _combine(results: list[SuiteResult]) -> Baseline:
     first = results[0]
     nodes = sorted(set().union(*(result.tests for result in results)))
     stable: dict[str, float] = {}
     excluded: Counter[str] = Counter()
-    slow_files = {test_file(node) for node in hanging}
+    slow_files: set[str] = set()
     seconds: dict[str, float] = defaultdict(float)
     for node in nodes:
         records = [result.tests[node] for result in results if node in result.tests]
@@ -152,7 +145,6 @@ def _combine(results: list[SuiteResult], hanging: list[str]) -> Baseline:
             excluded[outcomes.pop()] += 1
         else:
             stable[node] = durations[0]
-    excluded["hangs"] += len(hanging)
     errors = {file: message for result in results for file, message in result.collect_errors.items()}
     excluded["test files that cannot be imported"] += len(errors)
     slow_files |= {file for file, duration in seconds.items() if duration > SLOW_FILE_S}
@@ -185,14 +177,13 @@ def last_line(text: str) -> str:
     return ([line.strip() for line in text.splitlines() if line.strip()] or [text])[-1]
 
 
-def _why(tree: SourceTree, baseline: Baseline, results: list[SuiteResult], hanging: list[str]) -> str:
+def _why(tree: SourceTree, baseline: Baseline, results: list[SuiteResult]) -> str:
     counts = ", ".join(f"{reason}: {count}" for reason, count in baseline.excluded.items())
     text = f"Tests left out: {counts or ('none' if baseline.stable else 'pytest finds none')}"
     examples = {
         node: ": ".join(filter(None, [last_line(record.message), record.assertion[:200]]))
         for node, record in results[0].tests.items()
     }
-    examples = dict.fromkeys(hanging, "it hangs") | examples
     if example := next((node for node in examples if node not in baseline.stable), None):
         text += f", such as {example}" + f" ({examples[example] or 'no message'})"
     text += ". A task needs a test that fails and one that passes." if baseline.stable else "."

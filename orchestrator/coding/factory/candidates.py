@@ -17,8 +17,6 @@ from orchestrator.coding.factory.baseline import Baseline, FactorySettings
 from orchestrator.coding.factory.functions import FunctionIndex, SourceFunction, without_bodies
 from orchestrator.coding.factory.mutations import Mutation, byte_lines, function_nodes, mutated, mutations
 
-MAX_GROUP = 6
-"""Functions of a group that are reached only together."""
 MAX_BODY_LINES = 400
 _NEVER = {"__init_subclass__", "__class_getitem__", "__del__", "__set_name__"}
 
@@ -31,7 +29,7 @@ class TaskCandidate:
     kind: str
     """delete | mutate | history"""
     shape: str
-    """function | feature | group | class | module for deletions; the operator of a mutation; "commit"."""
+    """function | feature | class | module for deletions; the operator of a mutation; "commit"."""
     functions: tuple[str, ...]
     """Places of the functions that lose their body, or are mutated."""
     helpers: tuple[str, ...] = ()
@@ -123,7 +121,6 @@ def _deletions(
     named: dict[str, list[SourceFunction]] = defaultdict(list)
     for function in index.functions.values():
         named[function.name].append(function)
-    places = {function.place for function in usable}
     symbols = Counter(function.symbol for function in usable)
     for function in usable:
         symbol = function.symbol if symbols[function.symbol] == 1 else f"{function.symbol}@{function.first_line}"
@@ -131,9 +128,6 @@ def _deletions(
         helpers = _private_helpers(function, index, named, baseline)
         if helpers:
             yield _deletion(name, "feature", f"{symbol}+{len(helpers)}", [function], helpers)
-        group = _reached_together(function, named, baseline, places)
-        if len(group) > 1:
-            yield _deletion(name, "group", f"{symbol}&{len(group) - 1}", group)
     by_class: dict[str, list[SourceFunction]] = defaultdict(list)
     by_module: dict[str, list[SourceFunction]] = defaultdict(list)
     for function in usable:
@@ -174,22 +168,6 @@ def _private_helpers(
                     helpers[helper.place] = helper
                     pending.append(helper)
     return list(helpers.values())
-
-
-def _reached_together(
-    function: SourceFunction, named: dict[str, list[SourceFunction]], baseline: Baseline, usable: set[str]
-) -> list[SourceFunction]:
-    """Return the function and those it calls, over several files, that no test reaches without it."""
-    group = {function.place: function}
-    pending = [function]
-    while pending:
-        for callee in sorted(pending.pop().callees):
-            for other in named[callee] if len(named[callee]) == 1 else ():
-                together = baseline.reach.get(other.place, frozenset()) <= baseline.reach[function.place]
-                if together and other.place in usable and other.place not in group and len(group) < MAX_GROUP:
-                    group[other.place] = other
-                    pending.append(other)
-    return list(group.values())
 
 
 def _mutations(

@@ -28,7 +28,6 @@ class SuiteRun(msgspec.Struct, frozen=True, kw_only=True):
     """Test files or folders, as pytest gets them; [] for what pytest finds by itself."""
     files: dict[str, str | None] = {}
     """Path -> text written over the tree; None for a file that is not there."""
-    exclude: list[str] = []
     timeout_s: float = 60.0
     trace: bool = False
 

@@ -88,7 +88,6 @@ class SuiteReporter:
     """The pytest plugin of one run: picks the tests and writes a line for each."""
 
     def __init__(self, run: dict, records: Path, root: str, test_timeout_s: float):
-        self.exclude = set(run.get("exclude", ()))
         self.out = records.open("a", buffering=1)
         self.pid = os.getpid()
         self.root = root
@@ -120,8 +119,7 @@ class SuiteReporter:
         if report.failed:
             self.write(collect_error=report.nodeid, message=report.longreprtext[-MESSAGE_CHARACTERS:])
 
-    def pytest_collection_modifyitems(self, config, items) -> None:
-        items[:] = [item for item in items if item.nodeid not in self.exclude]
+    def pytest_collection_finish(self, session) -> None:
         if self.reach:
             self.write(imported=self.reach.take())
 

@@ -3,15 +3,13 @@
     records -> form (by their fields) -> CodeTask -> proof: the solution passes, an empty patch fails -> tasks.jsonl
                                             └─ refused, with the reason -> refused.jsonl
 
-One bad record does not end an import. A file none of whose records becomes a task does. tasks.jsonl is there once all
-records are done; until then its tasks are in .importing/, which the next import removes.
+One bad record does not end an import. A file none of whose records becomes a task does. tasks.jsonl is written once all
+records are done.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,6 @@ from orchestrator.coding.sandbox.opening import open_box
 from orchestrator.coding.task import TASKS_FILE, TREES_FOLDER, CodeTask, write_tasks
 
 REFUSED_FILE = "refused.jsonl"
-_IMPORTING_FOLDER = ".importing"
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,28 +80,24 @@ async def import_tasks(
     if settings.runtime is not None:
         async with await open_box(settings.runtime):
             pass  # Without sandboxes every record would be refused for it.
-    importing = folder / _IMPORTING_FOLDER
-    shutil.rmtree(importing, ignore_errors=True)
     refusals: list[Refusal] = []
-    kept = 0
-    ids: set[str] = set()
+    tasks: dict[str, CodeTask] = {}
     async for done, outcome in _outcomes(records, folder, settings):
-        if isinstance(outcome, CodeTask) and outcome.id in ids:
-            outcome = Refusal(place=records[done - 1].place, reason=f"its id {outcome.id} is another record's, too")
-        if isinstance(outcome, CodeTask):
-            ids.add(outcome.id)
-            kept += write_tasks(importing, [outcome], append=True)
-        else:
+        if isinstance(outcome, Refusal):
             refusals.append(outcome)
-        on_record(done, kept)
+        elif outcome.id in tasks:
+            reason = f"its id {outcome.id} is another record's, too"
+            refusals.append(Refusal(place=records[done - 1].place, reason=reason))
+        else:
+            tasks[outcome.id] = outcome
+        on_record(done, len(tasks))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REFUSED_FILE).write_bytes(b"".join(msgspec.json.encode(refusal) + b"\n" for refusal in refusals))
-    if not kept:
+    if not tasks:
         shown = "\n".join(f"{refusal.place}: {refusal.reason}" for refusal in refusals[:5])
         raise ConfigError(f"{path}: none of its {len(records)} records became a task:\n{shown}")
-    os.replace(importing / TASKS_FILE, folder / TASKS_FILE)
-    importing.rmdir()
-    return kept, refusals
+    write_tasks(folder, tasks.values())
+    return len(tasks), refusals
 
 
 async def _outcomes(
