@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from code_rollouts_made import POLICY, call, source
+from code_rollouts_made import source
 from code_tasks_made import BODY, STUB, make_folder, make_task
 from transformers import AutoTokenizer
 
@@ -28,6 +28,7 @@ from node_peer import PeerNode
 
 from composer_prime.wire.node import Generate, Generated
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from tests.scripted_node import POLICY, call
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(550)]
 

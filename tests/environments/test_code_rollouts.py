@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from code_rollouts_made import call, load, play, source
+from code_rollouts_made import play, source
 from code_tasks_made import BODY, FAIL_TO_PASS, STUB, make_folder, make_task
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError
 from composer_prime.monitor.rollouts import PROBE
 from orchestrator.hints.generate import Templates
+from tests.scripted_node import call, load
 
 pytestmark = pytest.mark.process  # sandboxes
 

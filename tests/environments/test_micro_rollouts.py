@@ -5,8 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from test_tool_loop import RENDERER, call, serve_script
-from transformers import AutoTokenizer
+from test_tool_loop import call
 
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.model_source import resolve_model
@@ -14,6 +13,7 @@ from orchestrator.coding.micro_code.episode import SOURCE, TESTS, start_files
 from orchestrator.coding.micro_code.execution import CodeRunner, Job
 from orchestrator.coding.micro_code.grammar import DefectiveFunction, draw_function
 from orchestrator.coding.micro_code.taskset import passes_own_tests, solved
+from tests import scripted_node
 
 pytestmark = pytest.mark.process  # boxes
 
@@ -128,34 +128,9 @@ def test_boxes_have_neither_host_files_nor_network():
 def roll_out(script: Any, **taskset: Any) -> Any:
     """Play the first task; `script` makes the policy's texts from the function. Returns the trace."""
     pytest.importorskip("verifiers.v1")
-    import verifiers.v1 as vf
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-    from orchestrator.workers.verifiers_compat import import_dotted_plugins
-
-    import_dotted_plugins()
-    policy = resolve_model("tiny_code")
     settings = {"id": "orchestrator.coding.micro_code", "num_tasks": 1, "runtime": "subprocess", **taskset}
-    agent = {"harness": {"id": "orchestrator.environments.tool_loop"}, "runtime": {"type": "subprocess"}}
-    config = resolve_env_config({"taskset": settings, "agent": agent})
-
-    async def play() -> Any:
-        environment = load_environment(config)
-        task = next(iter(environment.taskset))
-        texts = script(task.data.function())
-        runner, port, _ = await serve_script(AutoTokenizer.from_pretrained(policy), texts)
-        client = vf.TrainClientConfig(
-            base_url=f"http://127.0.0.1:{port}/v1", renderer=RENDERER, renderer_model_name=str(policy)
-        )
-        context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig(temperature=1.0))
-        try:
-            async with environment.serving():
-                result = await environment.run_slot(environment.slots(task)[0], context, None)
-        finally:
-            await runner.cleanup()
-        return result.traces[0]
-
-    return asyncio.run(asyncio.wait_for(play(), timeout=200))
+    model = str(resolve_model("tiny_code"))
+    return scripted_node.roll_out(settings, lambda data: script(data.function()), model=model)[0]
 
 
 def edit(function: DefectiveFunction, **other: Any) -> str:

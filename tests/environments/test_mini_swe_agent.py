@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from code_rollouts_made import POLICY, call
 from code_tasks_made import STUB, make_folder
 from transformers import AutoTokenizer
 
@@ -35,6 +34,7 @@ from node_peer import PeerNode
 
 from composer_prime.wire.node import Generate, Generated
 from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
+from tests.scripted_node import POLICY, call
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -2,24 +2,14 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from transformers import AutoTokenizer
+
+from tests import scripted_node
+from tests.scripted_node import FULL, ScriptedNode
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
-
-POLICY = Path(__file__).parents[2] / "composer_prime/assets/tiny/policy"
-RENDERER = {
-    "name": "custom",
-    "import_path": "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer",
-    "thinking_retention": "all",
-}
-
-FULL = "the context is full"
-"""A script's entry for a node that refuses the prompt as too long."""
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +21,9 @@ def vf() -> Any:
     return module
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(POLICY)
-
-
 def call(name: str, arguments: dict[str, Any]) -> str:
     body = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{body}\n</tool_call>"
-
-
-async def serve_script(tokenizer: Any, script: list[str]) -> tuple[web.AppRunner, int, list[list[int]]]:
-    """A node that answers the n-th request with the n-th text; returns its runner, port and the prompts it saw."""
-    prompts: list[list[int]] = []
-
-    async def generate(request: web.Request) -> web.Response:
-        prompts.append((await request.json())["token_ids"])
-        if script[len(prompts) - 1] == FULL:
-            message = "Prompt length (400) exceeds maximum context length (384)"
-            return web.json_response({"error": {"message": message, "code": "context_length_exceeded"}}, status=400)
-        text = script[len(prompts) - 1] + "<|im_end|>"
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        logprobs = {"content": [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]}
-        choice = {"index": 0, "token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"}
-        return web.json_response({"request_id": "r", "choices": [choice]})
-
-    app = web.Application()
-    app.router.add_post("/inference/v1/generate", generate)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    return runner, site._server.sockets[0].getsockname()[1], prompts
 
 
 def test_the_divisor_of_the_loss_counts_the_turns_of_the_loop():
@@ -74,37 +35,10 @@ def test_the_divisor_of_the_loss_counts_the_turns_of_the_loop():
     assert f"{TOOL_LOOP}." in ToolLoopConfig.__module__ + "."
 
 
-def roll_out(vf: Any, tokenizer: Any, script: Any, *, max_turns: int = 6, **taskset: Any) -> tuple[Any, Any, Any]:
-    """Plays the first task; `script` makes the node's texts from its data. Returns trace, task data and prompts."""
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-    config = resolve_env_config(
-        {
-            "taskset": {"id": "orchestrator.environments.toolsmith", **taskset},
-            "agent": {
-                "harness": {"id": "orchestrator.environments.tool_loop", "max_turns": max_turns},
-                "runtime": {"type": "subprocess"},
-            },
-        }
-    )
-
-    async def play() -> tuple[Any, Any, Any]:
-        environment = load_environment(config)
-        task = next(iter(environment.taskset))
-        runner, port, prompts = await serve_script(tokenizer, script(task.data))
-        client = vf.TrainClientConfig(
-            base_url=f"http://127.0.0.1:{port}/v1", renderer=RENDERER, renderer_model_name=str(POLICY)
-        )
-        context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig(temperature=1.0))
-        try:
-            async with environment.serving():
-                slot = environment.slots(task)[0]
-                result = await environment.run_slot(slot, context, None)
-        finally:
-            await runner.cleanup()
-        return result.traces[0], task.data, prompts
-
-    return asyncio.run(asyncio.wait_for(play(), timeout=60))
+def roll_out(script: Any, *, max_turns: int = 6, **taskset: Any) -> tuple[Any, Any, ScriptedNode]:
+    """Plays the first task; `script` makes the node's texts from its data."""
+    settings = {"id": "orchestrator.environments.toolsmith", **taskset}
+    return scripted_node.roll_out(settings, script, max_turns=max_turns)
 
 
 def expert(data: Any) -> list[str]:
@@ -121,16 +55,16 @@ def assert_prefixes_extend(trace: Any, prompts: list[list[int]]) -> None:
         assert branch.token_ids[: len(prompt)] == prompt
 
 
-def test_the_expert_earns_one_and_every_prompt_extends_the_last(vf, tokenizer):
+def test_the_expert_earns_one_and_every_prompt_extends_the_last(vf):
     # A faultless rollout has reward 1, no errors, and one branch whose prefixes are the prompts that were sent.
-    trace, data, prompts = roll_out(vf, tokenizer, expert, min_difficulty=3)
+    trace, data, node = roll_out(expert, min_difficulty=3)
     assert trace.ok and trace.reward == 1.0
     assert trace.metrics["tool_errors"] == 0.0 and trace.metrics["turns_used"] == 4.0
-    assert len(prompts) == data.difficulty + 1
-    assert_prefixes_extend(trace, prompts)
+    assert len(node.prompts) == data.difficulty + 1
+    assert_prefixes_extend(trace, node.prompts)
 
 
-def test_every_broken_call_gets_an_error_turn(vf, tokenizer):
+def test_every_broken_call_gets_an_error_turn(vf):
     # A wrong name, bad JSON, an unclosed call, a name that is no text, prose with a bad call: none is dropped.
     def script(data: Any) -> list[str]:
         good = expert(data)
@@ -144,40 +78,40 @@ def test_every_broken_call_gets_an_error_turn(vf, tokenizer):
             *good,
         ]
 
-    trace, _, prompts = roll_out(vf, tokenizer, script, max_turns=9, min_difficulty=1, max_difficulty=1)
+    trace, _, node = roll_out(script, max_turns=9, min_difficulty=1, max_difficulty=1)
     replies = [str(message.content) for message in trace.tool_messages]
     assert replies[:6] == ["Tool not found: no_such_tool", *["Invalid JSON in tool call"] * 5]
     assert trace.ok and trace.reward == 1.0
     assert trace.metrics["tool_errors"] == 6.0
-    assert_prefixes_extend(trace, prompts)
+    assert_prefixes_extend(trace, node.prompts)
 
 
-def test_the_turn_limit_stops_the_rollout_without_failing_it(vf, tokenizer):
+def test_the_turn_limit_stops_the_rollout_without_failing_it(vf):
     # A rollout that uses up its turns is scored 0 and kept; it is not an error.
-    trace, _, prompts = roll_out(vf, tokenizer, lambda _: [call("x", {})] * 9, max_turns=3)
-    assert len(prompts) == 3
+    trace, _, node = roll_out(lambda _: [call("x", {})] * 9, max_turns=3)
+    assert len(node.prompts) == 3
     assert trace.ok and trace.stop_condition == "max_turns" and trace.reward == 0.0
 
 
-def test_a_conversation_that_outgrows_the_context_is_scored_as_it_stands(vf, tokenizer):
+def test_a_conversation_that_outgrows_the_context_is_scored_as_it_stands(vf):
     # Overflow after a turn stops the rollout with its reward; before any turn the task itself is too long: a failure.
-    trace, _, _ = roll_out(vf, tokenizer, lambda _: [call("x", {}), FULL])
+    trace, _, _ = roll_out(lambda _: [call("x", {}), FULL])
     assert trace.ok and trace.stop_condition == "context_full" and trace.reward == 0.0 and trace.num_turns == 1
-    hopeless, _, _ = roll_out(vf, tokenizer, lambda _: [FULL])
+    hopeless, _, _ = roll_out(lambda _: [FULL])
     assert not hopeless.ok and not hopeless.rewards
 
 
-def test_a_task_without_tools_is_one_turn(vf, tokenizer):
+def test_a_task_without_tools_is_one_turn(vf):
     # The same harness plays plain question and answer, with a system prompt of its own.
-    trace, _, prompts = roll_out(vf, tokenizer, lambda _: ["2"], id="single_turn_plugin")
+    trace, _, node = roll_out(lambda _: ["2"], id="single_turn_plugin")
     assert trace.ok and trace.reward == 1.0 and trace.num_turns == 1
     assert [message.role for message in trace.messages] == ["system", "user", "assistant"]
-    assert "# Tools" not in tokenizer.decode(prompts[0])
+    assert "# Tools" not in node.seen()
 
 
-def test_a_node_that_fails_makes_a_failed_rollout_not_a_zero(vf, tokenizer):
+def test_a_node_that_fails_makes_a_failed_rollout_not_a_zero(vf):
     # Running out of script, the node answers 500: the rollout is an error with a cause, and has no reward.
-    trace, _, _ = roll_out(vf, tokenizer, lambda _: [call("x", {})])
+    trace, _, _ = roll_out(lambda _: [call("x", {})])
     assert not trace.ok and trace.errors
     assert not trace.rewards
 

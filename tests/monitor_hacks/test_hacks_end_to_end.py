@@ -13,7 +13,9 @@ from orchestrator.coding.task import write_tasks
 from orchestrator.workers.protocol import RunRollout
 
 sys.path.append(str(Path(__file__).parents[1] / "environments"))
-from code_rollouts_made import ScriptedNode, call, load, source
+from code_rollouts_made import source
+
+from tests.scripted_node import ScriptedNode, call, load
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(590)]
 CASE = next(case for case in cases() if case.function == "chunked")
