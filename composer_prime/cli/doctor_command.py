@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
-import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,14 +26,6 @@ from composer_prime.plan.sandboxes import probe_all
 Level = Literal["ok", "note", "bad"]
 _PACKAGES = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
 _EXTRAS = ("vllm", "torchft", "trackio", "wandb", "tensorboard")
-_TORCH_TIMEOUT_S = 180.0
-_TORCH = """
-import json, torch
-for index in range(torch.cuda.device_count()):
-    ones = torch.ones(16, 16, device=index)
-    assert (ones @ ones).sum().item() == 16**3
-print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count()]))
-"""
 
 
 class Check(NamedTuple):
@@ -50,8 +38,8 @@ class Check(NamedTuple):
     """The finding, and the remedy where there is something to repair."""
 
 
-def checks(output_dir: Path, *, full: bool) -> Iterator[Check]:
-    """Yield the result of every check. Loading torch takes longer than all others, so only `full` does it."""
+def checks(output_dir: Path) -> Iterator[Check]:
+    """Yield the result of every check. None loads torch, which takes longer than all of them."""
     machine = this_machine()
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     yield Check("ok", "python", f"{text}, {machine.cores} usable cores")
@@ -73,10 +61,6 @@ def checks(output_dir: Path, *, full: bool) -> Iterator[Check]:
     yield Check("bad", "disk", f"{reason}; set run.output_dir") if reason else Check("ok", "disk", free)
     for found in probe_all():
         yield Check("ok" if found.works else "note", found.type, f"sandbox: {found.text}")
-    if len(machine.gpus) > 1 and Path("/dev/shm").is_dir():
-        yield shared_memory(shutil.disk_usage("/dev/shm").total, len(machine.gpus))
-    if full:
-        yield _torch(len(machine.gpus))
 
 
 def _packages() -> Check:
@@ -101,39 +85,6 @@ def _model(name: str) -> Check:
     return Check("ok", name, f"model: {f'its first run will {first_step}' if first_step else 'ready'}")
 
 
-def shared_memory(size: int, gpus: int) -> Check:
-    """Check the `size` in bytes of /dev/shm, which NCCL uses between processes of one machine."""
-    if gpus > 1 and size < GIB:
-        text = f"/dev/shm has {size / GIB:.2f} GiB; NCCL needs more between {gpus} GPUs: docker run --shm-size 16g"
-        return Check("note", "shared mem", text)
-    return Check("ok", "shared mem", f"/dev/shm has {size / GIB:.2f} GiB")
-
-
-def _torch(gpus: int) -> Check:
-    """Load torch in another process, so that a broken CUDA installation cannot end this one."""
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", _TORCH]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Check("bad", "torch", f"importing it took longer than {_TORCH_TIMEOUT_S:g} s")
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        return Check("bad", "torch", f"does not run: {last[0]}")
-    return torch_check(*json.loads(done.stdout.strip().splitlines()[-1]), visible=gpus)
-
-
-def torch_check(version: str, cuda: str | None, devices: int, *, visible: int) -> Check:
-    """Judge what torch reports of itself; `visible` is the number of GPUs that the CUDA driver shows."""
-    text = f"{version} ({f'CUDA {cuda}' if cuda else 'CPU only'})"
-    if visible > devices:
-        remedy = "its CUDA is newer than the driver: update the driver" if cuda else "install its CUDA build"
-        return Check("note", "torch", f"{text} can use {devices} of {pluralize(visible, 'visible GPU')}: {remedy}")
-    return Check("ok", "torch", f"{text} computes on {pluralize(devices, 'GPU') if devices else 'the CPU'}")
-
-
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="composer doctor",
@@ -142,10 +93,9 @@ def main(words: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="folder for runs")
-    parser.add_argument("--full", action="store_true", help="also load torch and compute with it (some seconds)")
     options = parser.parse_args(words)
     bad = []
-    for check in checks(options.output_dir, full=options.full):
+    for check in checks(options.output_dir):
         bad += [check.name] if check.level == "bad" else []
         print(f"{check.level:<5} {check.name:<11} {check.text}", flush=True)
     if bad:

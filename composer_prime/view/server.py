@@ -8,12 +8,8 @@ by a path.
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,7 +29,6 @@ _HOSTS = {"127.0.0.1", "localhost", "::1"}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _IDLE_S = 60.0
 _MAX_PATH = 8192
-_GZIP_FROM = 4096
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -50,8 +45,8 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, workspace: Workspace, port: int, handler: type[PageHandler] | None = None) -> None:
-        """Listen on `port`, 0 for any free one; `handler` answers. Raises OSError when the port is taken."""
+    def __init__(self, workspace: Workspace, port: int) -> None:
+        """Listen on `port`, 0 for any free one. Raises OSError when the port is taken."""
         self.answers: dict[str, Callable[[dict[str, str]], Any]] = {
             "/api/runs": lambda query: workspace.run_list(),
             "/api/run": workspace.run,
@@ -62,22 +57,11 @@ class ViewServer(ThreadingHTTPServer):
         }
         self.assets = {f"/{path.name}": path for path in ASSETS.iterdir() if path.suffix in _TYPES}
         self.assets["/"] = ASSETS / "index.html"
-        super().__init__((LOOPBACK, port), handler or PageHandler)
+        super().__init__((LOOPBACK, port), PageHandler)
 
     @property
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self.server_port}/"
-
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Answer in a thread until the block ends."""
-        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="view", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self.shutdown()
-            self.server_close()
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -96,35 +80,22 @@ class PageHandler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        if self.refuse_host(with_body=with_body):
-            return
         parts = urlsplit(self.path[:_MAX_PATH])
-        if (asset := self.server.assets.get(parts.path)) is not None:
-            self.send(HTTPStatus.OK, asset.read_bytes(), _TYPES[asset.suffix], with_body)
+        if _host_name(self.headers.get("Host", "")) not in _HOSTS:
+            self._send(HTTPStatus.FORBIDDEN, b"open this page as localhost or 127.0.0.1\n", "text/plain", with_body)
+        elif (asset := self.server.assets.get(parts.path)) is not None:
+            self._send(HTTPStatus.OK, asset.read_bytes(), _TYPES[asset.suffix], with_body)
         elif (answer := self.server.answers.get(parts.path)) is not None:
             status, body = _result(answer, dict(parse_qsl(parts.query)))
-            self.send(status, body, "application/json", with_body)
+            self._send(status, body, "application/json", with_body)
         else:
-            self.send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain", with_body)
+            self._send(HTTPStatus.NOT_FOUND, b"there is no such page\n", "text/plain", with_body)
 
-    def refuse_host(self, *, with_body: bool = True) -> bool:
-        """Return whether the request was refused because it names no loopback host."""
-        if is_foreign := _host_name(self.headers.get("Host", "")) not in _HOSTS:
-            self.send(HTTPStatus.FORBIDDEN, b"open this page as localhost or 127.0.0.1\n", "text/plain", with_body)
-        return is_foreign
-
-    def send(self, status: HTTPStatus, body: bytes, kind: str, with_body: bool = True) -> None:
-        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-        if status == HTTPStatus.OK and self.headers.get("If-None-Match") == tag:
-            status, body = HTTPStatus.NOT_MODIFIED, b""
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, with_body: bool) -> None:
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
-        self.send_header("ETag", tag)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        if len(body) > _GZIP_FROM and "gzip" in self.headers.get("Accept-Encoding", ""):
-            body = gzip.compress(body, compresslevel=1)
-            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
