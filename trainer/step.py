@@ -23,8 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from composer_prime.channels.term import TaughtTokens, Term, TermTokens
-from composer_prime.channels.total import LossParts, channel_metrics, total_loss
+from composer_prime.channels.term import LossParts, TaughtTokens, Term, TermTokens, channel_metrics, total_loss
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import NonFiniteStepError
 from composer_prime.wire.types import StepTotals

@@ -23,8 +23,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import SdpoTokens
+from composer_prime.channels.term import channel_metrics, total_loss
 from composer_prime.channels.tokens import PolicyTokens
-from composer_prime.channels.total import channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.integrations.padded import flat_tokens

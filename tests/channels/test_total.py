@@ -16,7 +16,7 @@ from test_sdpo import Turns
 from composer_prime.channels.policy import PolicyConfig
 from composer_prime.channels.replay_dpo import replay_dpo_loss
 from composer_prime.channels.sdpo import sdpo_loss
-from composer_prime.channels.total import channel_metrics, total_loss
+from composer_prime.channels.term import channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals

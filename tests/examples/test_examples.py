@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from composer_prime.channels.policy import load_policy_loss, policy_loss
+from composer_prime.channels.term import channel_metrics, total_loss
 from composer_prime.channels.tokens import PolicyTokens
-from composer_prime.channels.total import channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.integrations.objectives import make_po_config

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from composer_prime.channels.replay_dpo import PairTokens, pair_unit
 from composer_prime.channels.sdpo import SdpoTokens, divergence
+from composer_prime.channels.term import total_loss
 from composer_prime.channels.tokens import PolicyTokens
-from composer_prime.channels.total import total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals

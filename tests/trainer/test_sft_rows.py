@@ -15,7 +15,7 @@ from small_runs import VOCABULARY, make_samples, row_of
 from torch import Tensor
 
 from composer_prime.channels.policy import PolicyConfig
-from composer_prime.channels.total import channel_metrics
+from composer_prime.channels.term import channel_metrics
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.data.conversation_rows import ConversationRow
 from composer_prime.errors import ConfigError, RunMismatchError
