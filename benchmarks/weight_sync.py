@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
-        options.model, options.steps = "tiny", 2
+        options.model, options.steps, options.lr = "tiny", 2, [1e-5]
     torch.set_num_threads(1)
     if options.node is not None:
         take_last_version(options.node, options.steps)
