@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from composer_prime.config import Config
     from composer_prime.monitor.metrics_file import MetricsFile
     from composer_prime.run.run_dir import RunDir
-    from composer_prime.traces.replay.forecast import CostForecast
     from composer_prime.traces.replay.online import OnlineReplay
 
 
@@ -26,13 +25,6 @@ def build_online_replay(
     from composer_prime.traces.replay.online import OnlineReplay
 
     return OnlineReplay(config, run_dir, metrics, step)
-
-
-def forecast_cost(config: Config) -> CostForecast | None:
-    """Return what a replay of teachers.states will cost; None without states or teachers. Raises ConfigError."""
-    from composer_prime.traces.replay import forecast
-
-    return forecast.forecast_cost(config)
 
 
 def cost_line(config: Config) -> str:

@@ -187,13 +187,6 @@ def _decoded(decoder: msgspec.json.Decoder[TraceState], line: bytes, where: str)
     return state
 
 
-def texts_of(message: Message) -> list[str]:
-    """Return what a chat template writes of a message: its text, and the names and arguments of its calls."""
-    calls = [call["function"] for call in message.get("tool_calls") or []]
-    texts = [message.get("content") or "", *(text for call in calls for text in (call["name"], call["arguments"]))]
-    return [text for text in texts if text]
-
-
 def check_own(path: Path, kind: type, what: str) -> None:
     """Raise ConfigError where the first line of `path` shows that it does not hold `what`, or cannot be read.
 

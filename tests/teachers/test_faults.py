@@ -111,7 +111,7 @@ def test_a_fault_after_the_stop(tmp_path: Path) -> None:
 
             endpoint.answers = stopping
             with pytest.raises(CapError, match="interrupted") as stopped:
-                await pool.ask(next(each for each in pool.teachers if each.name == "gpt-a"), state(0))
+                await next(each for each in pool.teachers if each.name == "gpt-a").ask(state(0))
             await pool.close()
         assert stopped.value.scope == "run" and len(endpoint.asked) == 1
 

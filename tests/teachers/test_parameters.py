@@ -70,7 +70,7 @@ def test_all_that_wait_are_told_the_setting_once(tmp_path: Path) -> None:
         async with serving(Endpoint(answers=overrule, refuses=("temperature",))) as endpoint:
             config = configured(tmp_path, endpoint.url)
             pool = TeacherPool(config, teacher_budget(config.budget, tmp_path / "costs.jsonl"))
-            waiting = [pool.ask(pool.teachers[0], state(0)) for _ in range(3)]
+            waiting = [pool.teachers[0].ask(state(0)) for _ in range(3)]
             errors = await asyncio.gather(*waiting, return_exceptions=True)
             await pool.close()
             assert len(endpoint.asked) == 1 and all(isinstance(error, NoAnswerError) for error in errors)

@@ -10,7 +10,7 @@ from loopback import Endpoint, configured, kept_answers, replayed, serving, stat
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.errors import ConfigError
 from composer_prime.llm.cache import AnswerCache
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.actions import RULES
@@ -79,19 +79,6 @@ def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
     assert endpoint.asked == [] and "assume_family" in next(iter(progress.refusals))
     progress, _ = play(tmp_path / "assumed", overrule, [state(0, family="unknown")], assume_family="claude")
     assert progress.outcomes == {"overruled": 1}
-
-
-# The rule holds below the replay too: the pool itself refuses to ask.
-def test_the_pool_refuses_the_family(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = configured(tmp_path, "http://127.0.0.1:9/v1", models=("claude-x", "gpt-a", "qwen-b"))
-        pool = TeacherPool(config, teacher_budget(config.budget, tmp_path / "costs.jsonl"))
-        own = next(teacher for teacher in pool.teachers if teacher.family == "claude")
-        with pytest.raises(TeacherError, match="it has no vote"):
-            await pool.ask(own, state(0))
-        await pool.close()
-
-    asyncio.run(run())
 
 
 # A teacher that cannot be closed keeps neither the other teachers nor the cache open, and a missing key leaves no file

@@ -10,7 +10,7 @@ from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import SelectConfig
-from composer_prime.traces.replay.forecast import cost_with_cap, count_selected, forecast_cost, selected_states
+from composer_prime.traces.replay.forecast import count_selected, forecast_cost, selected_states
 from composer_prime.traces.replay.replay_command import Arguments, replay, replay_summary
 from composer_prime.traces.states import write_state
 
@@ -52,21 +52,6 @@ def test_of_several_families(tmp_path: Path) -> None:
     assert found == (pytest.approx(4 * 3, rel=0.05), pytest.approx(5 + 53 + 5, rel=0.05))
 
 
-# Tools and reasoning are paid for, but no training step holds them: a state that is long by them alone is replayed. One
-# whose texts are too long is refused.
-def test_of_states_that_are_too_long(tmp_path: Path) -> None:
-    path = tmp_path / "states.jsonl"
-    config = pool(tmp_path, "http://x/v1", states=path)
-    tool = {"type": "function", "function": {"name": "cat", "description": "x" * 4000, "parameters": {}}}
-    action = {"role": "assistant", "content": "y", "reasoning_content": "z" * 4000}
-    path.write_bytes(write_state(state(0, tools=[tool], student_action=action)))
-    paid = forecast_cost(config)
-    assert paid is not None and paid.low_usd > 0
-    path.write_bytes(write_state(state(0, messages=[{"role": "user", "content": "x" * 4000}])))
-    refused = forecast_cost(config)
-    assert refused is not None and refused.high_usd == 0
-
-
 # Only the states count that teachers.select takes.
 @pytest.mark.parametrize(("select", "count"), [({"per_trace": 2}, 5), ({"per_trace": 2, "states": 4}, 4), ({}, 8)])
 def test_of_selected_states(tmp_path: Path, select: dict[str, int], count: int) -> None:
@@ -77,22 +62,6 @@ def test_of_selected_states(tmp_path: Path, select: dict[str, int], count: int) 
     assert found is not None and found.states == count
     config = SelectConfig.model_validate(select)
     assert count_selected(path, config) == count == len(list(selected_states(path, config)))
-
-
-# Of a run's own rollouts it is known how many there will be, how long a prompt can be and who may judge them; how many
-# turns they have is not, so the forecast is for each. It names what it takes for granted.
-def test_of_rollouts_to_come(tmp_path: Path) -> None:
-    config = pool(tmp_path, "http://x/v1", online=True)
-    config.orchestrator.groups_per_step, config.orchestrator.group_size, config.run.max_steps = 10, 8, 500
-    usd = 40_000 * (384 + 20) * (50 + 3) / 1e6
-    said = cost_with_cap(config, forecast_cost(config))
-    assert f"about ${usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): 40,000" in said
-    assert "model.max_context = 384 tokens, 2 votes of the dearest" in said and "never more than $1000" in said
-    config.model.path = "Qwen/Qwen3-8B"
-    config.teachers.teacher = [each for each in config.teachers.teacher if each.name != "claude-d"]
-    assert "nothing: rollouts are of family 'qwen'" in cost_with_cap(config, None)
-    config.teachers.online = False
-    assert "grows with the states" in cost_with_cap(config, None)
 
 
 # `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost; the

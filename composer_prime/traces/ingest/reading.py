@@ -167,8 +167,6 @@ class FileStart:
     """The first JSON values of a file of lines."""
     document: Any = None
     """The value of a file that is one JSON document, or `Bad`; None for a file of lines."""
-    head: bytes = b""
-    """The first bytes of a file of lines."""
 
     def objects(self, *keys: str) -> list[dict[str, Any]]:
         """Return the records that are objects with all of `keys`."""
@@ -186,8 +184,7 @@ def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
     records = [record for record in _first(path, limits) if not isinstance(record, Bad)]
     if isinstance(value, Bad) and not any(isinstance(record, dict) for record in records):
         return FileStart(path=path, document=value)
-    with path.open("rb") as file:
-        return FileStart(path=path, records=records, head=file.read(SNIFF_BYTES))
+    return FileStart(path=path, records=records)
 
 
 def _first(path: Path, limits: Limits) -> Iterator[Any]:

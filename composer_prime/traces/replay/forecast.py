@@ -14,11 +14,10 @@ from pathlib import Path
 from composer_prime.config import Config
 from composer_prime.config.teachers import SelectConfig, TeachersConfig
 from composer_prime.errors import ConfigError
-from composer_prime.llm.cache import Message
 from composer_prime.llm.prices import Price
-from composer_prime.model_families import UNKNOWN, family_named, family_of
-from composer_prime.traces.replay.teachers import price_of
-from composer_prime.traces.states import TraceState, read_states, state_names, texts_of, write_state
+from composer_prime.model_families import UNKNOWN
+from composer_prime.traces.replay.teachers import price_of, writer_family
+from composer_prime.traces.states import TraceState, read_states, state_names, write_state
 
 BYTES_PER_TOKEN = 4.0
 """A mean for English and code. Budgets reserve with fewer."""
@@ -83,13 +82,9 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
         return None
     states = count_selected(path, teachers.select)
     prices = _prices(teachers)
-    sample = list(islice(read_states(path, lambda error: None), SAMPLE_STATES))
-    costs = [
-        _state_usd(teachers, prices, writer_family(state.source_family, teachers), _prompt_tokens(state))
-        for state in sample
-        if _can_be_trained(state, config)
-    ]
-    low, high = (sum(each) / len(sample) for each in zip(*costs, strict=True)) if costs else (0.0, 0.0)
+    sample = islice(read_states(path, lambda error: None), SAMPLE_STATES)
+    costs = [_state_usd(state, teachers, prices) for state in sample]
+    low, high = (sum(each) / len(costs) for each in zip(*costs, strict=True)) if costs else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
     return CostForecast(states=states, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
 
@@ -99,39 +94,8 @@ def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
     budget = config.teachers.budget
     if all(price.bound_usd(1, 1) == 0 for _, price in _prices(config.teachers)):
         return f"cost forecast: nothing: all are local; never more than ${budget.usd_per_run:g}"
-    cost = forecast.text() if forecast else _cost_of_rollouts(config)
+    cost = forecast.text() if forecast else "grows with the states"
     return f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged above its bound"
-
-
-def writer_family(named: str, teachers: TeachersConfig) -> str:
-    """Return the family that wrote a trace; `assume_family` where the trace does not say."""
-    family = family_named(named)
-    return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
-
-
-def _cost_of_rollouts(config: Config) -> str:
-    """Return the cost of one turn of every trained rollout.
-
-    The number of turns is not known, nor is the number of dropped groups, whose rollouts are replayed too.
-    """
-    teachers, orchestrator = config.teachers, config.orchestrator
-    if not teachers.online:
-        return "grows with the states"
-    family = writer_family(family_of(config.model.path), teachers)
-    context = config.model.max_context
-    rollouts = config.run.max_steps * orchestrator.groups_per_step * orchestrator.group_size
-    _, state_usd = _state_usd(teachers, _prices(teachers), family, context)
-    if not state_usd:
-        return (
-            f"nothing: rollouts are of family {family!r} (model.path = {config.model.path}), which leaves no two "
-            "families to judge them"
-        )
-    votes = min(teachers.voters, sum(teacher.known_family != family for teacher in teachers.teacher))
-    return (
-        f"about ${rollouts * state_usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): "
-        f"{rollouts:,} rollouts, prompts of model.max_context = {context:,} tokens, {votes} votes of the dearest, "
-        f"answers of teachers.max_tokens = {teachers.max_tokens:,}"
-    )
 
 
 def _prices(teachers: TeachersConfig) -> list[tuple[str, Price]]:
@@ -139,31 +103,15 @@ def _prices(teachers: TeachersConfig) -> list[tuple[str, Price]]:
     return [(teacher.known_family, price_of(teacher)) for teacher in teachers.teacher]
 
 
-def _state_usd(
-    teachers: TeachersConfig, prices: list[tuple[str, Price]], family: str, prompt_tokens: float
-) -> tuple[float, float]:
+def _state_usd(state: TraceState, teachers: TeachersConfig, prices: list[tuple[str, Price]]) -> tuple[float, float]:
     """Return the (low, high) cost of one state; zeros where the state will be refused."""
+    family, prompt_tokens = writer_family(state, teachers), int(len(write_state(state)) / BYTES_PER_TOKEN)
     allowed = [(teacher_family, price) for teacher_family, price in prices if teacher_family != family]
     cheapest: dict[str, float] = {}
     for teacher_family, price in allowed:
-        usd = price.cost_usd(int(prompt_tokens), int(ANSWER_SHARE * teachers.max_tokens))
+        usd = price.cost_usd(prompt_tokens, int(ANSWER_SHARE * teachers.max_tokens))
         cheapest[teacher_family] = min(usd, cheapest.get(teacher_family, usd))
     if family == UNKNOWN or len(cheapest) < 2:
         return 0.0, 0.0
-    full = sorted((price.cost_usd(int(prompt_tokens), teachers.max_tokens) for _, price in allowed), reverse=True)
+    full = sorted((price.cost_usd(prompt_tokens, teachers.max_tokens) for _, price in allowed), reverse=True)
     return sum(sorted(cheapest.values())[:2]), sum(full[: teachers.voters])
-
-
-def _prompt_tokens(state: TraceState) -> float:
-    return len(write_state(state)) / BYTES_PER_TOKEN
-
-
-def _can_be_trained(state: TraceState, config: Config) -> bool:
-    """Estimate what a replay measures with the tokenizer (TrainingLimits): only texts count."""
-    context = sum(map(_text_tokens, state.messages))
-    side = context + _text_tokens(state.student_action)
-    return side <= config.model.max_context and context + side <= config.trainer.micro_batch_tokens
-
-
-def _text_tokens(message: Message) -> float:
-    return sum(len(text.encode("utf-8", "replace")) for text in texts_of(message)) / BYTES_PER_TOKEN

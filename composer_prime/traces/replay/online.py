@@ -41,7 +41,7 @@ LOOK_S = 1.0
 REPORT_S = 5.0
 END = "the run ended"
 NAMED_LINES = 10
-"""Bad lines of a states file that the log names."""
+"""Bad lines of a states file that the log names. Others are only counted, as replay/bad_lines."""
 
 
 class OnlineReplay:
@@ -119,13 +119,12 @@ class OnlineReplay:
         try:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
-            calls = pluralize(replay.in_flight, "call")
-            dropped = "no call was in flight, but pairs were being written; a resumed run repeats that"
-            if replay.in_flight:
-                under_way = "a resumed run continues these states with the answers so far"
-                dropped = f"{calls} in flight, counted at their reservation; {under_way}"
-            end_s = self._config.teachers.end_timeout_s
-            logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
+            logger.warning(
+                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at their reservation; a "
+                "resumed run continues these states with the answers so far",
+                self._config.teachers.end_timeout_s,
+                pluralize(replay.in_flight, "call"),
+            )
 
     def _left_s(self) -> float:
         since = time.monotonic() if self._ending_since is None else self._ending_since
@@ -135,11 +134,8 @@ class OnlineReplay:
         """Return what the end of the run waits for, as `subject: progress`; None while it does not wait."""
         if self._ending_since is None or self._replay is None or not self._config.teachers.end_timeout_s:
             return None
-        calls = self._replay.in_flight
-        left = f"given up in {self._left_s():.0f} s"
-        if not calls:
-            return f"the pairs of answers that are there: being written, {left}"
-        return f"answers of teachers that may charge: {pluralize(calls, 'call')} in flight, {left}"
+        calls = pluralize(self._replay.in_flight, "call")
+        return f"answers of teachers that may charge: {calls} in flight, given up in {self._left_s():.0f} s"
 
     async def _states(self) -> AsyncIterator[TraceState]:
         path = self._config.teachers.states
@@ -163,8 +159,6 @@ class OnlineReplay:
         self._bad_lines += 1
         if self._bad_lines <= NAMED_LINES:
             logger.warning("left out of the replay: %s", error)
-        if self._bad_lines == NAMED_LINES:
-            logger.warning("further lines that are not states are only counted, as replay/bad_lines")
 
     def _ingested(self, path: Path, fingerprints: set[bytes], names: set[str]) -> list[TraceState]:
         """Return the states of one step's rollouts, masked for remote teachers: they hold what tools printed."""

@@ -35,7 +35,7 @@ from composer_prime.traces.replay.density import RunningGate
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
 from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers, models_at, teacher_budget
 from composer_prime.traces.replay.voting import Ballot, Voting, length_ratio, pairs_of, without_thinking
-from composer_prime.traces.states import TraceState, texts_of
+from composer_prime.traces.states import TraceState
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -136,7 +136,7 @@ class Replay:
         self._records = records
         self._limits = limits
         self._spent_before_usd = budget.spent_usd
-        self._voting = Voting(config, pool, self.progress.without_vote)
+        self._voting = Voting(config, self.progress.without_vote)
         self._places = asyncio.Semaphore(config.concurrent_states)
         self._stopping = asyncio.Event()
         self._broke: Exception | None = None
@@ -353,7 +353,9 @@ class TrainingLimits:
         return None
 
     def _tokens(self, message: Message) -> int:
-        return sum(self._length(text) for text in texts_of(message))
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        texts = [message.get("content"), *(text for call in calls for text in (call["name"], call["arguments"]))]
+        return sum(self._length(text) for text in texts if text)
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)

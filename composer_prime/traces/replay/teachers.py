@@ -231,8 +231,14 @@ def check_teachers(config: TeachersConfig) -> None:
             teacher.api_key()
 
 
+def writer_family(state: TraceState, config: TeachersConfig) -> str:
+    """Return the family that wrote the state, `assume_family` where the trace does not say."""
+    family = family_named(state.source_family)
+    return (config.assume_family or UNKNOWN) if family == UNKNOWN else family
+
+
 class TeacherPool:
-    """The teachers of a configuration: which of them may judge a trace, in which order."""
+    """The teachers of a configuration: which of them may judge a trace, in which order. No others are asked."""
 
     def __init__(self, config: TeachersConfig, budget: Budget, addresses: Mapping[str, str] | None = None) -> None:
         """`addresses`: where each local model is served.
@@ -252,17 +258,12 @@ class TeacherPool:
             raise
         self.teachers.sort(key=lambda teacher: teacher.price.output_usd)
 
-    def family_of(self, state: TraceState) -> str:
-        """Return the family that wrote the state, `assume_family` where the trace does not say."""
-        family = family_named(state.source_family)
-        return (self.config.assume_family or UNKNOWN) if family == UNKNOWN else family
-
     def voters(self, state: TraceState) -> list[Teacher]:
         """Return the teachers that may judge this state, cheapest first, one of each family before a second of any.
 
         Raises TeacherError when fewer than two families remain, or the state's own is unknown.
         """
-        writer = self.family_of(state)
+        writer = writer_family(state, self.config)
         if writer == UNKNOWN:
             raise TeacherError(
                 "it is not known which model wrote the trace, so no family can be left out: ingest it with --model or "
@@ -281,17 +282,6 @@ class TeacherPool:
             rank[teacher.name] = seen[teacher.family]
             seen[teacher.family] += 1
         return sorted(allowed, key=lambda teacher: rank[teacher.name])
-
-    async def ask(self, teacher: Teacher, state: TraceState) -> TeacherAnswer:
-        """Return a teacher's answer.
-
-        Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError.
-        """
-        if teacher.family == self.family_of(state):
-            raise NotAskedError(
-                f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote"
-            )
-        return await teacher.ask(state)
 
     async def close(self) -> None:
         """Close every teacher, then the cache, also where one of them raises."""

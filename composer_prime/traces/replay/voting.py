@@ -24,7 +24,7 @@ from composer_prime.llm.client import NoAnswerError
 from composer_prime.model_families import is_same_model
 from composer_prime.traces.replay.actions import Canonical, Files, actions_in_text, canonical, way_of
 from composer_prime.traces.replay.records import VoteRecord, digest
-from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
+from composer_prime.traces.replay.teachers import NotAskedError, Teacher
 from composer_prime.traces.states import TraceState
 
 MAX_REASONS = 50
@@ -67,10 +67,9 @@ class Ballot:
 
 
 class Voting:
-    def __init__(self, config: TeachersConfig, pool: TeacherPool, no_vote_reasons: Counter[str]) -> None:
+    def __init__(self, config: TeachersConfig, no_vote_reasons: Counter[str]) -> None:
         """`no_vote_reasons` counts why teachers gave no vote."""
         self._config = config
-        self._pool = pool
         self._no_vote_reasons = no_vote_reasons
 
     async def vote(self, ballot: Ballot, voters: list[Teacher]) -> tuple[str, str | None]:
@@ -102,7 +101,7 @@ class Voting:
     async def _ask(self, ballot: Ballot, teacher: Teacher) -> None:
         """Add a teacher's vote. An answer that is cut short, filtered or empty is not one. Raises CapError."""
         try:
-            reply = await self._pool.ask(teacher, ballot.state)
+            reply = await teacher.ask(ballot.state)
         except NotAskedError as error:
             self._no_vote(ballot, str(error), called=False)
             return
