@@ -1,14 +1,17 @@
-"""The other formats, on synthetic traces."""
+"""The other formats, on synthetic traces, and which tools a trace is offered."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ingest_traces import MESSAGES, OPENHANDS, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
 from composer_prime.model_families import family_of
+from composer_prime.traces.replay.actions import actions_in_text, may_act
+from composer_prime.traces.states import TraceState
 
 
 # Two calls of one answer are one turn; the tools are those that the format lists.
@@ -286,3 +289,135 @@ def test_model_and_family_from_the_user(tmp_path: Path) -> None:
 )
 def test_families(model: str, family: str) -> None:
     assert family_of(model) == family
+
+
+METADATA = {
+    "exit_code": 2,
+    "working_dir": "/repo",
+    "py_interpreter_path": "/bin/python",
+    "prefix": "",
+    "suffix": "\n[x]",
+}
+SHOWN = "ls: x\n[x]\n[Current working directory: /repo]\n[Python interpreter: /bin/python]\n"
+SHOWN += "[Command finished with exit code 2]"
+
+
+def _called(number: int, **observation: Any) -> list[dict[str, Any]]:
+    action = {**OPENHANDS[2], "id": f"a{number}", "tool_call_id": f"c{number}", "llm_response_id": f"r{number}"}
+    action["tool_call"] = {"id": f"c{number}", "name": "terminal", "arguments": "{}"}
+    result = {"kind": "ObservationEvent", "id": f"o{number}", "source": "environment", "tool_call_id": f"c{number}"}
+    return [action, {**result, "observation": observation}]
+
+
+def _output(*events: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A line of the benchmark's output."""
+    return {"instance_id": "i", "history": list(events), "metadata": {"llm": {"model": "litellm_proxy/gpt-5"}}, **more}
+
+
+# The benchmark of version 1 names the model in metadata.llm.
+def test_output_of_version_1_names_its_model(tmp_path: Path) -> None:
+    states, _ = taken(lines(tmp_path / "output.jsonl", _output(*OPENHANDS)))
+    assert {state.source_family for state in states} == {"gpt"}
+
+
+# A result reads as the sdk shows it to the model, and a failure is one wherever it is written.
+@pytest.mark.parametrize(
+    ("observation", "shown", "failed"),
+    [
+        ({"content": [text("ls: x")], "metadata": METADATA}, SHOWN, True),
+        ({"output": "ls: x", "error": False, "metadata": METADATA}, SHOWN, True),
+        ({"output": "", "error": "no such file: a.py"}, "no such file: a.py", True),
+        ({"content": [text("no match")], "is_error": True}, "[An error occurred during execution.]\nno match", True),
+        ({"content": [text("runs")], "metadata": {"exit_code": -1}}, "runs", False),
+        ({"content": [text("fine")]}, "fine", False),
+    ],
+)
+def test_results_of_version_1(tmp_path: Path, observation: dict[str, Any], shown: str, failed: bool) -> None:
+    events = [*OPENHANDS[:2], *_called(1, **observation), OPENHANDS[6]]
+    first, second = taken(lines(tmp_path / "output.jsonl", _output(*events)))[0]
+    assert second.messages[-1]["content"] == shown
+    assert first.error == (shown if failed else None)
+
+
+# Exports without the source of events give the same states as those with it.
+@pytest.mark.parametrize("form", ["events", "output"])
+def test_events_without_source(tmp_path: Path, form: str) -> None:
+    bare = [{key: value for key, value in event.items() if key != "source"} for event in OPENHANDS]
+    states = []
+    for name, written in (("a.jsonl", OPENHANDS), ("b.jsonl", bare)):
+        records = [_output(*written, instruction="Another.")] if form == "output" else written
+        read, _ = taken(lines(tmp_path / name, *records))
+        states.append([(roles(state), state.student_action, state.messages) for state in read])
+    assert len(states[0]) == 2 and states[0] == states[1]
+
+
+FUNCTION = "<function=bash><parameter=command>ls</parameter></function>"
+
+
+def trace(text: str, *tools: str) -> dict[str, Any]:
+    calls = [
+        {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for number, name in enumerate(tools)
+    ]
+    asked = {"role": "user", "content": f"Do {text or tools}."}
+    return {"messages": [asked, {"role": "assistant", "content": text, "tool_calls": calls}]}
+
+
+def history(number: int, tool: str) -> dict[str, Any]:
+    """A line of output.jsonl."""
+    arguments = json.dumps({"number": number})
+    call = {**OPENHANDS[2], "tool_name": tool, "tool_call": {"id": "c1", "name": tool, "arguments": arguments}}
+    end = {"kind": "ActionEvent", "id": "e9", "source": "agent", "tool_name": "finish", "tool_call_id": "c9"}
+    return {"instance_id": f"i{number}", "history": [OPENHANDS[1], call, end]}
+
+
+def rollout(number: int, text: str, *tools: str) -> dict[str, Any]:
+    calls = [{"name": name, "arguments": "{}"} for name in tools]
+    asked = {"role": "user", "text": f"Do {number}.", "parent": None}
+    said = {"role": "assistant", "text": text, "parent": 0, "tool_calls": calls}
+    return {"rollout_id": f"r{number}", "task_id": "t", "turns": [asked, said]}
+
+
+def offered(state: TraceState) -> list[str]:
+    return [tool["function"]["name"] for tool in state.tools]
+
+
+# More tools than one agent may have are those of several: each trace is offered its own, and none is lost.
+@pytest.mark.parametrize("kind", ["messages", "rollouts", "output"])
+def test_traces_of_many_agents(tmp_path: Path, kind: str) -> None:
+    records = {
+        "messages": [trace("", f"tool_{number}", "finish") for number in range(200)],
+        "rollouts": [rollout(number, "", f"tool_{number}", "finish") for number in range(200)],
+        "output": [history(number, f"tool_{number}") for number in range(200)],
+    }[kind]
+    states, _ = taken(lines(tmp_path / "m.jsonl", *records))
+    found = {state.trace_id: offered(state) for state in states}
+    assert list(found.values()) == [["finish", f"tool_{number}"] for number in range(200)]
+
+
+# Up to that number they are taken for one agent's: each trace is offered what all call.
+def test_traces_of_one_agent(tmp_path: Path) -> None:
+    states, _ = taken(lines(tmp_path / "m.jsonl", trace("", "edit"), trace("", "bash"), trace("I am done.")))
+    assert [offered(state) for state in states] == [["bash", "edit"]] * 3
+
+
+# An agent that acts in its text has no tools, whatever other traces of the file call; one that calls tools and shows a
+# command in a text has them.
+@pytest.mark.parametrize("text", ["```bash\nls\n```", "```\nls\n```", FUNCTION])
+def test_traces_that_act_in_their_text(tmp_path: Path, text: str) -> None:
+    both = trace("", "edit")
+    both["messages"] += [{"role": "user", "content": "How?"}, {"role": "assistant", "content": text}]
+    states, _ = taken(lines(tmp_path / "m.jsonl", trace("", "bash"), trace(text), both))
+    assert [offered(state) for state in states] == [["bash", "edit"], [], ["bash", "edit"], ["bash", "edit"]]
+    states, _ = taken(lines(tmp_path / "r.jsonl", rollout(0, "", "bash"), rollout(1, text)))
+    assert [offered(state) for state in states] == [["bash"], []]
+
+
+# What is looked at in a text takes linear time, and finds what `written` would.
+def test_texts_that_may_act() -> None:
+    for said in ("```bash\nls\n```", "I look.\n```\nls\n```\n", FUNCTION, "```python\nx\n```\n```\nls\n```"):
+        assert may_act(said) and actions_in_text(said)
+    for said in ("Done.", "```python\nx = 1\n```", "```json\n{}\n``` is what I read", "```"):
+        assert not may_act(said) and not actions_in_text(said)
+    for unit in ("```\n", "```bash", "\n", "<function", "``"):
+        may_act("```bash" + unit * 1_000_000)

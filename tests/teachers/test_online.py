@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from loopback import Endpoint, run_config, serving, state
+from loopback import Endpoint, overrule, run_config, serving, state
 
 from composer_prime.cli import report_command as report_channels
 from composer_prime.config.teachers import MODELS_VARIABLE
@@ -32,10 +32,6 @@ def rollout(number: int) -> bytes:
     ]
     tools = [{"function": {"name": name}} for name in ("ls", "cat")]
     return json.dumps({"rollout_id": f"g{number}", "task_id": "t", "turns": turns, "tools": tools}).encode() + b"\n"
-
-
-def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
-    return "cat", {"path": "a.py"}
 
 
 # Rollouts that appear while it runs are replayed, each once; training reads the pairs from the run directory.

@@ -6,21 +6,19 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, configured, kept_answers, replayed, serving, state
+from loopback import Endpoint, call, configured, kept_answers, overrule, replayed, says, serving, state, xml
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
+from composer_prime.data.pairs import Pair
 from composer_prime.errors import ConfigError
-from composer_prime.llm.cache import AnswerCache
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.actions import RULES
-from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.records import ReplayRecords, StateRecord, read_pairs, read_records, votes_beside
 from composer_prime.traces.replay.replay import Replay
-from composer_prime.traces.replay.teachers import Teacher, TeacherPool, teacher_budget
-
-
-def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
-    return "cat", {"path": "a.py"}
+from composer_prime.traces.replay.replay_command import replay_summary
+from composer_prime.traces.replay.teachers import TeacherPool, teacher_budget
+from composer_prime.traces.states import TraceState
 
 
 def play(tmp_path: Path, answers, states, **more):
@@ -79,33 +77,6 @@ def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
     assert endpoint.asked == [] and "assume_family" in next(iter(progress.refusals))
     progress, _ = play(tmp_path / "assumed", overrule, [state(0, family="unknown")], assume_family="claude")
     assert progress.outcomes == {"overruled": 1}
-
-
-# A teacher that cannot be closed keeps neither the other teachers nor the cache open, and a missing key leaves no file
-# open.
-def test_a_pool_closes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[object] = []
-
-    async def close(teacher: Teacher) -> None:
-        closed.append(teacher)
-        raise OSError("cannot be closed")
-
-    async def run() -> None:
-        pool = TeacherPool(config, budget)
-        with pytest.raises(OSError, match="cannot be closed"):
-            await pool.close()
-        assert set(pool.teachers) < set(closed) and len(closed) == 4
-
-    config = configured(tmp_path, "http://127.0.0.1:9/v1")
-    budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
-    monkeypatch.setattr(Teacher, "close", close)
-    monkeypatch.setattr(AnswerCache, "close", lambda cache: closed.append(cache))
-    asyncio.run(run())
-    closed.clear()
-    monkeypatch.delenv("LOOPBACK_KEY")
-    with pytest.raises(ConfigError, match="LOOPBACK_KEY"):
-        TeacherPool(config, budget)
-    assert len(closed) == 1
 
 
 # A canceled replay counts the calls that it drops at what was held for them, as the ledger does.
@@ -273,3 +244,127 @@ def test_duplicates_and_lengths(tmp_path: Path) -> None:
     assert progress.pairs == 1 and progress.dropped == {"duplicate": 1}
     progress, _ = play(tmp_path / "long", lambda model, messages: ("cat", {"path": "x" * 500}), [state(0)])
     assert progress.pairs == 0 and progress.dropped == {"length": 1}
+
+
+def said(model: str, messages: list[dict]) -> str:
+    return f"All done, says {model}."
+
+
+# A crash before the votes were written, and a teacher that is back since: the pair of the state stays the one it is,
+# and the new votes name it.
+def test_a_state_has_one_pair_against_a_rejected_form(tmp_path: Path) -> None:
+    votes = votes_beside(tmp_path / "pairs.jsonl")
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=said, script={"gpt-a": ["401"]})) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            await replayed(tmp_path, config, [state(0)])
+            votes.write_bytes(b"")
+            progress = await replayed(tmp_path, config, [state(0)])
+            assert (progress.calls, progress.cached) == (1, 1)
+
+    asyncio.run(run())
+    (pair,), (record,) = read_pairs(tmp_path / "pairs.jsonl"), read_records(votes)
+    assert pair.chosen["content"] == "All done, says qwen-b." and len(record.votes) == 2
+    assert record.pairs == [pair.pair_id]
+
+
+def split(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "a" if model == "gpt-a" else "b"}
+
+
+# A state whose votes a cap cut off has no pair yet: the next replay decides it.
+def test_votes_that_a_cap_cut_off_decide_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=split)) as endpoint:
+            capped = {"usd_per_call": 1.0, "usd_per_trace": 0.5, "usd_per_run": 100.0}
+            config = configured(tmp_path, endpoint.url, system_prompt="")
+            for teacher in config.teacher[2:]:
+                teacher.output_usd_per_mtok = 10_000.0
+            first = await replayed(
+                tmp_path, config.model_copy(update={"budget": type(config.budget)(**capped)}), [state(0)]
+            )
+            assert first.outcomes == {"budget": 1} and (first.calls, first.pairs) == (2, 0)
+            assert (await replayed(tmp_path, config, [state(0)])).pairs == 1
+
+    asyncio.run(run())
+
+
+# Two states of one id: the second is left out, and the summary says which; the very same state again is done already.
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
+    other = state(0, messages=[{"role": "user", "content": "Quite another task."}])
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=said)) as endpoint:
+            config = configured(tmp_path, endpoint.url, concurrent_states=at_once)
+            progress = await replayed(tmp_path, config, [state(0), other, state(0)])
+            assert (progress.states, progress.left_out, progress.resumed) == (1, 1, 1)
+            assert "trace 't' has another state 't/0000'" in "\n".join(
+                replay_summary(progress, tmp_path / "pairs.jsonl")
+            )
+            later = await replayed(tmp_path, config, [other, state(0)])
+            assert (later.states, later.left_out, later.resumed) == (0, 1, 1)
+
+    asyncio.run(run())
+
+
+def voted(tmp_path: Path, endpoint: Endpoint, asked: TraceState) -> tuple[StateRecord, list[Pair]]:
+    """What became of one state."""
+
+    async def run() -> None:
+        async with serving(endpoint):
+            await replayed(tmp_path, configured(tmp_path, endpoint.url), [asked])
+
+    asyncio.run(run())
+    (record,) = read_records(votes_beside(tmp_path / "pairs.jsonl"))
+    return record, list(read_pairs(tmp_path / "pairs.jsonl"))
+
+
+class Cut(Endpoint):
+    """Calls with half of the arguments."""
+
+    def _completion(self, body: dict) -> dict:
+        completion = super()._completion(body)
+        completion["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] = '{"path": "a'
+        return completion
+
+
+# Two equal answers that cannot run are no better than what the student did, whatever it was; the report says so.
+@pytest.mark.parametrize(
+    ("kind", "tool", "reason"), [(Cut, "cat", "is broken"), (Endpoint, "rm", "a tool that the state lacks")]
+)
+def test_a_majority_that_cannot_run_gives_no_pair(tmp_path: Path, kind: type[Endpoint], tool: str, reason: str) -> None:
+    endpoint = kind(answers=lambda model, messages: (tool, {"path": "a"}))
+    record, pairs = voted(tmp_path, endpoint, state(0))
+    assert record.outcome == "cannot_run" and reason in (record.reason or "") and not pairs
+
+
+# Nor does a student that calls what its state lacks win over a minority.
+def test_a_student_that_cannot_run_is_not_chosen(tmp_path: Path) -> None:
+    acts = {"role": "assistant", "content": None, "tool_calls": [call("rm", {})]}
+    endpoint = Endpoint(answers=lambda model, messages: ("cat" if model == "gpt-a" else "rm", {}))
+    record, pairs = voted(tmp_path, endpoint, state(0, student_action=acts))
+    assert record.outcome == "cannot_run" and len(record.votes) == 3 and not pairs
+
+
+SWE_SMITH = [{"role": "system", "content": "Call one function."}, {"role": "user", "content": "Fix it."}]
+SEEN = [says(xml("bash", command="ls")), {"role": "user", "content": "a.py"}]
+
+
+# Calls in the text are compared without the thought beside them; the chosen one is text as the trace has it.
+def test_a_trace_of_xml_calls_gives_a_pair(tmp_path: Path) -> None:
+    def answer(model: str, messages: list[dict]) -> str:
+        return xml("bash", f"As {model} I read.", command="cat a.py")
+
+    asked = state(0, tools=[], messages=SWE_SMITH, student_action=says(xml("bash", command="ls a.py")))
+    record, (pair,) = voted(tmp_path, Endpoint(answers=answer), asked)
+    assert record.outcome == "overruled" and len(record.votes) == 2
+    assert pair.chosen == says(xml("bash", "As gpt-a I read.", command="cat a.py"))
+
+
+# Two answers in another way of writing would not run where the trace comes from; of two ways the trace's is chosen.
+def test_a_chosen_text_is_written_as_the_trace(tmp_path: Path) -> None:
+    asked = state(0, tools=[], messages=[*SWE_SMITH, *SEEN], student_action=says("What now?"))
+    record, pairs = voted(tmp_path, Endpoint(answers=lambda *_: "```bash\ncat a.py\n```"), asked)
+    assert record.outcome == "cannot_run" and "the trace's as xml" in (record.reason or "") and not pairs

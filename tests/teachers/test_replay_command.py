@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, run_config, serving, state
+from loopback import Endpoint, overrule, run_config, serving, state
 
 from composer_prime import console as progress_lines
 from composer_prime.cli.replay_command import NO_RUN, main
@@ -54,10 +54,6 @@ api_key_var = "NO_SUCH_KEY"
 
 def parse_arguments(words: list[str]) -> Arguments:
     return parsed(words, NO_RUN)
-
-
-def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
-    return "cat", {"path": "a.py"}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:

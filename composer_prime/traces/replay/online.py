@@ -120,8 +120,8 @@ class OnlineReplay:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
             logger.warning(
-                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at their reservation; a "
-                "resumed run continues these states with the answers so far",
+                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at their reservation; "
+                "a resumed run continues these states with the answers so far",
                 self._config.teachers.end_timeout_s,
                 pluralize(replay.in_flight, "call"),
             )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
-from loopback import Endpoint, configured, overrule, play, replayed, serving, state
+from loopback import Endpoint, call, configured, overrule, play, replayed, serving, state
 
 from composer_prime.cli.replay_command import main as replay
+from composer_prime.data.pairs import Pair, PairState
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.ingest_command import main as ingest
-from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records, votes_beside
 
 FOREIGN = [b'{"precious": 1}', b'{"precious": 1}\n', b"A letter.\n\nDear reader", b"\n\n[1, 2]\n", b"\xff\x00"]
 STATES = [state(number) for number in range(3)]
@@ -88,3 +91,30 @@ def test_other_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             ingest([*words, str(tmp_path / name)])
         assert f"{name} does not hold states" in capsys.readouterr().err
     assert (tmp_path / "in.jsonl").read_text() == said
+
+
+CONTEXT = 200_000
+
+
+def write_pairs(path: Path, count: int) -> None:
+    with path.open("wb") as file:
+        for number in range(count):
+            chosen, rejected = ({"role": "assistant", "tool_calls": [call(name, {})]} for name in ("cat", "ls"))
+            asked = PairState(
+                state_id=f"t/{number}", messages=[{"role": "user", "content": f"{number}" + "x" * CONTEXT}]
+            )
+            pair = Pair(trace="t", state=asked, chosen=chosen, rejected=rejected, epsilon=0.1)
+            file.write(msgspec.json.encode(pair) + b"\n")
+
+
+# A resumed replay knows its pairs by their digests.
+def test_one_context_at_a_time(tmp_path: Path) -> None:
+    path, count = tmp_path / "pairs.jsonl", 60
+    write_pairs(path, count)
+    tracemalloc.start()
+    try:
+        assert len(ReplayRecords(path, votes_beside(path)).contents) == count
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * CONTEXT < count * CONTEXT

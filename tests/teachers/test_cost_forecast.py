@@ -1,4 +1,4 @@
-"""What a replay will cost, said before it, and what it did cost, after it."""
+"""Which states of a file are replayed, and what that costs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,61 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, run_config, serving, state
+from loopback import Endpoint, overrule, run_config, serving, state
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import SelectConfig
 from composer_prime.traces.replay.forecast import count_selected, forecast_cost, selected_states
 from composer_prime.traces.replay.replay_command import Arguments, replay, replay_summary
 from composer_prime.traces.states import write_state
+
+LONG = [state(number, "a", error="no" if number in (5, 6) else None) for number in range(8)]
+SHORT = [state(number, "b") for number in range(2)]
+
+
+def states_file(tmp_path: Path) -> Path:
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"".join(map(write_state, [*LONG, *SHORT])))
+    return path
+
+
+# Errors come first; every trace has its turn, and the file's order stays.
+@pytest.mark.parametrize(
+    ("select", "taken"),
+    [
+        ({}, ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "b0", "b1"]),
+        ({"states": 2}, ["a5", "b0"]),
+        ({"states": 5}, ["a0", "a5", "a6", "b0", "b1"]),
+        ({"per_trace": 1}, ["a5", "b0"]),
+        ({"per_trace": 4}, ["a0", "a1", "a5", "a6", "b0", "b1"]),
+        ({"states": 3, "per_trace": 1}, ["a5", "b0"]),
+        ({"states": 99}, ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "b0", "b1"]),
+    ],
+)
+def test_which_states_are_taken(tmp_path: Path, select: dict, taken: list[str]) -> None:
+    path, config = states_file(tmp_path), SelectConfig(**select)
+    states = selected_states(path, config)
+    assert count_selected(path, config) == len(taken)
+    assert [f"{each.trace_id}{each.step}" for each in states] == taken
+
+
+# A replay pays for the selected states alone, and the forecast counts no others. A wider one goes on from there.
+def test_a_replay_of_some_states(tmp_path: Path) -> None:
+    path, pairs = states_file(tmp_path), tmp_path / "p.jsonl"
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            config = run_config(tmp_path, endpoint.url, select={"states": 2})
+            progress, expected = await replay(Arguments(states=path, pairs=pairs, config=config))
+            assert progress.states == 2 and expected is not None and expected.states == 2
+            wider = run_config(tmp_path, endpoint.url, select={"states": 5})
+            progress, _ = await replay(Arguments(states=path, pairs=pairs, config=wider))
+            assert (progress.resumed, progress.states) == (2, 3)
+            whole = forecast_cost(run_config(tmp_path, endpoint.url), path)
+            assert whole is not None and whole.states == 10
+
+    asyncio.run(run())
+
 
 POOL = {"gpt-a": 1.0, "gpt-b": 2.0, "qwen-c": 3.0, "claude-d": 50.0}
 """USD a million tokens."""
@@ -50,18 +98,6 @@ def test_of_teachers_that_may_judge(tmp_path: Path, family: str, low: float, hig
 def test_of_several_families(tmp_path: Path) -> None:
     found = expected(tmp_path, "claude", "glm", "unknown", assume_family="Claude")
     assert found == (pytest.approx(4 * 3, rel=0.05), pytest.approx(5 + 53 + 5, rel=0.05))
-
-
-# Only the states count that teachers.select takes.
-@pytest.mark.parametrize(("select", "count"), [({"per_trace": 2}, 5), ({"per_trace": 2, "states": 4}, 4), ({}, 8)])
-def test_of_selected_states(tmp_path: Path, select: dict[str, int], count: int) -> None:
-    path = tmp_path / "states.jsonl"
-    traces = ("a", "a", "a", "a", "b", "b", "b", "c")
-    path.write_bytes(b"".join(write_state(state(number, trace=trace)) for number, trace in enumerate(traces)))
-    found = forecast_cost(pool(tmp_path, "http://x/v1", states=path, select=select))
-    assert found is not None and found.states == count
-    config = SelectConfig.model_validate(select)
-    assert count_selected(path, config) == count == len(list(selected_states(path, config)))
 
 
 # `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost; the
