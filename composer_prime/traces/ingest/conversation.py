@@ -187,7 +187,7 @@ def feed(
     for record in records:
         reason = take(builder, record)
         if reason is None:
-            file.tally.take()
+            file.tally.taken += 1
         else:
             file.tally.skip(reason)
         yield from file.drain()

@@ -5,8 +5,8 @@
 What the formats share is here and in turns.py. A reader only decides what each record means. Messages are masked once,
 on entry, and the states of a trace share them.
 
-Records (a line, an event, a message of a document): seen = taken + skipped, by reason.
-Turns (of the assistant): turns = states + passed over, by reason.
+Records (a line, an event, a message of a document) are taken or skipped, turns of the assistant give states or are
+passed over, each by reason.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ NO_RESULT = "[no result was recorded]"
 COPY = "copy of an earlier state"
 GATHERING = "the tools of the file are still being gathered"
 ERROR_CHARS = 500
-MAX_REASONS = 200
-"""Distinct reasons that are counted. A hostile file must not fill the memory with reasons."""
 
 
 @dataclass(slots=True)
@@ -39,41 +37,36 @@ class Tally:
     """Counts of one file, or the sum over several files."""
 
     taken: int = 0
+    """Records that a reader used."""
     skipped: Counter[str] = field(default_factory=Counter)
+    """Records that no state is made of, by reason."""
     states: int = 0
     passed_over: Counter[str] = field(default_factory=Counter)
+    """Turns that became no state, by reason."""
     masked: Counter[str] = field(default_factory=Counter)
     """Secrets by kind. Each occurrence in a distinct message counts once."""
-    seen: int = 0
-    turns: int = 0
     format: str | None = None
     """The reader that read the file; None when no reader matched."""
 
-    def take(self) -> None:
-        """Count a record that a reader used."""
-        self.seen += 1
-        self.taken += 1
+    @property
+    def seen(self) -> int:
+        return self.taken + self.skipped.total()
+
+    @property
+    def turns(self) -> int:
+        return self.states + self.passed_over.total()
 
     def skip(self, reason: str) -> None:
         """Count a record that no state is made of."""
-        self.seen += 1
-        self.skipped[_bounded(self.skipped, reason)] += 1
-
-    def pass_over(self, reason: str) -> None:
-        """Count a turn that became no state."""
-        self.turns += 1
-        self.passed_over[_bounded(self.passed_over, reason)] += 1
+        self.skipped[reason] += 1
 
     def add(self, other: Tally) -> None:
         """Add the counts of another file."""
-        for name in ("taken", "states", "seen", "turns"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("skipped", "passed_over", "masked"):
-            getattr(self, name).update(getattr(other, name))
-
-
-def _bounded(counter: Counter[str], reason: str) -> str:
-    return reason if reason in counter or len(counter) < MAX_REASONS else "other reasons"
+        self.taken += other.taken
+        self.states += other.states
+        self.skipped += other.skipped
+        self.passed_over += other.passed_over
+        self.masked += other.masked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +217,8 @@ class StateMaker:
         action = self._action(turn)
         reason = missing or turn.aside or self._passed_over(action, messages, digest)
         if reason is not None:
-            self._file.tally.pass_over(reason)
+            self._file.tally.passed_over[reason] += 1
         else:
-            self._file.tally.turns += 1
             self._file.tally.states += 1
             self._file.ready.append(self._state(turn, action, messages))
         shown = {name: value for name, value in action.items() if name != "reasoning_content"}

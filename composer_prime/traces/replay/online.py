@@ -3,7 +3,7 @@
     teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
 It never delays training. Pairs are trained a window at a time, once the window has passed the density gate
-(density.py). If a cap, the kill switch or an error ends the replay, the log and metrics.jsonl report it, and the
+(density.py). If a cap, failing calls or an error end the replay, the log and metrics.jsonl report it, and the
 run continues with the pairs so far. A resumed run continues the replay, and no answer is paid for twice.
 
 The end of the run, also by Ctrl-C, waits for calls in flight, which may be charged, at most for their own deadline

@@ -1,6 +1,6 @@
 """`composer replay`: states in a file, pairs in another, a summary of votes and money. Called by composer_prime/cli.
 
-Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch or no state was decided, 130 by Ctrl-C.
+Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or failing calls or no state was decided, 130 by Ctrl-C.
 All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged. A second one drops
 them, and they count at their reservation. SIGTERM works as Ctrl-C.
 """

@@ -56,7 +56,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
     if reason is not None:
         file.tally.skip(reason)
         return
-    file.tally.take()
+    file.tally.taken += 1
     for message in messages:
         step(builder, message)
         yield from file.drain()

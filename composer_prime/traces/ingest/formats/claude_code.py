@@ -152,7 +152,7 @@ class _Session:
         assert node.turn is not None
         node.turn.add(*assistant_parts(message))
         self._stands(record, behind)
-        self._tally.take()
+        self._tally.taken += 1
 
     def _user(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> None:
         blocks = _blocks(message)
@@ -168,7 +168,7 @@ class _Session:
             return
         self._stands(record, parent)
         if paired:
-            self._tally.take()
+            self._tally.taken += 1
         else:
             self._tally.skip("tool result without its call" if results else "no text in the message")
 
@@ -189,7 +189,7 @@ class _Session:
         if repeated and not paired:
             self._tally.skip("queued prompt that is there already")
         else:
-            self._tally.take()
+            self._tally.taken += 1
 
     def _attachment(self, record: dict[str, Any]) -> None:
         attachment = object_at(record, "attachment")
@@ -216,7 +216,7 @@ class _Session:
                 tuple(call_id for call_id in listed if isinstance(call_id, str)) if isinstance(listed, list) else ()
             )
             self._stands(record, RecordNode(parent.maker, parent, cleared=call_ids))
-            self._tally.take()
+            self._tally.taken += 1
         else:
             self._aside(record, f"system record: {label}")
 

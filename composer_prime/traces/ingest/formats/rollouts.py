@@ -37,7 +37,7 @@ def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceS
     if reason is not None:
         file.tally.skip(reason)
         return
-    file.tally.take()
+    file.tally.taken += 1
     turns = record["turns"]
     for number, branch in enumerate(_branches(turns)):
         name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
