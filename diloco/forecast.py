@@ -95,30 +95,6 @@ class JointRun:
         """Memory of the rendezvous: a round, the one before it, and a joining peer's state."""
         return 2 * self.peers * self.delta_bytes + self.parameters * self.state_bits / 8
 
-    def work(self) -> Work:
-        """Return the time that handling a fragment takes by this module's constants."""
-        each_s, encode_ns = self.size / self.ranks * 1e-9, ENCODE_NS[self.codec.type]
-        return Work(
-            encode_s=each_s * encode_ns,
-            busy_s=each_s * (encode_ns + self.peers * DECODE_NS + INSTALL_NS),
-            handling_s=self.peers**2 * self.delta_bytes * RELAY_NS * 1e-9,
-            round_s=ROUND_S,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a synchronization takes beside its link, in seconds."""
-
-    encode_s: float
-    """Encoding one delta; a part of busy_s."""
-    busy_s: float
-    """Work on the training thread, before and after the bits are under way: never hidden."""
-    handling_s: float
-    """Work on bits on their way, beside the transfer: the slower of the two sets the pace."""
-    round_s: float
-    """Further time on the way, whatever the size."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkForecast:
@@ -146,31 +122,27 @@ def codec_bits(codec: CodecConfig) -> float:
 
 
 def forecast_link(
-    run: JointRun,
-    gbit: float,
-    *,
-    latency_s: float = 0.0,
-    relay_gbit: float | None = None,
-    work: Work | None = None,
+    run: JointRun, gbit: float, *, latency_s: float = 0.0, relay_gbit: float | None = None
 ) -> LinkForecast:
     """Return what a link gives `run`.
 
     `gbit`: each peer's link in each direction, `relay_gbit` the rendezvous' (None: as a peer's). `latency_s`: one way.
-    `work`: as measured; None takes the constants of this module.
     """
-    work, n, bits = work or run.work(), run.peers, run.size * codec_bits(run.codec) * FRAMING
+    n, bits = run.peers, run.size * codec_bits(run.codec) * FRAMING
+    encode_ns, each_s = ENCODE_NS[run.codec.type], run.size / run.ranks * 1e-9
+    busy_s = each_s * (encode_ns + n * DECODE_NS + INSTALL_NS)  # On the training thread: never hidden.
+    handling_s = n**2 * run.delta_bytes * RELAY_NS * 1e-9  # Beside the transfer: the slower of the two sets the pace.
     relay_gbit = relay_gbit or gbit
     own_gbit = min(gbit, run.ranks * RELAY_WINDOW_GBIT / (2 * latency_s)) if latency_s else gbit
     thinner = own_gbit / relay_gbit
     carried = max(1, n * thinner) + max(n - 1, n * (n - 1) * thinner)
-    moving_s = max(bits * carried / (own_gbit * 1e9), work.handling_s)
-    on_the_way_s = moving_s + RELAY_TRIPS * latency_s + work.round_s
-    exposed_s = work.busy_s + max(0.0, on_the_way_s - run.delay * run.step_s)
+    on_the_way_s = max(bits * carried / (own_gbit * 1e9), handling_s) + RELAY_TRIPS * latency_s + ROUND_S
+    exposed_s = busy_s + max(0.0, on_the_way_s - run.delay * run.step_s)
     compute_s = run.every / run.fragments * run.step_s
     up_gbit = min(own_gbit, relay_gbit)
     return LinkForecast(
-        sync_s=on_the_way_s + work.busy_s,
-        send_s=work.encode_s + bits / (up_gbit * 1e9) + latency_s,
+        sync_s=on_the_way_s + busy_s,
+        send_s=each_s * encode_ns + bits / (up_gbit * 1e9) + latency_s,
         exposed_s=exposed_s,
         utilization=compute_s / (compute_s + exposed_s),
         sent_bytes=bits / 8,

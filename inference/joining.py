@@ -29,7 +29,6 @@ from pathlib import Path
 
 import msgspec
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import Layer, merge_layers, read_with_bases
@@ -169,16 +168,8 @@ def join_config(options: argparse.Namespace, values: dict) -> InferenceConfig:
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_fault(options, fault) for fault in error.errors())) from None
-
-
-def _fault(options: argparse.Namespace, fault: ErrorDetails) -> str:
-    if not fault["loc"]:  # A rule for several settings: its message names them.
-        return fault["msg"]
-    key = str(fault["loc"][0])
-    name = "price" if key == "usd_per_hour" else key.replace("_", "-")
-    option = f"--{name}" if getattr(options, key, None) is not None else "inference." + ".".join(map(str, fault["loc"]))
-    return f"{option} is {fault['input']!r}: {fault['msg']}"
+        faults = (f"inference.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise ConfigError("; ".join(faults)) from None
 
 
 # ---- a child: one node ----------------------------------------------------------------------------------------------

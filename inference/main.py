@@ -127,7 +127,7 @@ def _from_join(words: list[str]) -> tuple[Assignment, bool]:
     if options.model is None:
         raise ConfigError("--model is missing: with an address the node needs the run's model.path; an invite has it")
     address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the node address')}"
-    keys = join_keys(options.token, options.token_file, "node")
+    keys = join_keys(options.token, options.token_file)
     assignment = Assignment(
         node_name=options.name or f"{socket.gethostname()}-{os.getpid()}",
         inference=join_config(options, {}),

@@ -63,18 +63,15 @@ class ChunkFolder:
 
     def __init__(self, kept: Path | None = None) -> None:
         """`kept`: a folder that outlasts this process; what is there is hashed and used. None: one that does not."""
-        self._scratch = Scratch("weights") if kept is None else None
         self._scratch: Scratch | None = None
         if kept is None:
-            self.path = (scratch := Scratch("weights")).path
-            self._scratch = scratch
-        else:
-            self.path = kept
+            self._scratch = Scratch("weights")
+            kept = self._scratch.path
+        self.path = kept
         self._pulled: dict[str, tuple[int, hashlib._Hash]] = {}
         """Bytes on the disk, and their hash so far."""
         self._lock = threading.Lock()
-        if kept is not None:
-            self._take_over()
+        self._take_over()
 
     def _take_over(self) -> None:
         """Learn what an earlier process pulled here. Files that are not what their name says are removed."""

@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import aiohttp
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 _LEAST_BYTES = 64 << 10
 """A read that ends early counts as progress from this many bytes on."""
-_MAX_REDIRECTS = 3
-_MAX_HUNG_READS = 8
 _FIRST_ASIDE_S, _LONGEST_ASIDE_S, _WRONG_ASIDE_S = 5.0, 300.0, 600.0
 _POLL_S = 0.5
 _PATIENCE_S = 10.0
@@ -42,14 +41,6 @@ _PATIENCE_S = 10.0
 _MAX_SOURCES = 64
 _MAX_GIVERS = 4096
 """The most chunks whose sources are remembered."""
-
-
-class _BusyError(OSError):
-    """A host turned a read away and said when to ask again."""
-
-    def __init__(self, message: str, retry_s: float) -> None:
-        super().__init__(message)
-        self.retry_s = retry_s
 
 
 class HttpSource(ChunkSource):
@@ -74,8 +65,8 @@ class HttpSource(ChunkSource):
         """Raises DeadlineError when too little comes in time, OSError for anything else than bytes of the chunk."""
         received, skip = bytearray(), 0
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline, contextlib.AsyncExitStack() as stack:
-                response = await self._open(stack, sha256, offset)
+            async with asyncio.timeout(self._timeout_s) as deadline, self._asking(sha256, offset) as response:
+                self._check(response, offset)
                 if response.status in (404, 410):
                     return None
                 if response.status == 416:
@@ -97,28 +88,16 @@ class HttpSource(ChunkSource):
                 raise OSError(f"{self.name}: {type(error).__name__}: {error}") from None
         return bytes(memoryview(received)[skip:])
 
-    async def _open(self, stack: contextlib.AsyncExitStack, sha256: str, offset: int) -> aiohttp.ClientResponse:
-        """Return a checked response. Redirects lead to no other host."""
+    def _asking(self, sha256: str, offset: int) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=False)
-        url = self._url / "chunks" / sha256
         headers = {"Range": f"bytes={offset}-{offset + PIECE_BYTES - 1}", "Accept-Encoding": "identity"}
-        for _ in range(_MAX_REDIRECTS + 1):
-            response = await stack.enter_async_context(self._session.get(url, headers=headers, allow_redirects=False))
-            if response.status not in (301, 302, 303, 307, 308):
-                self._check(response, offset)
-                return response
-            target = url.join(URL(response.headers.get("Location", "")))
-            if target.host is None or target.origin() != url.origin():
-                raise OSError(f"{self.name} redirects to {target.host}: give that address itself, if it is to be asked")
-            url = target
-        raise OSError(f"{self.name} redirects more than {_MAX_REDIRECTS} times")
+        return self._session.get(self._url / "chunks" / sha256, headers=headers, allow_redirects=False)
 
     def _check(self, response: aiohttp.ClientResponse, offset: int) -> None:
         """Raise OSError for an answer that cannot be bytes of a chunk."""
-        retry = response.headers.get("Retry-After", "")
-        if response.status == 503 and re.fullmatch("[0-9]{1,6}", retry):
-            raise _BusyError(f"{self.name} is busy", min(float(retry), _LONGEST_ASIDE_S))
+        if target := response.headers.get("Location"):
+            raise OSError(f"{self.name} redirects to {target}: give that address itself, if it is to be asked")
         if response.status not in (200, 206, 404, 410, 416):
             raise OSError(f"{self.name} answers {response.status} {response.reason}")
         if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -144,8 +123,6 @@ class BucketSource(ChunkSource):
         self._bucket = Bucket(url)
         self.name = self._bucket.url
         self._timeout_s = timeout_s
-        self._reads = 0
-        """Under way, those without an answer in time included."""
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
         """Raises DeadlineError when the driver does not answer in time, or OSError."""
@@ -153,7 +130,6 @@ class BucketSource(ChunkSource):
         answer: asyncio.Future[bytes | None] = loop.create_future()
 
         def settle(piece: bytes | None, error: Exception | None) -> None:
-            self._reads -= 1
             if not answer.done():
                 answer.set_result(piece) if error is None else answer.set_exception(error)
 
@@ -166,16 +142,15 @@ class BucketSource(ChunkSource):
             with contextlib.suppress(RuntimeError):  # the node has ended
                 loop.call_soon_threadsafe(settle, piece, error)
 
-        if self._reads < _MAX_HUNG_READS:
-            self._reads += 1
-            # A thread of its own: the driver may hang, and the shared threads hash and write.
-            threading.Thread(target=read, name="bucket", daemon=True).start()
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(answer, self._timeout_s)
-        raise DeadlineError(
-            f"waited {self._timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte {offset} "
-            f"from {self.name}"
-        )
+        # A thread of its own: the driver may hang, and the shared threads hash and write.
+        threading.Thread(target=read, name="bucket", daemon=True).start()
+        try:
+            return await asyncio.wait_for(answer, self._timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"waited {self._timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte {offset} "
+                f"from {self.name}"
+            ) from None
 
     async def close(self) -> None:
         pass
@@ -219,8 +194,8 @@ class WeightSources(ChunkSource):
         self._own = {url: _Copy(open_source(url, timeout_s)) for url in own}
         self._copies = dict(self._own)
         self._refused_urls: set[str] = set()
-        self._givers: dict[str, list[_Copy | None]] = {}
-        """Who gave the bytes of a chunk so far; None is `last`."""
+        self._givers: dict[str, list[_Copy]] = {}
+        """Which copies gave bytes of a chunk so far."""
         self._patient_until: float | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -258,13 +233,11 @@ class WeightSources(ChunkSource):
                 lacking = []
             else:
                 break
-        piece = await self._last.read(sha256, offset)
-        self._note_giver(sha256, offset, None)
-        return piece
+        return await self._last.read(sha256, offset)
 
     def refuse(self, sha256: str) -> bool:
         """Put the copies aside that gave a wrong chunk, or a part of it."""
-        givers = [giver for giver in self._givers.pop(sha256, []) if giver is not None]
+        givers = self._givers.pop(sha256, [])
         for giver in givers:
             giver.aside_until = self._clock() + _WRONG_ASIDE_S
             logger.warning("%s gave a wrong weight chunk, or a part of it: %s; it is not asked for %g s",
@@ -296,7 +269,7 @@ class WeightSources(ChunkSource):
         try:
             piece = await copy.source.read(sha256, offset)
         except (ComposerError, OSError) as error:
-            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(copy, error), error)
+            logger.warning("weights come from elsewhere for %g s: %s", self._put_aside(copy), error)
         finally:
             copy.reading -= 1
         if piece:
@@ -310,18 +283,15 @@ class WeightSources(ChunkSource):
                                self._put_aside(copy), copy.source.name, len(piece), seconds)  # fmt: skip
         return piece
 
-    def _put_aside(self, copy: _Copy, error: Exception | None = None) -> float:
+    def _put_aside(self, copy: _Copy) -> float:
         """Return for how many seconds: longer after each failure in a row. Reads at a time may fail for one cause."""
-        now, aside_s = self._clock(), 0.0
-        if isinstance(error, _BusyError):
-            aside_s = error.retry_s
-        elif copy.aside_until <= now:
-            aside_s = backoff_s(copy.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
+        now = self._clock()
+        if copy.aside_until <= now:
+            copy.aside_until = now + backoff_s(copy.failures, first_s=_FIRST_ASIDE_S, longest_s=_LONGEST_ASIDE_S)
             copy.failures += 1
-        copy.aside_until = max(copy.aside_until, now + aside_s)
         return copy.aside_until - now
 
-    def _note_giver(self, sha256: str, offset: int, giver: _Copy | None) -> None:
+    def _note_giver(self, sha256: str, offset: int, giver: _Copy) -> None:
         givers = self._givers.setdefault(sha256, [])
         if not offset:
             givers.clear()

@@ -2,8 +2,8 @@
 
 All are files of mode 0600 in the run directory's keys/. None is ever part of a configuration or a log.
 
-    server.curve, node.curve, worker.curve, trainer.curve   pairs; the server's secret stays on its machine
-    node.token, worker.token, trainer.token    for a process elsewhere: the server's public key and its own pair
+    server.curve, node.curve, trainer.curve    pairs; the server's secret stays on its machine
+    node.token, trainer.token  for a process elsewhere: the server's public key and its own pair
     signing.ed25519                            the trainer's; the orchestrator gives nodes its public half
     operator.token                             for commands that steer a live run: `orchestrator nodes`, drain, ...
     nodes.sqlite                               invites and the nodes that joined by them (node_registry.py)
@@ -25,7 +25,7 @@ from composer_prime.run.node_registry import NodeRegistry
 
 TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 _PREFIX = "cp1."
-_CLIENTS = ("node", "worker", "trainer")
+_CLIENTS = ("node", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ClientKeys:
     own: CurvePair
 
     def token(self) -> str:
-        """Return these keys as one word for `inference join --token` and `orchestrator join --token`."""
+        """Return these keys as one word for `inference join --token`."""
         return _PREFIX + base64.urlsafe_b64encode(self.server_public + self.own.public + self.own.secret).decode()
 
     @classmethod
@@ -62,11 +62,8 @@ class ClientKeys:
         return cls(raw[:40], CurvePair(raw[40:80], raw[80:]))
 
 
-def join_keys(token: str | None, file: Path | None, role: str) -> ClientKeys:
-    """Return the keys that the options --token and --token-file, or $COMPOSER_JOIN_TOKEN, give. Raises ConfigError.
-
-    `role`: node or worker.
-    """
+def join_keys(token: str | None, file: Path | None) -> ClientKeys:
+    """Return the keys that the options --token and --token-file, or $COMPOSER_JOIN_TOKEN, give. Raises ConfigError."""
     if token and file:
         raise ConfigError("--token and --token-file are both given: use one")
     if file is not None:
@@ -77,7 +74,7 @@ def join_keys(token: str | None, file: Path | None, role: str) -> ClientKeys:
     token = token or os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise ConfigError(
-            f"no join token: set ${TOKEN_VARIABLE}, or pass --token-file (the run keeps it in keys/{role}.token)"
+            f"no join token: set ${TOKEN_VARIABLE}, or pass --token-file (the run keeps it in keys/node.token)"
         )
     return ClientKeys.from_token(token)
 

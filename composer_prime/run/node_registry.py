@@ -102,15 +102,6 @@ class NodeRegistry:
         """Return whether `key` is an invite's: open, used up, expired or withdrawn."""
         return bool(self._read("select 1 from invites where key = ?", key))
 
-    def is_open_invite(self, key: bytes) -> bool:
-        """Return whether nodes may still enroll with `key`."""
-        return key in self.open_invites()
-
-    def uses_left(self, key: bytes) -> int | None:
-        """Return how many nodes the invite's public `key` still admits, None where the run has no such invite."""
-        rows = self._read("select max(0, uses - taken) from invites where key = ?", key)
-        return rows[0][0] if rows else None
-
     def open_invites(self) -> Sequence[bytes]:
         """Return the keys of all invites with which nodes may still enroll."""
         sql = "select key from invites where uses > taken and expires > ?"

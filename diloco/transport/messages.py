@@ -167,15 +167,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages."""
 
 
-class PeerHello(Message, frozen=True, tag="hello"):
-    run: str
+class FromRank(Message, frozen=True, kw_only=True):
+    """What a rank says of itself."""
+
     peer: str
     rank: int
-    ranks: int
     instance: int
     """Random, the same on all ranks of one start of a peer: it tells a restarted peer from its predecessor."""
     outer_step: int
     base_hash: str
+    """Of its global values."""
+
+
+class PeerHello(FromRank, frozen=True, tag="hello"):
+    run: str
+    ranks: int
     training: bool
     """As in a beat: a rendezvous that was restarted learns from it where the run stands."""
     layout: list[TensorLayout]
@@ -190,12 +196,7 @@ class PeerHello(Message, frozen=True, tag="hello"):
     """0 for releases before protocol 3, which did not send it."""
 
 
-class Beat(Message, frozen=True, tag="beat"):
-    peer: str
-    rank: int
-    instance: int
-    outer_step: int
-    base_hash: str
+class Beat(FromRank, frozen=True, tag="beat"):
     training: bool
     """False while it joins: rounds do not wait for it."""
     inner_steps: int = 0
@@ -215,22 +216,13 @@ class BodyChunk(Message, frozen=True, tag="chunk"):
     instance: int
 
 
-class AskRound(Message, frozen=True, tag="ask_round"):
-    peer: str
-    rank: int
-    instance: int
-    outer_step: int
-    base_hash: str
+class AskRound(FromRank, frozen=True, tag="ask_round"):
+    """Whose deltas made up the outer step."""
 
 
-class AskState(Message, frozen=True, tag="ask_state"):
-    peer: str
-    rank: int
-    instance: int
+class AskState(FromRank, frozen=True, tag="ask_state"):
     attempt: int
     """Which of this process's joins it is for; the same on all ranks."""
-    outer_step: int
-    base_hash: str
 
 
 class Get(Message, frozen=True, tag="get"):

@@ -19,6 +19,7 @@ from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import WeightStore
+from orchestrator.swarm.accounts import NodeAccounts
 from orchestrator.swarm.admission import Admission
 from orchestrator.swarm.audits import Audits, ChunkSender
 from orchestrator.swarm.trust import NodeTrust
@@ -70,8 +71,7 @@ def build_swarm(
     `run_dir`: where the nodes' figures are recorded; None records none. `send(node, message)` returns False when the
     node is gone.
     """
-    from orchestrator.swarm.accounts import NodeAccounts
-    from orchestrator.swarm.node_control import NodeControl
+    from orchestrator.swarm.node_control import NodeControl  # It loads aiohttp, which a command line need not.
 
     audit, inference = config.orchestrator.audit, config.inference
     audits = None

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from composer_prime.errors import LedgerError
 from composer_prime.monitor.metrics_file import MetricsFile
@@ -23,8 +24,10 @@ from composer_prime.monitor.nodes import AWAY, DRAINING, LOADING, SERVING, SUSPE
 from composer_prime.run.costs import CostLedger, NodeTotals, spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import ComputeDevice
-from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.routing import Router
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.nodes import AttachedNode
+    from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -56,7 +57,7 @@ class Admission:
     def __init__(self, config: Config, keys: RunKeys, run_id: str, model_dir: Path) -> None:
         """`model_dir`: the folder with config.json, tokenizer and chat template."""
         self.revoked: dict[bytes, str] = {}
-        """Reasons by key, as of the last `refresh`."""
+        """Reasons by key, as the registry was read last."""
         self._turned_away: dict[bytes, float] = {}
         """Until when keys may not connect, monotonic seconds."""
         self._config = config
@@ -65,12 +66,11 @@ class Admission:
         self._run_id = run_id
         self._model_dir = model_dir
         self._shared_key = b""
-        self._known: dict[bytes, RegisteredNode] = {}
-        """Nodes by key, as of the last `refresh`: they count while the registry cannot be read."""
+        self._nodes: dict[bytes, RegisteredNode] = {}
+        """By key, revoked ones too, as the registry was read last: they count while it cannot be read."""
         self._invites: Collection[bytes] = ()
-        """The same for invites."""
-        self._strangers: set[bytes] = set()
-        """Keys that were no node's since the last `refresh`: looked up once, whatever they send."""
+        """Keys of the open ones, as it was read last."""
+        self._reading = threading.Lock()
         self._hashing = asyncio.Lock()
         self._model = b""
         self._places: dict[str, tuple[Path, int, int]] = {}
@@ -86,12 +86,16 @@ class Admission:
     def refresh(self) -> None:
         """Learn what other processes changed. What is known stays when the registry cannot be read."""
         try:
-            nodes, self._invites = self._registry.list(), self._registry.open_invites()
+            self._read()
         except ConfigError as error:
             logger.error("nodes are those known before: %s", error)
-            return
-        self._known, self._strangers = {node.key: node for node in nodes}, set()
-        self.revoked = {node.key: node.reason for node in nodes if node.revoked is not None}
+
+    def _read(self) -> None:
+        """Raises ConfigError when the registry cannot be read."""
+        with self._reading:  # Else what one thread read first might replace what another one read last.
+            nodes, self._invites = self._registry.list(), self._registry.open_invites()
+            self._nodes = {node.key: node for node in nodes}
+            self.revoked = {node.key: node.reason for node in nodes if node.revoked is not None}
 
     def is_admitted(self, key: bytes) -> bool:
         """Return whether a connection with this key may send anything.
@@ -100,16 +104,12 @@ class Admission:
         Raises ConfigError for a key that is turned away, and for one that is not known, or no more, while the registry
         cannot be read.
         """
-        if key == self._shared_key:
-            return True
         if time.monotonic() < self._turned_away.get(key, 0.0):
             raise ConfigError(f"{self.name_of(key) or 'an invite'} is turned away for {_TURNED_AWAY_S:g} s")
-        try:
-            return self._registry.is_known(key) or self._registry.is_open_invite(key)
-        except ConfigError:
-            if key in self.revoked or (key not in self._known and key not in self._invites):
-                raise
+        if self.is_node(key) or key in self._invites:
             return True
+        self._read()
+        return self.is_node(key) or key in self._invites
 
     def turn_away(self, key: bytes) -> None:
         """Let a key make no connection for a while, unless it is the run's shared one."""
@@ -120,18 +120,11 @@ class Admission:
 
     def is_node(self, key: bytes) -> bool:
         """Return whether `key` may do more than enroll."""
-        if key == self._shared_key or (key in self._known and key not in self.revoked):
-            return True
-        node = None if key in self._strangers else self._find(key)
-        if node is None or node.revoked is not None:
-            self._strangers.add(key)
-            return False
-        self._known[key] = node
-        return True
+        return key == self._shared_key or (key in self._nodes and key not in self.revoked)
 
     def name_of(self, key: bytes) -> str | None:
-        """Return the name of the node with this key, as of the last look at the registry."""
-        node = self._known.get(key)
+        """Return the name of the node with this key."""
+        node = self._nodes.get(key)
         return None if node is None else node.name
 
     def is_own(self, key: bytes) -> bool:
@@ -140,21 +133,14 @@ class Admission:
 
     def name_refusal(self, key: bytes, node_id: str) -> str | None:
         """Return why a connection with `key` may not speak for `node_id`; a name belongs to the key that enrolled."""
-        own = self._find(key)
+        own = self.name_of(key)
         if own is not None:
-            if own.name == node_id:
+            if own == node_id:
                 return None
-            return f"the key of node {own.name!r} says that it is {node_id!r}: start it as `inference join` does"
-        if self._find(node_id) is None:
+            return f"the key of node {own!r} says that it is {node_id!r}: start it as `inference join` does"
+        if node_id not in {node.name for node in self._nodes.values()}:
             return None
         return f"the name {node_id!r} belongs to a node with a key of its own: give this one another (--name)"
-
-    def _find(self, key_or_name: bytes | str) -> RegisteredNode | None:
-        try:
-            return self._registry.find(key_or_name)
-        except ConfigError as error:
-            logger.error("nodes are those known before: %s", error)
-            return next((node for node in self._known.values() if key_or_name in (node.key, node.name)), None)
 
     # -- answers to nodes ----------------------------------------------------------------------------------------------
 
@@ -214,7 +200,9 @@ class Admission:
             raise InviteError("a node may enroll only itself: join with an invite")
         if message.key == self._shared_key or self._registry.is_invite(message.key):
             raise InviteError("that key is not a node's own: remove its state folder and join again")
-        return self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
+        node = self._registry.enroll(key, message.key, message.name, str(message.machine), taken_names)
+        self.refresh()
+        return node
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
         """Return up to `size` bytes of a chunk of a model file; None for an unknown chunk. Raises OSError."""

@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -31,9 +31,11 @@ from composer_prime.monitor.nodes import AWAY, BANNED, EVICTED
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.wire.node import Drain, ToNode
-from orchestrator.gateway.nodes import AttachedNode
-from orchestrator.gateway.routing import Router
 from orchestrator.swarm.accounts import NodeAccounts
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.nodes import AttachedNode
+    from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 

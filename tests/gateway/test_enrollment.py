@@ -255,22 +255,6 @@ async def test_a_node_gets_no_name_that_was_sent_away(open_gateway, invite, join
         assert isinstance(answer, Rejected) and not answer.may_return
 
 
-async def test_what_an_invite_sends_is_looked_up_once(open_gateway, invite, joined, monkeypatch):
-    """Until the registry is read again, however many messages come."""
-    async with open_gateway() as gateway:
-        registry, lookups = gateway._admission._registry, []
-        find = registry.find
-        monkeypatch.setattr(registry, "find", lambda key: lookups.append(key) or find(key))
-        monkeypatch.setattr(gateway._admission, "refresh", lambda: None)
-        link = joined(gateway, invite.keys)
-        for _ in range(200):
-            await link._socket.send(msgspec.msgpack.encode(hello("box")))
-        async with asyncio.timeout(100):
-            while gateway.state()["link"]["garbage"] < 200:
-                await asyncio.sleep(0.02)
-        assert lookups == [invite.keys.own.public]
-
-
 async def test_while_model_files_are_hashed_threads_are_free(open_gateway, invite, monkeypatch):
     """Others that enroll wait without one: weights and files are read meanwhile."""
     async with open_gateway() as gateway:

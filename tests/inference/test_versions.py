@@ -21,7 +21,7 @@ from composer_prime.run.weights import Canary, ChunkRef, Manifest, WeightStore
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver
 from inference.snapshot import word_sum
-from inference.versions import PIECE_BYTES, ChunkFolder, ChunkSource, FolderSource, VersionFolder
+from inference.versions import ChunkFolder, ChunkSource, FolderSource, VersionFolder
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.publisher import CANARY, RUN_ID
 from trainer.weights.version_file import VersionWriter
@@ -245,35 +245,6 @@ def test_no_room_on_the_disk(training, open_node, monkeypatch):
     assert not list(node.chunks.path.iterdir())
 
 
-class Endless(ChunkSource):
-    """A source whose chunks never end once `started` is set."""
-
-    def __init__(self, store: WeightStore) -> None:
-        self.inner, self.started, self.reads = FolderSource(store), False, 0
-
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        if not self.started:
-            return await self.inner.read(sha256, offset)
-        self.reads += 1
-        if self.reads > 20:
-            raise DeadlineError("the node reads on")
-        return bytes(PIECE_BYTES)
-
-
-# Of a patch that goes on for ever one piece is pulled, and nothing is kept.
-def test_an_endless_store_is_refused(training, open_node):
-    source = Endless(training.store)
-    node = open_node(source)
-    training.train(range(2))
-    fetch(node, training, 1)
-    before = {path.name for path in node.chunks.path.iterdir()}
-    manifest = training.train(range(2, 3))
-    source.started = True
-    with pytest.raises(CorruptWeightsError, match="chunk"):
-        asyncio.run(node.fetch(manifest))
-    assert source.reads == 1 and {path.name for path in node.chunks.path.iterdir()} == before
-
-
 # Beside a whole chunk a part of it is of no use, in whichever order the folder lists them.
 @pytest.mark.parametrize("is_intact", [True, False])
 def test_a_whole_chunk_wins_over_its_part(tmp_path, is_intact):
@@ -283,30 +254,6 @@ def test_a_whole_chunk_wins_over_its_part(tmp_path, is_intact):
     chunks = ChunkFolder(tmp_path)
     assert chunks.size(name) == (5 if is_intact else 2)
     assert [path.name for path in tmp_path.iterdir()] == [name if is_intact else f"{name}.part"]
-
-
-HOSTILE = ["flipped", "cut", "older"]
-
-
-# A store that alters a patch, cuts it, or gives that of an older version: refused before anything is read from it,
-# little is kept, and the version in use is still there.
-@pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_store_is_refused(training, open_node, how):
-    node = open_node()
-    training.train(range(2))
-    fetch(node, training, 1)
-    older = training.written[1][0]
-    manifest = training.train(range(2, 3))
-    path = training.store.root / "chunks" / manifest.patch[0].sha256
-    data = bytearray(path.read_bytes())
-    data[-1] ^= how == "flipped"
-    before = (training.store.root / "chunks" / older.patch[0].sha256).read_bytes()
-    path.write_bytes({"cut": data[:-1], "older": before}.get(how, data))
-    with pytest.raises(CorruptWeightsError, match="chunk"):
-        asyncio.run(node.fetch(manifest))
-    kept = sum(path.stat().st_size for path in node.chunks.path.iterdir())
-    assert kept <= size_of(older.refs) + 100
-    assert fetch(node, training, 1) == 0
 
 
 # Patches that a signed manifest names but that are none are refused as well; the version in use stays.

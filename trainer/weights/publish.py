@@ -22,7 +22,6 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -51,22 +50,6 @@ from trainer.world import World
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. 3 + 4 = 7, and 12 * 12 = 144."
 CANARY_TOKENS = 32
 _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".onnx")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """What the thread is to do for one version."""
-
-    version: int
-    tensors: dict[str, Tensor]
-    """All tensors of the plain model, in memory that the next version takes over."""
-    uncopied: list[tuple[Tensor, Tensor]]
-    """(copy, parameter): what the thread copies first, while the optimizer waits."""
-    written: dict[str, Tensor]
-    adapted: list[str]
-    """The names of all tensors where only factors are written; empty otherwise."""
-    canary: Canary | None
-    """None where the thread scores it."""
 
 
 class Publisher:
@@ -134,46 +117,42 @@ class Publisher:
             adapters = factors(policy.lm) if policy.adapted else None  # after the parameters are sharded again
         if not self._world.first:
             return 0
-        publication = self._decide(version, uncopied, adapters)
-        size = sum(tensor.nbytes for tensor in publication.written.values())  # the thread may clear them
+        only_factors = adapters is not None and tensor_shapes(self._folder).keys() >= self._copies.keys()
+        written = adapters if only_factors and adapters is not None else self._copies
+        size = sum(tensor.nbytes for tensor in written.values())  # the thread may clear them
+        # A GPU may have no room for the canary beside a backward pass.
+        canary = self._canary.score(self._copies) if self._world.device.type != "cpu" else None
         self._copied.clear()
-        self._begin(lambda: self._finish(publication, announce))
+        self._begin(lambda: self._finish(version, uncopied, written, canary, announce))
         return size
 
-    def _decide(
-        self, version: int, uncopied: list[tuple[Tensor, Tensor]], adapters: dict[str, Tensor] | None
-    ) -> Publication:
-        """Return what the thread writes: the adapters' factors where the nodes have the whole base, else all tensors.
+    def _finish(
+        self,
+        version: int,
+        uncopied: list[tuple[Tensor, Tensor]],
+        written: dict[str, Tensor],
+        canary: Canary | None,
+        announce: Callable[[int], None],
+    ) -> None:
+        """Copy, score, write and announce a version. Runs on the thread.
 
-        A GPU may have no room for the canary beside a backward pass, so it is scored here.
+        `uncopied`: (copy, parameter), while the optimizer waits. `written`: the adapters' factors where the nodes have
+        the whole base, else all tensors of the plain model.
         """
-        tensors = self._copies
-        only_factors = adapters is not None and tensor_shapes(self._folder).keys() >= tensors.keys()
-        return Publication(
-            version=version,
-            tensors=tensors,
-            uncopied=uncopied,
-            written=adapters if only_factors and adapters is not None else tensors,
-            adapted=[*tensors] if only_factors else [],
-            canary=self._canary.score(tensors) if self._world.device.type != "cpu" else None,
-        )
-
-    def _finish(self, publication: Publication, announce: Callable[[int], None]) -> None:
-        """Copy, score, write and announce a version. Runs on the thread."""
-        for copy, master in publication.uncopied:
+        for copy, master in uncopied:
             copy.copy_(master)
         self._copied.set()
-        tensors, adapted = publication.tensors, publication.adapted
-        canary = publication.canary or self._canary.score(tensors)
+        tensors = self._copies
+        adapted = [] if written is tensors else [*tensors]
+        canary = canary or self._canary.score(tensors)
         # some architectures are stored unfused, under other names than their parameters have
-        written = dict(publication.written)
-        stored = written if adapted else revert_weight_conversion(self._plain, written)
+        stored = written if adapted else revert_weight_conversion(self._plain, dict(written))
         size = sum(tensor.nbytes for tensor in written.values())
         if stored.keys() != tensors.keys():
             tensors.clear()  # They are not what is written.
         manifest = Manifest(
             run_id=self._run_id,
-            version=publication.version,
+            version=version,
             kind="adapters" if adapted else "anchor",
             dtype=str(self.dtype).removeprefix("torch."),
             chunks=[],
@@ -182,7 +161,7 @@ class Publisher:
             adapter_scale=self._adapter_scale,
         )
         self._write(manifest, stored, size)
-        announce(publication.version)
+        announce(version)
 
     def _copy(self, policy: Policy) -> list[tuple[Tensor, Tensor]]:
         """Copy the parameters over the version before. Return what the thread is to copy: (copy, parameter)."""
