@@ -18,6 +18,7 @@ import errno
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from composer_prime.address import Address
 from composer_prime.errors import ConfigError, PortInUseError
@@ -104,4 +105,11 @@ class WeightServer:
         path = await asyncio.to_thread(self._store.pulled_path, request.match_info["sha256"])
         if path is None:
             raise web.HTTPNotFound
-        return web.FileResponse(path, headers={"Cache-Control": "public, max-age=31536000, immutable"})
+        return _Chunk(path, headers={"Cache-Control": "public, max-age=31536000, immutable"})
+
+
+class _Chunk(web.FileResponse):
+    """A file that is sent once: aiohttp asks for it again after `_limited` has sent it."""
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None if self.prepared else await super().prepare(request)

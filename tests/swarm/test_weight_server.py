@@ -61,6 +61,16 @@ async def test_ranges(store, asked, status, data):
             assert response.headers["Content-Range"] == f"bytes {first}-{first + len(data) - 1}/{len(DATA)}"
 
 
+# A connection serves one chunk after the other.
+async def test_a_connection_lasts(store, caplog):
+    (ref,) = store.put_chunks(DATA)
+    async with serving(store) as (_, client):
+        for _ in range(20):
+            async with client.get(f"/chunks/{ref.sha256}") as response:
+                assert await response.read() == DATA
+    assert not caplog.records
+
+
 # No name or link leads out of the folder, nothing is listed, nothing can be written, and keys are not there.
 async def test_only_chunks_and_manifests_are_served(store):
     (ref,) = store.put_chunks(DATA)
