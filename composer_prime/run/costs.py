@@ -41,7 +41,7 @@ class NodeTotals:
     trained_tokens: int = 0
     """Of these, those that the policy loss of a step trained. Steps that a resume repeats count again."""
     weight_bytes: int = 0
-    """Pulled, as the node says."""
+    """Pulled, as the node says, or as the gateway sent it where that is more."""
     failures: int = 0
     """Requests that it returned with an error or answered badly."""
 

@@ -108,6 +108,10 @@ class PullAllowance:
             most = sorted(self._accounts.items(), key=lambda item: (item[1].counted, item[1].total))
             self._accounts = dict(most[-MAX_ACCOUNTS // 2 :])
 
+    def total(self, account: bytes) -> int:
+        """Return the bytes that `account` has pulled."""
+        return self._accounts.get(account, _Pulled()).total
+
     def refusal(self, account: bytes) -> str | None:
         """Return why `account` gets no more; None while it may pull."""
         pulled = self._accounts.get(account, _Pulled()).counted

@@ -107,6 +107,7 @@ class Gateway:
             store=weight_store,
             chunks=self._chunks,
             send=self.router.send,
+            weights_sent=self._link.weights_sent,
             on_quarantine=partial(reclaim_quarantined, self.router),
         )
         self.audits, self.accounts = self._swarm.audits, self._swarm.accounts

@@ -238,6 +238,10 @@ class NodeLink:
         """Give nodes back what they may pull of a new version."""
         self._allowance.grant(manifest)
 
+    def weights_sent(self, node: AttachedNode) -> int:
+        """Return the bytes of weights that went through the link to the holder of the node's key."""
+        return self._allowance.total(self._account(node.identity, node.key))
+
     def _send_piece(self, identity: bytes, key: bytes, message: ToNode) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
         if isinstance(message, WeightChunk):

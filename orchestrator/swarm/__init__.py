@@ -64,12 +64,13 @@ def build_swarm(
     store: WeightStore,
     chunks: ChunkSender,
     send: Callable[[Any, Any], bool],
+    weights_sent: Callable[[Any], int],
     on_quarantine: Callable[[str, str], None],
 ) -> Swarm:
     """Build what checks and sends away the nodes of `router`, a Router.
 
     `run_dir`: where the nodes' figures are recorded; None records none. `send(node, message)` returns False when the
-    node is gone.
+    node is gone. `weights_sent(node)`: bytes of weights that the gateway sent it.
     """
     from orchestrator.swarm.node_control import NodeControl  # It loads aiohttp, which a command line need not.
 
@@ -88,7 +89,7 @@ def build_swarm(
             lost_after_s=inference.lost_after_s,
             on_quarantine=on_quarantine,
         )
-    accounts = NodeAccounts(router, run_dir)
+    accounts = NodeAccounts(router, run_dir, weights_sent=weights_sent)
     drain_s = max((source.timeout_s for source in config.orchestrator.source), default=0.0)
     control = NodeControl(router, accounts, keys, send, drain_s=drain_s)
     return Swarm(audits, control)

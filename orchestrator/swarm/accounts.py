@@ -3,8 +3,8 @@
     gateway's tick --> NodeAccounts.tick: add time, tokens, dollars --> metrics.jsonl: a line for each change of a node
     scheduler: step taken --> note_trained(step, tokens by node)    --> costs.jsonl: sums, each minute and at departure
 
-Sums continue after a restart: they are read from costs.jsonl. Device, price and the bytes of weights that it pulled are
-the node's claims.
+Sums continue after a restart: they are read from costs.jsonl. Device and price are the node's claims. Of the
+bytes of weights that it says it pulled and those that the gateway sent it, the larger count is shown.
 """
 
 from __future__ import annotations
@@ -54,23 +54,31 @@ class NodeAccount:
     written_at: float = -math.inf
     history: deque[tuple[float, NodeTotals]] = field(default_factory=deque)
     """The sums at times, monotonic seconds."""
-    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0})
+    counted: dict[str, int] = field(default_factory=lambda: {"tokens": 0, "failures": 0, "weights_sent": 0})
     """The gateway's counters, and from its first report on the node's own, as of the last tick."""
+    weights_claimed: int = 0
+    """Bytes that it says it pulled since this orchestrator started."""
+    weights_sent: int = 0
+    """Bytes that the gateway sent it since then."""
     seen: float | None = None
     """When it was last counted as attached, monotonic seconds; None while away."""
     line: dict[str, str | int | float | None] = field(default_factory=dict)
     """Its last line in metrics.jsonl."""
     line_at: float = 0.0
 
-    def add(self, node: AttachedNode, now: float) -> None:
-        """Take in what `node` did since the last call."""
+    def add(self, node: AttachedNode, now: float, weights_sent: int) -> None:
+        """Take in what `node` did since the last call. `weights_sent`: bytes that the gateway sent it so far."""
         if node.hello.run_id is None:
             self.counted.setdefault("weight_bytes", 0)
         failures = node.counters.failures + node.counters.bad_answers
-        counters = {"tokens": node.counters.tokens_out, "failures": failures}
+        counters = {"tokens": node.counters.tokens_out, "failures": failures, "weights_sent": weights_sent}
         if node.status is not None:
             counters["weight_bytes"] = node.status.weight_bytes
         added = {name: max(0, count - self._before(name, count)) for name, count in counters.items()}
+        known = max(self.weights_claimed, self.weights_sent)
+        self.weights_claimed += added.pop("weight_bytes", 0)
+        self.weights_sent += added.pop("weights_sent")
+        added["weight_bytes"] = max(self.weights_claimed, self.weights_sent) - known
         seconds = now - self.seen if self.seen is not None and node.attached else 0.0
         usd = None if node.hello.usd_per_hour is None else node.hello.usd_per_hour * seconds / 3600
         self.totals = self.totals.plus(usd, seconds=seconds, **added)
@@ -109,13 +117,18 @@ class NodeAccounts:
         router: Router,
         run_dir: RunDir | None,
         *,
+        weights_sent: Callable[[AttachedNode], int] = lambda _: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run_dir`: where lines go; None writes none."""
+        """`run_dir`: where lines go; None writes none.
+
+        `weights_sent` returns the bytes of weights that the gateway sent a node.
+        """
         self.step = 0
         """The last step that was trained; lines carry it."""
         self._router = router
         self._clock = clock
+        self._weights_sent = weights_sent
         self._ledger = None if run_dir is None else CostLedger(run_dir.root / "costs.jsonl")
         self._metrics = None if run_dir is None else MetricsFile(run_dir.metrics, "orchestrator")
         self._accounts = {name: NodeAccount(totals=t, written=t) for name, t in _earlier(run_dir).items()}
@@ -135,7 +148,7 @@ class NodeAccounts:
         for node in nodes:
             account = self._accounts.setdefault(node.node_id, NodeAccount())
             was_attached = account.seen is not None
-            account.add(node, now)
+            account.add(node, now, self._weights_sent(node))
             account.remember(now)
             self._log(node, account, now, pause_s=max(_SAMPLE_S, _LINE_S_A_NODE * len(nodes)))
             has_left = was_attached and not node.attached
