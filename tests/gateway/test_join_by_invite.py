@@ -261,7 +261,7 @@ while True:
     ("words", "message"),
     [
         (["--price", "-1"], "usd_per_hour: Input should be greater"),
-        (["--threads", "0"], "--threads is 0: Input should be"),
+        (["--threads", "0"], "threads: Input should be"),
         (["--device", "cuda"], "--device is cuda, but no GPU is visible here"),
         (["--engine", "vllm", "--device", "cpu"], "--engine is vllm, but vllm is not installed here"),
     ],
