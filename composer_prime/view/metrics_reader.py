@@ -1,6 +1,6 @@
 """Follow one run's metrics.jsonl for the list of runs, and pick lines for the run's own page.
 
-The list reads a few fields of each line and remembers how far it has read, so a hundred runs open at once.
+The list decodes a few fields of each line, so a hundred runs open at once.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class HeldOut:
 
 @dataclass(slots=True)
 class RunGlance:
-    """What the list of runs shows, kept up to date by reading only what was appended."""
+    """What the list of runs shows of one run."""
 
-    path: Path
     rewards: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, HeldOut] = field(default_factory=dict)
     step: int = 0
@@ -56,34 +55,9 @@ class RunGlance:
     """Seconds since the epoch."""
     ended: str | None = None
     """How the launcher says that the run ended; None without such a note, and after a resume."""
-    _offset: int = 0
-    _identity: tuple[int, int] | None = None
 
-    def refresh(self) -> None:
-        """Read the new lines. A file that was replaced or shortened is read from its start."""
-        try:
-            with self.path.open("rb") as file:
-                stat = self.path.stat()
-                identity = (stat.st_dev, stat.st_ino)
-                if identity != self._identity or stat.st_size < self._offset:
-                    self._forget()
-                    self._identity = identity
-                if stat.st_size == self._offset:
-                    return
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        for raw in data[:end].split(b"\n"):
-            self._take(raw)
-
-    def _forget(self) -> None:
-        self.rewards, self.held_out, self.step, self.updated, self._offset = {}, {}, 0, None, 0
-        self.ended = None
-
-    def _take(self, raw: bytes) -> None:
+    def take(self, raw: bytes) -> None:
+        """Take in one line of the file; another one than a metrics line is skipped."""
         try:
             line = _decode_glance(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -120,6 +94,17 @@ class RunGlance:
 
 
 _decode_glance = msgspec.json.Decoder(_Glance).decode
+
+
+def read_glance(path: Path) -> RunGlance:
+    """Read the account of a run from its metrics.jsonl; an empty one while there is no file."""
+    glance = RunGlance()
+    try:
+        for raw in path.read_bytes().splitlines():
+            glance.take(raw)
+    except OSError:
+        return RunGlance()
+    return glance
 
 
 def _held_out(step: int, line: Line) -> HeldOut | None:

@@ -18,7 +18,7 @@ from composer_prime.view.catalog import (
     read_settings,
     run_state,
 )
-from composer_prime.view.metrics_reader import RunGlance
+from composer_prime.view.metrics_reader import RunGlance, read_glance
 from composer_prime.view.rollout_index import RolloutIndex
 from composer_prime.view.rollout_payload import (
     Query,
@@ -43,7 +43,8 @@ class Workspace:
         self._lock = threading.RLock()
         self._runs = find_runs(folders)
         self._searched_at = time.monotonic()
-        self._glances: dict[str, RunGlance] = {}
+        self._glances: dict[str, tuple[tuple[int, int, int], RunGlance]] = {}
+        """By run id, with inode, size and time of the file that was read."""
         self._indexes: dict[str, RolloutIndex] = {}
 
     def runs(self) -> dict[str, FoundRun]:
@@ -65,8 +66,7 @@ class Workspace:
         return {"folders": [str(folder) for folder in self._folders], "runs": rows}
 
     def _list_row(self, run: FoundRun, settings: dict[str, Any], differs: dict[str, Any]) -> dict[str, Any]:
-        glance = self._glances.setdefault(run.run_id, RunGlance(path=run.run_dir.metrics))
-        glance.refresh()
+        glance = self._glance(run)
         evaluations = [glance.held_out[step] for step in sorted(glance.held_out)]
         ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
         return {
@@ -81,6 +81,18 @@ class Workspace:
             "updated": glance.updated,
             "differs": differs,
         }
+
+    def _glance(self, run: FoundRun) -> RunGlance:
+        """Return the account of a run, read again when its metrics.jsonl changed."""
+        try:
+            stat = run.run_dir.metrics.stat()
+        except OSError:
+            return RunGlance()
+        stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        known = self._glances.get(run.run_id)
+        if known is None or known[0] != stamp:
+            self._glances[run.run_id] = known = (stamp, read_glance(run.run_dir.metrics))
+        return known[1]
 
     def run(self, query: Query) -> dict[str, Any]:
         """Return the page of one run. Raises ConfigError for an unknown run."""

@@ -11,7 +11,7 @@ import pytest
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile, read_history
 from composer_prime.view.catalog import distinguishing, find_runs, flatten, read_settings
-from composer_prime.view.metrics_reader import RunGlance, trained_lines
+from composer_prime.view.metrics_reader import read_glance, trained_lines
 from composer_prime.view.verdict import verdict
 from composer_prime.view.workspace import Workspace
 from tests.view.run_made import log_step, make_run
@@ -79,14 +79,13 @@ def test_differences_name_what_is_unlike_most_runs():
     assert distinguishing(settings) == {"a": {}, "b": {}, "c": {"trainer.lr": 2, "lora.rank": 8}}
 
 
-# Reading on gives what reading all gives: new steps, a resume that takes steps back, and a replaced file.
+# New steps count, a resume takes steps back, a replaced file is another one, and a torn line waits for its end.
 def test_metrics_are_followed_through_resume_and_replacement(tmp_path):
     path = tmp_path / "metrics.jsonl"
     trainer = MetricsFile(path, "trainer")
-    glance = RunGlance(path=path)
 
     def check(steps: list[int]) -> None:
-        glance.refresh()
+        glance = read_glance(path)
         assert list(glance.rewards) == steps == list(trained_lines(read_history(path)))
         assert glance.step == max(steps)
 
