@@ -40,6 +40,7 @@ REMOVED: dict[str, str] = {
     "teachers.teacher.requests_per_minute": "teachers.teacher.max_concurrent limits the calls",
     "orchestrator.source.making": "make more tasks with `composer tasks make`, and start a run on them",
     "orchestrator.source.taskset.combined": "tasks are played one by one; Frontier chooses among them",
+    "orchestrator.source.taskset.task.grading": "micro_code grades f.py alone; believing an agent's own tests is gone",
     "orchestrator.source.eval_taskset.combined": "tasks are played one by one",
     "orchestrator.source.runtime.warm": "each sandbox is opened when it is needed: leave the setting out",
     "inference.relay": "nodes do not serve weights to others: have `orchestrator weights` serve them over HTTP or push "
