@@ -10,10 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markdown import Markdown
-from rich.table import Table
-
 from composer_prime.config.sandbox import RuntimeConfig
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, pluralize
 from composer_prime.errors import ConfigError
@@ -158,26 +154,19 @@ async def _until_stopped(factory: TaskFactory, sources: list[str]) -> dict[str, 
 
 
 def _print_report(report: dict[str, Any], folder: Path) -> None:
-    console = Console()
-    by_source = Table("source", "tests", "functions", "candidates", "tasks", box=None)
+    reasons = list(report["refused_by_reason"].items())
     for name, figures in report["baselines"].items():
         tasks = report["tasks_by_source"].get(name, 0)
-        cells = (figures["tests"], figures["functions"], figures["candidates"], tasks)
-        by_source.add_row(name, *map(str, cells))
-    console.print(by_source)
-    reasons = Table("refused because", "candidates", box=None)
-    for reason, count in report["refused_by_reason"].items():
-        reasons.add_row(reason, str(count))
-    for figures in () if report["tasks"] else report["baselines"].values():
-        for reason, count in figures["functions_left_out"].items():
-            reasons.add_row(f"{reason} (a function)", str(count))
-    if reasons.row_count:
-        console.print(reasons)
-    console.print(
+        counts = (f"{figures[what]} {what}" for what in ("tests", "functions", "candidates"))
+        print(f"{name}: {', '.join(counts)}, {pluralize(tasks, 'task')}")
+        if not report["tasks"]:
+            reasons += [(f"{reason} (a function)", count) for reason, count in figures["functions_left_out"].items()]
+    for reason, count in reasons:
+        print(f"  {count} refused: {reason}")
+    print(
         f"{pluralize(report['tasks'], 'task')} of {pluralize(report['candidates'], 'candidate')} in {folder}; "
         f"{report['made_in_this_run']} in this run of {clock(report['wall_s'])}: {report['tasks_per_minute']} tasks a "
-        f"minute; reasons of each candidate: {folder}/report.json",
-        soft_wrap=True,
+        f"minute; reasons of each candidate: {folder}/report.json"
     )
 
 
@@ -243,20 +232,15 @@ def _print_share(title: str, outcomes: list[bool]) -> None:
 
 def show_tasks(options: argparse.Namespace) -> int:
     """Print one task, or a line for each."""
-    console = Console()
     if options.id:
         task = task_named(options.folder, options.id)
-        console.print(Markdown(task.prompt))
-        table = Table(box=None, show_header=False)
+        print(f"{task.prompt}\n")
         for name in ("id", "kind", "tree", "difficulty", "symbols", "tests", "removed", "source", "license"):
-            table.add_row(name, str(getattr(task, name)))
-        table.add_row("tests that fail", "\n".join(task.fail_to_pass[:20]))
-        table.add_row("tests that pass", str(len(task.pass_to_pass)))
-        table.add_row("files that differ", "\n".join(task.start))
-        console.print(table)
+            print(f"{name}: {getattr(task, name)}")
+        print(f"files that differ: {', '.join(task.start)}\n{len(task.pass_to_pass)} tests pass; these fail:")
+        print("\n".join(task.fail_to_pass[:20]))
         return 0
     for task in draw_tasks(options.folder, 1 << 62, 0):
-        print(
-            f"{task.difficulty or 0:.2f} {len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass  {task.id}"
-        )
+        counts = f"{len(task.fail_to_pass):>4} fail {len(task.pass_to_pass):>4} pass"
+        print(f"{task.difficulty or 0:.2f} {counts}  {task.id}")
     return 0
