@@ -131,10 +131,10 @@ def test_a_folder_is_split_by_package_and_bounded_by_lines(tmp_path: Path) -> No
         try:
             counts.append(Environment(source_spec_of({**taskset, "split": split}), "train", None).num_tasks)
         except ConfigError as error:
-            assert f"split {split!r} with eval_share = 0.5 and max_lines = None" in str(error)
+            assert f"split {split!r} with eval_share = 0.5" in str(error)
             counts.append(0)
     assert sorted(counts) == [0, 1]
-    with pytest.raises(ConfigError, match=r"EmptyTaskSetError.*max_lines = 2"):
+    with pytest.raises(ConfigError, match=r"EmptyTaskSetError.*max_lines"):
         Environment(source_spec_of({"id": ID, "file": taskset["file"], "max_lines": 2}), "train", None)
 
 

@@ -19,15 +19,14 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from composer_prime.config.sandbox import RuntimeConfig
-from composer_prime.errors import EmptyTaskSetError
 from orchestrator.coding.code.grading import grade
 from orchestrator.coding.code.harness import sandbox_failures
 from orchestrator.coding.formats.conversion import function_task
+from orchestrator.coding.formats.file_taskset import FileTasksetConfig
 from orchestrator.coding.formats.functions import deleted_functions, with_reply
 from orchestrator.coding.formats.records import read_records
 from orchestrator.coding.monitor import HackMonitorConfig, HackVerdict, inspect, seal
 from orchestrator.coding.task import TREES_FOLDER, CodeTask, tree_of
-from orchestrator.environments.answers import Split, split_of
 from orchestrator.environments.task_row import TaskRow
 
 __all__ = ["Programs"]
@@ -35,22 +34,13 @@ __all__ = ["Programs"]
 INSTRUCTION = "You are a programmer. Answer with one Python code block that holds the complete function."
 
 
-class ProgramsConfig(vf.TasksetConfig):
+class ProgramsConfig(FileTasksetConfig):
     """Which file, and how its tasks are scored."""
 
-    file: Path
-    """A .jsonl, .jsonl.gz, .json or .parquet file in HumanEval's or MBPP's form, or a folder of coding tasks: of that,
-    the tasks that delete one top-level function."""
     max_lines: int | None = Field(None, ge=2)
     """A folder: only functions of at most this many lines, signature and docstring included."""
     shown_tests: int = Field(1, ge=0)
     """MBPP: assertions that the prompt shows. They name the function."""
-    split: Split = "train"
-    """Training or held-out records, where `eval_share` is above 0."""
-    eval_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the records, or of a folder's repositories, that is held out; 0 plays all in both."""
-    num_tasks: int | None = Field(None, ge=1)
-    """Play only this many tasks, the first ones; None plays all."""
     partial_credit: bool = False
     """Reward the share of failing tests that pass (MBPP has several). Otherwise only a full solution earns."""
     instruction: str = INSTRUCTION
@@ -140,19 +130,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramsConfig]):  # pyright: ignore[repo
         else:
             tasks = (function_task(record, config.shown_tests) for record in read_records(config.file))
             named = ((task.id, task) for task in tasks)
-        count = 0
-        for name, task in named:
-            if config.eval_share and split_of(name, config.eval_share) != config.split:
-                continue
-            data = ProgramData(
-                name=task.id, prompt=task.prompt, system_prompt=config.instruction or None, place=task.source
-            )
+        for task in config.played(named):
+            system = config.instruction or None
+            data = ProgramData(name=task.id, prompt=task.prompt, system_prompt=system, place=task.source)
             yield ProgramTask(data, config, task)
-            count += 1
-            if count == config.num_tasks:
-                return
-        if not count:
-            raise EmptyTaskSetError(
-                f"{config.file}: nothing of it is in split {config.split!r} with eval_share = {config.eval_share:g} "
-                f"and max_lines = {config.max_lines}; change these, or give the split a file of its own"
-            )

@@ -10,41 +10,31 @@ Numbers are compared as numbers: "$1,200.00" is "1200". With one file for both, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import verifiers.v1 as vf
 from pydantic import Field
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError
+from orchestrator.coding.formats.file_taskset import FileTasksetConfig
 from orchestrator.coding.formats.records import read_records
 from orchestrator.environments.answers import (
     INSTRUCTIONS,
     AnswerPlace,
-    Split,
     find_answer,
     same_answer,
-    split_of,
 )
 from orchestrator.environments.task_row import OneAnswer, TaskRow
 
 __all__ = ["Questions"]
 
 
-class QuestionsConfig(vf.TasksetConfig):
+class QuestionsConfig(FileTasksetConfig):
     """Which file, and how its answers are asked for."""
 
-    file: Path
-    """A .jsonl, .jsonl.gz, .json or .parquet file with one record a task."""
     question_field: str = "question"
     """The field with the question."""
     answer_field: str = "answer"
     """The field with the answer: plain, or a solution that ends with `#### answer`."""
-    split: Split = "train"
-    """Training or held-out questions, where `eval_share` is above 0."""
-    eval_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the questions that is held out; 0 plays all of the file in both."""
-    num_tasks: int | None = Field(None, ge=1)
-    """Play only this many tasks, the first ones; None plays all."""
     answer_in: AnswerPlace = "tag"
     """The answer's place in the reply: <answer> tags, after ####, the last line, the whole reply, its last number."""
     instruction: str | None = None
@@ -83,21 +73,10 @@ class Questions(vf.Taskset[QuestionTask, QuestionsConfig]):
         """Raises ConfigError for a file that cannot be read, EmptyTaskSetError for a split without a question."""
         config = self.config
         system = INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
-        count = 0
-        for record in read_records(config.file):
-            question = record.text(config.question_field)
-            if config.eval_share and split_of(question, config.eval_share) != config.split:
-                continue
+        named = ((record.text(config.question_field), record) for record in read_records(config.file))
+        for record in config.played(named):
             answer = (find_answer(written := record.text(config.answer_field), "hashes") or written).strip()
             if not answer:
                 raise ConfigError(f"{record.place}: {config.answer_field!r} is empty; every record needs an answer")
-            name = f"{config.file.stem}-{record.place.rpartition(':')[2]}"
+            question, name = record.text(config.question_field), f"{config.file.stem}-{record.place.rpartition(':')[2]}"
             yield QuestionTask(QuestionData(name=name, prompt=question, system_prompt=system, answer=answer), config)
-            count += 1
-            if count == config.num_tasks:
-                return
-        if not count:
-            raise EmptyTaskSetError(
-                f"{config.file}: no question of it is in split {config.split!r} with eval_share = "
-                f"{config.eval_share:g}; change eval_share, or give the split a file of its own"
-            )
