@@ -104,7 +104,6 @@ class HarborState(CodeState):
     """What tests/test.sh left."""
 
     scores: dict[str, float] = Field(default_factory=dict)
-    has_scores: bool = False
 
 
 class HarborTask(vf.Task[HarborData, HarborState]):
@@ -133,7 +132,6 @@ class HarborTask(vf.Task[HarborData, HarborState]):
                     except (FileNotFoundError, ValueError):
                         continue
                     state.scores = read_scores(content)
-                    state.has_scores = bool(state.scores)
                     break
 
     @vf.reward(weight=1.0)
@@ -143,7 +141,7 @@ class HarborTask(vf.Task[HarborData, HarborState]):
     @vf.metric
     async def outcome(self, trace: vf.Trace[HarborData, HarborState]) -> dict[str, float]:
         others = {name: score for name, score in trace.state.scores.items() if name != self.data.reward_key}
-        return {"has_reward_file": float(trace.state.has_scores), **others}
+        return {"has_reward_file": float(bool(trace.state.scores)), **others}
 
 
 class Harbor(vf.Taskset[HarborTask, HarborConfig]):  # pyright: ignore[reportInvalidTypeArguments]
