@@ -59,6 +59,7 @@ from composer_prime.wire.enrollment import INVITE_VARIABLE
 from composer_prime.wire.turns import POLICY
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits, RolloutRunner
+from orchestrator.swarm import audits as audit_rules
 from orchestrator.swarm.invite import create_invite
 from orchestrator.workers.protocol import RolloutReply, RunRollout
 
@@ -159,7 +160,8 @@ class Figures:
 
 def settings() -> Config:
     source = {"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}, "timeout_s": TIMEOUT_S}
-    audit = {"enabled": True, "tolerance": 1e-4, "timeout_s": 30.0, "quarantine_s": QUARANTINE_S}
+    audit = {"enabled": True, "tolerance": 1e-4, "timeout_s": 30.0}
+    audit_rules._QUARANTINE_S = QUARANTINE_S
     return Config.model_validate({
         "run": {"name": RUN_ID},
         "model": {"path": "tiny", "max_context": CONTEXT},

@@ -122,8 +122,6 @@ def rejected(squared_norms: Mapping[str, float], config: GuardConfig, history: S
     for peer, norm in norms.items():
         if norm > LARGEST_NORM:
             reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
-        elif config.max_norm is not None and norm > config.max_norm:
-            reasons[peer] = f"its norm {norm:.4g} is above diloco.guard.max_norm = {config.max_norm:g}"
         elif usual and norm > config.max_norm_ratio * usual:
             reasons[peer] = (
                 f"its norm {norm:.4g} is above {config.max_norm_ratio:g} (diloco.guard.max_norm_ratio) times the usual "

@@ -6,7 +6,7 @@
 One evaluation runs at a time, during training. If the next one is due meanwhile, it waits; of several that wait only
 the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. Without
 training rollouts the batch of the next evaluated step waits for the current evaluation. An evaluation begins when half
-of the serving nodes have its version, or at version_timeout_s with those that do. Only such nodes answer it, so a stuck
+of the serving nodes have its version, or after ten minutes with those that do. Only such nodes answer it, so a stuck
 node delays nothing. Failed rollouts are counted and left out of the estimates; they are never scored 0.
 """
 
@@ -32,6 +32,7 @@ from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import (
+    EVAL_SHARE,
     Permits,
     RequestFactory,
     RolloutRunner,
@@ -42,6 +43,8 @@ from orchestrator.rollouts.rollout import (
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
+_VERSION_TIMEOUT_S = 600.0
+"""How long an evaluation waits for the nodes to load its weights."""
 
 
 TaskRollouts = list[FinishedRollout]
@@ -149,7 +152,7 @@ class Evaluator:
         self._awaited_version = version
         await self._await_version(step, version)
         self._awaited_version = None
-        self.permits.eval_share = 1.0 if step == 0 else self.config.eval.share
+        self.permits.eval_share = 1.0 if step == 0 else EVAL_SHARE
         start, shared_s = time.monotonic(), self.permits.shared_s
         by_source = [self._evaluate_source(source, step, version, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
@@ -174,24 +177,23 @@ class Evaluator:
         logger.info("evaluation of step %d: %s", step, shown, extra=about)
 
     async def _await_version(self, step: int, version: int) -> None:
-        """Wait until half of the serving nodes have `version` or newer weights, after version_timeout_s for any.
+        """Wait until half of the serving nodes have `version` or newer weights, after _VERSION_TIMEOUT_S for any.
 
         Raises DeadlineError when none has them by then.
         """
-        timeout_s = self.config.eval.version_timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _VERSION_TIMEOUT_S
         while (newest := max(versions := self.served_versions(), default=None)) is None or median_high(
             versions
         ) < version:
             late = time.monotonic() >= deadline
             if late and newest is not None and newest >= version:
                 logger.warning("evaluation of step %d: fewer than half of %d nodes have policy version %d after %.0f s",
-                               step, len(versions), version, timeout_s)  # fmt: skip
+                               step, len(versions), version, _VERSION_TIMEOUT_S)  # fmt: skip
                 return
             if late:
                 raise DeadlineError(
-                    f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for "
-                    f"nodes with policy version {version}; they serve {'nothing' if newest is None else newest}"
+                    f"evaluation of step {step} waited {_VERSION_TIMEOUT_S:.0f} s for nodes with policy version "
+                    f"{version}; they serve {'nothing' if newest is None else newest}"
                 )
             await self.changed.wait(0.1)
 

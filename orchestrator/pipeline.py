@@ -273,8 +273,6 @@ class Pipeline:
         return WorkerPool(
             spec,
             workers=source.workers,
-            start_timeout_s=self.config.orchestrator.worker_start_timeout_s,
-            hang_timeout_s=self.config.orchestrator.hang_timeout_s,
             log_dir=self.run_dir.root / "logs",
         )
 

@@ -217,27 +217,24 @@ class ReleasedPairs:
 class PairTokenizer:
     """Turns a pair's messages into the token ids that the policy would see and write. Not thread-safe."""
 
-    def __init__(self, renderer: Any, *, max_context: int, row_tokens: int, max_epsilon: float) -> None:
+    def __init__(self, renderer: Any, *, max_context: int, row_tokens: int) -> None:
         """`renderer`: the one that rollouts are rendered with. `max_context`: longest side, in tokens. `row_tokens`:
-        both sides share one row. `max_epsilon`: largest probability of a wrong label.
+        both sides share one row.
         """
         self._renderer = renderer
         self._max_context = max_context
         self._row_tokens = row_tokens
-        self._max_epsilon = max_epsilon
         self._stops = set(renderer.get_stop_token_ids())
 
     def preference(self, pair: Pair) -> Preference | str:
         """Return the pair as ids, or why it cannot be trained.
 
-        Reasons: truncated, doubtful (epsilon), unrenderable, context_differs, no_end, same (both answers), too_long
+        Reasons: truncated, unrenderable, context_differs, no_end, same (both answers), too_long
         (for the context), row_full. context_differs: the template writes the messages before an answer in other tokens
         than the answer would be sampled after, so the ids would not be those of a rollout.
         """
         if pair.truncated:
             return "truncated"
-        if pair.epsilon > self._max_epsilon:
-            return "doubtful"
         try:
             context = self._render(pair.state.messages, pair, opening=True)
             sides = [self._render([*pair.state.messages, answer], pair) for answer in (pair.chosen, pair.rejected)]
@@ -293,7 +290,6 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
         renderer,
         max_context=config.model.max_context,
         row_tokens=config.trainer.micro_batch_tokens,
-        max_epsilon=preferences.max_epsilon,
     )
     return PairMixer(
         PairFile(path),

@@ -51,10 +51,14 @@ from orchestrator.tasks.sources import Sources
 logger = logging.getLogger(__name__)
 
 _FILTERED_TOO_MANY = (
-    "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks are too easy "
+    "%.0f %% of the last groups had no advantage (the limit is %.0f %%): the tasks are too easy "
     "or too hard; change the task set or add --orchestrator.curriculum.import_path "
     "frontier; to look: %s try MODULE -n 32"
 )
+_MAX_FILTERED_SHARE = 0.9
+"""Warn if more than this share of the last groups was dropped for equal rewards."""
+_MAX_FAILED_GROUPS = 32
+"""Groups in a row that may fail for lack of finished rollouts; one more ends the run with the last error."""
 _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 
@@ -189,7 +193,7 @@ class BatchScheduler:
 
     def _filtered_metrics(self) -> dict[str, float]:
         """Return the share of the last groups that had no advantage. Warn where it is too large."""
-        share, limit = self.buffer.filtered_share, self.config.max_filtered_share
+        share, limit = self.buffer.filtered_share, _MAX_FILTERED_SHARE
         if share is None:
             return {}
         if share > limit:
@@ -417,10 +421,10 @@ class BatchScheduler:
             self._failed_in_row = 0
         elif group.outcome is GroupOutcome.FAILED:
             self._failed_in_row += 1
-            if self._failed_in_row >= self.config.max_failed_groups:
+            if self._failed_in_row >= _MAX_FAILED_GROUPS:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
-                    f"{pluralize(self._failed_in_row, 'group')} in a row failed (orchestrator.max_failed_groups); "
+                    f"{pluralize(self._failed_in_row, 'group')} in a row failed; "
                     f"the last error, from source {group.plan.source!r}: {failure.text()}"
                 )
 

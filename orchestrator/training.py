@@ -77,7 +77,7 @@ class Training:
 async def build_training(run: OpenRun, sources: Sources, journal: Journal, stack: AsyncExitStack) -> Training:
     """Build the parts in the order in which they need one another. `stack` closes what has to be closed."""
     config, orchestrator, gateway = run.config, run.config.orchestrator, run.gateway
-    permits = Permits(orchestrator.max_concurrent, orchestrator.eval.share)
+    permits = Permits(orchestrator.max_concurrent)
     runner = RolloutRunner(run.pools, gateway.records, permits, gateway.audits)
     requests = RequestFactory(config=orchestrator, gateway_url=f"{gateway.http_url}/v1", seed=config.run.seed)
     failures = FailureLog(path=run.run_dir.failed_rollouts)

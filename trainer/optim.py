@@ -27,6 +27,8 @@ from trainer.model.build import blocks
 from trainer.model.policy import Policy
 from trainer.step import Optimizer
 
+_MUON_MOMENTUM = 0.95
+
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
     """Return AdamW for all trainable parameters, Muon for the matrices of the blocks and AdamW for the rest, or the
@@ -54,7 +56,7 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
     adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     parts: list[torch.optim.Optimizer] = [adamw]
     if matrices:
-        parts.append(ShardedMuon(matrices, config.muon_lr, config.momentum, config.weight_decay))
+        parts.append(ShardedMuon(matrices, config.muon_lr, _MUON_MOMENTUM, config.weight_decay))
     return Optimizer(parts, config.max_grad_norm)
 
 

@@ -23,6 +23,8 @@ from composer_prime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_COLLECTIVE_TIMEOUT_S = 600.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -62,7 +64,7 @@ def join(config: TrainerConfig) -> World:
         else None,  # a rank alone needs no port; others find each other by torchrun's
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=config.collective_timeout_s),
+        timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
     )
     return World(
         rank=rank,

@@ -67,7 +67,7 @@ async def serve(invite: Invite, root: Path, count: int) -> None:
             await shared.start()
         link = GatewayLink(lambda to=enrolled.address: f"tcp://{to}", enrolled.keys, 10.0)
         engine: Any = PacedEngine(shared)
-        receiver = Receiver(engine, link, model, config.canary_tolerance or 0.05)
+        receiver = Receiver(engine, link, model, config.canary_limit(on_cuda=False))
         node = InferenceNode(
             enrolled.answer.node_id, engine, link, receiver, config, max_context=enrolled.answer.max_context
         )

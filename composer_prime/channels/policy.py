@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 
 DPPO_THRESHOLD = 0.2
 """dppo drops a token whose probability already moved this far in the direction of its advantage."""
+TIS_CAP = 2.0
+"""The cap of tis's detached importance weight."""
 CISPO_CAP = 5.0
 """The absolute upper bound of cispo's detached ratio; there is no lower bound."""
 
@@ -105,8 +107,6 @@ class KlConfig(BaseConfig):
     """
     reference: Literal["frozen", "ema"] = "frozen"
     """The initial weights, or a moving average of the trained ones."""
-    ema_rate: float = Field(default=0.01, gt=0, le=1)
-    """ema: share of the trained weights added to the average at each step."""
 
 
 class PolicyConfig(BaseConfig):
@@ -137,8 +137,6 @@ class PolicyConfig(BaseConfig):
     """* The ratio is clipped to <= 1 + clip_high (dapo: 0.28, gspo: 0.0004)."""
     correction: Literal["none", "dppo", "tis"] = "dppo"
     """* Off-policy correction between the sampler's and the trainer's policy (none except for dr_grpo)."""
-    tis_cap: float = Field(default=2.0, gt=0)
-    """tis: cap of the detached importance weight."""
     dppo_ratio_cap: float | None = Field(default=20.0, gt=1)
     """dppo: cap of the importance ratio of kept tokens; None: no cap (as in prime-rl)."""
     kl: KlConfig = KlConfig()
@@ -299,7 +297,7 @@ def _correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -
             drops_T = _dppo_drops(frozen_T, tokens.sampler_logprobs_T, advantages_T, DPPO_THRESHOLD)
             return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * ~drops_T, clips=False)
         case "tis":
-            weight_T = bounded_exp(frozen_T - tokens.sampler_logprobs_T).clamp(max=config.tis_cap)
+            weight_T = bounded_exp(frozen_T - tokens.sampler_logprobs_T).clamp(max=TIS_CAP)
             return Correction(log_ratio_T=tokens.logprobs_T - frozen_T, weight_T=weight_T, clips=True)
 
 

@@ -61,8 +61,6 @@ class SelfTeacherConfig(BaseConfig):
     """
     rate: float = Field(default=0.05, gt=0, le=1)
     """ema: share of the trained weights added to the average at each step."""
-    mix: float = Field(default=0.05, gt=0, lt=1)
-    """trust_region: share of the live logits in the mix with the initial weights' logits."""
 
 
 class SdpoConfig(TermConfig):

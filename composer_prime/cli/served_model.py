@@ -118,16 +118,7 @@ def _pool(config: Config, source: SourceConfig, chat: Path, logs: Path) -> Worke
         max_context=config.model.max_context,
         import_from=config.run.import_from,
     )
-    timeout_s = config.orchestrator.worker_start_timeout_s
-    hang_timeout_s = config.orchestrator.hang_timeout_s
-    return WorkerPool(
-        spec,
-        workers=max(1, source.workers),
-        start_timeout_s=timeout_s,
-        hang_timeout_s=hang_timeout_s,
-        log_dir=logs,
-        stop_grace_s=1.0,
-    )
+    return WorkerPool(spec, workers=max(1, source.workers), log_dir=logs, stop_grace_s=1.0)
 
 
 async def _run_node(

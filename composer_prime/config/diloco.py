@@ -54,8 +54,6 @@ class GuardConfig(BaseConfig):
     """Limit a delta's weight to this many times the median weight of the round. With two peers the smaller weight is
     the median; raise this if one trains that much more than the other.
     """
-    max_norm: float | None = Field(default=None, gt=0)
-    """Reject a delta with a norm above this; None: no limit."""
 
 
 class DilocoConfig(BaseConfig):
@@ -89,8 +87,6 @@ class DilocoConfig(BaseConfig):
     """Outer optimizer."""
     guard: GuardConfig = GuardConfig()
     """Which deltas to reject; deltas with NaN or infinity always are."""
-    connect_timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit for the rendezvous to answer and admit this peer when training starts."""
     round_deadline_s: float = Field(default=120.0, gt=0)
     """Time after a round's first complete delta in which the others can send theirs; slower peers send what they have.
     """

@@ -11,7 +11,7 @@ from pydantic_config import BaseConfig
 from composer_prime.address import endpoint_url
 from composer_prime.config.part import PartConfig, check_names
 
-RULES = ("tool_error", "exception", "test_failure", "schema", "failed")
+RULES = ("tool_error", "exception", "test_failure", "schema", "failed", "judge")
 LAYERS = ("template", "raw_error", "llm", "introspection", "sibling")
 
 
@@ -26,12 +26,8 @@ class EndpointConfig(BaseConfig):
     """Environment variable with the API key; None sends no key."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one call."""
-    max_tokens: int = Field(default=160, ge=1)
+    max_tokens: int = Field(default=600, ge=1)
     """Maximum tokens of an answer."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 makes answers repeatable if the endpoint supports it."""
-    max_concurrent: int = Field(default=8, ge=1)
-    """Calls in flight."""
     input_usd_per_mtok: float = Field(default=0.0, ge=0)
     """Price per million prompt tokens, in USD."""
     output_usd_per_mtok: float = Field(default=0.0, ge=0)
@@ -40,8 +36,6 @@ class EndpointConfig(BaseConfig):
     """Budget of the run in USD. The worst-case cost of each call is reserved in advance, and charged if no reply
     reports the cost.
     """
-    rest_s: float = Field(default=30.0, ge=0)
-    """Pause without calls after five failures in a row."""
 
     @field_validator("base_url")
     @classmethod
@@ -49,22 +43,14 @@ class EndpointConfig(BaseConfig):
         return endpoint_url(url, "base_url of an endpoint")
 
 
-class JudgeConfig(EndpointConfig):
-    """The endpoint of a judge. Verdicts on long rollouts are longer than hints."""
-
-    max_tokens: int = Field(default=600, ge=1)
-    """Maximum tokens of an answer; a truncated verdict is useless."""
-
-
 class HintsConfig(BaseConfig):
     detect: list[str | PartConfig] = ["tool_error", "exception", "test_failure", "schema"]
     """Rules that find error turns: a reply that reports a failed call; an exception or a failed test in a tool's
     output; a call that violates its tool's schema. `failed` (off by default) selects the last turn of a rollout without
-    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). An own detector is
-    `module:Class`, or { name = "module:Class", settings = { … } }; see orchestrator/hints/detect.py.
+    reward, with a successful rollout of the group as an example (SDPO's feedback, arXiv 2601.20802). `judge` asks the
+    model of `llm` for wasteful turns and bad style. An own detector is `module:Class`, or { name = "module:Class",
+    settings = { … } }; see orchestrator/hints/detect.py.
     """
-    judge: JudgeConfig | None = None
-    """A model that reads finished rollouts and flags wasteful turns and bad style."""
     layers: list[str | PartConfig] = ["template"]
     """Writers of the hint, in order; the first one with a hint wins: template, raw_error, llm, introspection, sibling,
     or `module:Class` of your own, with settings as in `detect`; see orchestrator/hints/generate.py.
@@ -73,7 +59,7 @@ class HintsConfig(BaseConfig):
     """Additional templates (TOML, in the format of orchestrator/hints/templates.toml); tried before the built-in ones.
     """
     llm: EndpointConfig | None = None
-    """The model of the layer `llm`."""
+    """The model of the layer `llm` and of the detector `judge`."""
     placement: Literal["message_end", "user", "system"] = "message_end"
     """Where the hint goes: at the end of the user or tool message before the turn, or in a separate message."""
     control: Literal["none", "other_error", "other_episode"] = "none"
@@ -109,9 +95,14 @@ class HintsConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _llm_has_an_endpoint(self) -> HintsConfig:
-        if "llm" in self.layers and self.llm is None:
+        if self.asks_model and self.llm is None:
             raise ValueError(
-                f"orchestrator.hints.layers is {self.layers}, but orchestrator.hints.llm names no endpoint: set "
-                "orchestrator.hints.llm.base_url and .model, or leave out the layer 'llm'"
+                f"orchestrator.hints.detect is {self.detect} and layers is {self.layers}, but orchestrator.hints.llm "
+                "names no endpoint: set orchestrator.hints.llm.base_url and .model, or leave out 'judge' and 'llm'"
             )
         return self
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the endpoint of `llm` is used."""
+        return "llm" in self.layers or "judge" in self.detect

@@ -15,8 +15,6 @@ class LocalEngineConfig(BaseConfig):
     """Sequences that decode together; others wait in a queue."""
     prefill_tokens: int = Field(default=4096, ge=16)
     """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
-    prefix_cache: bool = True
-    """Keep the KV cache of a conversation for its next turn (until a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
     kv_at_swap: Literal["keep", "recompute", "keep_conversations"] = "keep"
@@ -31,18 +29,10 @@ class VllmEngineConfig(BaseConfig):
 
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Fraction of GPU memory for weights and KV cache."""
-    cpu_kv_cache_gib: int = Field(default=1, ge=1)
-    """KV cache of a CPU server, in GiB."""
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share one model copy."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences that decode together."""
-    enforce_eager: bool | None = None
-    """Skip graph capture; None means eager on CPU and graphs on CUDA."""
-    start_timeout_s: float = Field(default=600, gt=0)
-    """Time limit for the server to load the model and become ready."""
-    swap_timeout_s: float = Field(default=300, gt=0)
-    """Time limit for the server to load a new version or score the canary."""
     kv_at_swap: Literal["keep", "keep_conversations"] = "keep"
     """Same as inference.local.kv_at_swap. A conversation without a turn between two swaps is recomputed."""
     extra_args: list[str] = []
@@ -99,9 +89,6 @@ class InferenceConfig(BaseConfig):
     """Price of a node's machine in dollars per hour, in addition to run.usd_per_hour; `inference join --price` sets it
     for one node. None: unknown.
     """
-    canary_tolerance: float | None = Field(default=None, gt=0)
-    """Maximum difference in nats between the canary's logprobs and the manifest's; None: 0.5 with bfloat16, else 0.05.
-    """
 
     @field_validator("engine")
     @classmethod
@@ -126,8 +113,6 @@ class InferenceConfig(BaseConfig):
 
     def canary_limit(self, *, on_cuda: bool) -> float:
         """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""
-        if self.canary_tolerance is not None:
-            return self.canary_tolerance
         return 0.5 if self.dtype_used(on_cuda=on_cuda) == "bfloat16" else 0.05
 
     def dtype_used(self, *, on_cuda: bool) -> str:

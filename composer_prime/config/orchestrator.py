@@ -27,8 +27,6 @@ class PreferencesConfig(BaseConfig):
     """
     pairs_per_step: int = Field(default=0, ge=0)
     """Pairs in each optimizer step; 0 uses none."""
-    max_epsilon: float = Field(default=0.5, ge=0, le=0.5)
-    """Skip pairs whose label is wrong with a higher probability."""
 
 
 class DemonstrationsConfig(BaseConfig):
@@ -169,10 +167,6 @@ class EvalConfig(BaseConfig):
     """Sampling temperature of evaluation rollouts."""
     pass_threshold: float = 1.0
     """Minimum reward of a passed rollout."""
-    share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the concurrency for evaluation while training rollouts wait."""
-    version_timeout_s: float = Field(default=600.0, gt=0)
-    """How long an evaluation waits for the nodes to load its weights."""
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
@@ -208,8 +202,6 @@ class AuditConfig(BaseConfig):
     """
     timeout_s: float = Field(default=300.0, gt=0)
     """How long a rollout waits for audits of new nodes' answers before it fails."""
-    quarantine_s: float = Field(default=600.0, gt=0)
-    """How long a node gets no requests after a failed audit; doubles each time."""
 
 
 _SHIPPED_CURRICULA = ("orchestrator.tasks.curriculum:Shuffled", "orchestrator.tasks.curriculum:Frontier")
@@ -292,8 +284,6 @@ class OrchestratorConfig(BaseConfig):
     """Train truncated rollouts with the policy loss. Off: they count only for their group's advantages, and SDPO trains
     their hinted turns (DAPO's overlong filtering, arXiv 2503.14476).
     """
-    max_filtered_share: float = Field(default=0.9, gt=0, le=1)
-    """Warn if more than this share of the last groups was dropped for equal rewards."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Order of tasks."""
     eval: EvalConfig = EvalConfig()
@@ -318,18 +308,10 @@ class OrchestratorConfig(BaseConfig):
     """Where trainer ranks connect (CURVE-encrypted)."""
     no_node_timeout_s: float = Field(default=300.0, gt=0)
     """How long requests wait for a connected inference node before the run fails."""
-    worker_start_timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit for an environment worker to load."""
-    hang_timeout_s: float = Field(default=60.0, gt=0)
-    """End and restart an environment worker whose event loop stands still for this long. After 5 s an event names the
-    line that blocks it.
-    """
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Time limit to fill a batch; then the run fails and reports what it was waiting for."""
     trainer_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a ready batch may wait for a message from the trainer before the run fails."""
-    max_failed_groups: int = Field(default=32, ge=1)
-    """Consecutive groups that may fail for lack of finished rollouts before the run fails with the last error."""
 
     @model_validator(mode="after")
     def _some_source_is_trained(self) -> OrchestratorConfig:

@@ -76,8 +76,6 @@ class MonitorConfig(BaseConfig):
     """Trackers to use; each needs the extra of the same name. A failing tracker is disabled; the run continues."""
     project: str = "composer-prime"
     """Project name in trackio and wandb."""
-    wandb_mode: Literal["online", "offline"] = "offline"
-    """Whether wandb uploads to its server."""
     tokens: bool = False
     """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
     `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes per token.
@@ -156,18 +154,16 @@ def _joint_run(config: Config) -> Iterator[str]:
             f"{pluralize(steps % period, 'step')} would reach no other cluster; use max_steps = "
             f"{steps // period * period or period}"
         )
-    yield from _nested_waits(diloco, config.trainer, config.orchestrator)
+    yield from _nested_waits(diloco, config.orchestrator)
 
 
-def _nested_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:
+def _nested_waits(diloco: DilocoConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:
     """Check that each wait of a joint run ends before the wait around it, so that the inner one reports the cause.
 
     orchestrator.trainer_timeout_s          a ready batch waits for the trainer
       round_timeout_s + 2 heal_timeout_s    first state of a resume, a round that left the peer behind, a new state
       offline_timeout_s > round_timeout_s   waits without an outcome, one after the other
         round_deadline_s                    the rendezvous waits for late deltas
-    trainer.collective_timeout_s            the other ranks wait for the one that connects last
-      connect_timeout_s
     """
     waits = [
         ("diloco.round_deadline_s", diloco.round_deadline_s, "diloco.round_timeout_s", diloco.round_timeout_s,
@@ -177,8 +173,6 @@ def _nested_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: Or
         ("diloco.round_timeout_s + 2 diloco.heal_timeout_s", diloco.round_timeout_s + 2 * diloco.heal_timeout_s,
          "orchestrator.trainer_timeout_s", orchestrator.trainer_timeout_s,
          "the orchestrator would give up a trainer that receives the others' state"),
-        ("diloco.connect_timeout_s", diloco.connect_timeout_s, "trainer.collective_timeout_s",
-         trainer.collective_timeout_s, "the ranks would give up one that still connects"),
     ]  # fmt: skip
     for inner, inner_s, outer, outer_s, consequence in waits:
         if inner_s >= outer_s:

@@ -32,8 +32,6 @@ class OptimConfig(BaseConfig):
     """AdamW epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon momentum."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm here; None never clips."""
 
@@ -84,10 +82,6 @@ class CheckpointConfig(BaseConfig):
 class WeightStoreConfig(BaseConfig):
     keep: int = Field(default=3, ge=2)
     """Policy versions to keep in the weight store."""
-    anchor_every: int = Field(default=20, ge=1)
-    """Versions between full snapshots in the store. Versions in between are stored as differences if these are smaller
-    than a third of a snapshot; 1 stores every version in full.
-    """
 
 
 class TrainerConfig(BaseConfig):
@@ -120,8 +114,6 @@ class TrainerConfig(BaseConfig):
     """Storage of published versions."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Consecutive steps that may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
-    collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Timeout of a collective operation between ranks."""
     orchestrator_timeout_s: float = Field(default=120.0, gt=0)
     """Timeout for messages from the orchestrator, which answers every few seconds even if no batch is ready."""
 

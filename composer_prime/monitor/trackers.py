@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -36,13 +37,13 @@ def _trackio(config: Config, folder: Path) -> Tracker:
 
 
 def _wandb(config: Config, folder: Path) -> Tracker:
-    """Return wandb, offline unless monitor.wandb_mode is online; files go below the run directory."""
+    """Return wandb, offline unless WANDB_MODE says otherwise; files go below the run directory."""
     wandb = _load("wandb")
     run = wandb.init(
         project=config.monitor.project,
         name=config.run.name,
         dir=str(folder),
-        mode=config.monitor.wandb_mode,
+        mode=os.environ.get("WANDB_MODE", "offline"),
         config=config.model_dump(mode="json"),
         settings=wandb.Settings(console="off", silent=True),
     )

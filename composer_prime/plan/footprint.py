@@ -132,7 +132,7 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
     per_token = 2 * shape.layers * shape.kv_width * _node_width(inference, cuda=cuda)
     cache = per_token * inference.local.max_batch * config.model.max_context
     if inference.engine == "vllm":
-        cache = inference.vllm.cpu_kv_cache_gib * GIB
+        cache = GIB
         if cuda and device_bytes:
             cache = int(inference.vllm.gpu_memory_utilization * device_bytes) - _CUDA_CONTEXT_BYTES
             cache = max(0, cache - shape.parameters * _node_width(inference, cuda=cuda))
@@ -189,7 +189,7 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     width = 2 if cuda else 4
     moments = 8 if config.trainer.optim.type == "adamw" else 5
     trained = trained_parameters(config, shape)
-    with_deltas = int(config.trainer.lora is None and config.trainer.weights.anchor_every > 1)
+    with_deltas = int(config.trainer.lora is None)
     averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return {
         "weight store": (2 * config.trainer.weights.keep + 1 + with_deltas) * shape.parameters * width,
@@ -207,7 +207,7 @@ def node_disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
     if config.run.max_steps == 0:
         return 0
     whole = shape.parameters * (2 if cuda else 4)
-    deltas = 2 * whole // 3 if config.trainer.lora is None and config.trainer.weights.anchor_every > 1 else 0
+    deltas = 2 * whole // 3 if config.trainer.lora is None else 0
     return (3 if config.inference.engine == "vllm" else 2) * whole + deltas
 
 

@@ -278,13 +278,12 @@ def _hints(config: Config, findings: Findings) -> None:
     templates = hints.templates_file
     if templates is not None and not templates.expanduser().is_file():
         findings.problems.append(f"orchestrator.hints.templates_file is {templates}, but there is no such file")
-    for name, endpoint in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
-        variable = None if endpoint is None else endpoint.api_key_var
-        if variable is not None and not os.environ.get(variable):
-            findings.problems.append(
-                f"orchestrator.hints.{name}.api_key_var is {variable!r}, but the environment has no such "
-                "variable: export it, or leave the setting out for an endpoint without a key"
-            )
+    variable = hints.llm.api_key_var if hints.llm is not None and hints.asks_model else None
+    if variable is not None and not os.environ.get(variable):
+        findings.problems.append(
+            f"orchestrator.hints.llm.api_key_var is {variable!r}, but the environment has no such variable: export it, "
+            "or leave the setting out for an endpoint without a key"
+        )
 
 
 def _teachers(config: Config, findings: Findings) -> None:

@@ -73,10 +73,7 @@ def load_sources(config: Config, program: str, *, deadline_s: float = DEADLINE_S
             words, input=text, capture_output=True, text=True, timeout=deadline_s, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        note = (
-            f"task sets and chat template are not checked: loading them took longer than {deadline_s:g} s; the run "
-            f"itself waits orchestrator.worker_start_timeout_s = {config.orchestrator.worker_start_timeout_s:g} s"
-        )
+        note = f"task sets and chat template are not checked: loading them took longer than {deadline_s:g} s"
         return LoadedSources(warnings=[note])
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

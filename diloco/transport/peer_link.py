@@ -34,6 +34,8 @@ from diloco.transport.keys import JointKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_CONNECT_TIMEOUT_S = 60.0
+"""How long the rendezvous may take to answer and admit this peer when training starts."""
 _FAREWELL_S = 4.0
 _BEAT_TIMEOUT_S = 3.0
 """A beat is not sent again: the next one is more up to date."""
@@ -239,8 +241,8 @@ class PeerLink:
         await self._exchange.connection.close()
 
     async def _greet(self) -> None:
-        """Ask to be admitted. Raises DeadlineError after diloco.connect_timeout_s, or RefusedError."""
-        timeout_s, began = self._config.connect_timeout_s, time.monotonic()
+        """Ask to be admitted. Raises DeadlineError after _CONNECT_TIMEOUT_S, or RefusedError."""
+        timeout_s, began = _CONNECT_TIMEOUT_S, time.monotonic()
         while True:
             answer = await self._live.connection.call(self._hello, timeout_s)
             if isinstance(answer, messages.PeerWelcome):

@@ -34,6 +34,11 @@ _KEY_VERSION = 2
 then asked for again. 2: without the model's thinking."""
 _BYTES_PER_TOKEN = 2
 """Prompts are reserved for with this few bytes a token; hardly any text has fewer."""
+_TEMPERATURE = 0.0
+_CALLS = 8
+"""Calls in flight."""
+_REST_S = 30.0
+"""Pause without calls after five failures in a row."""
 _CUT_THOUGHT = ("<think>", "<thinking>")
 """What an answer begins with whose second thought was cut: its first one was taken out."""
 
@@ -80,8 +85,8 @@ class ChatEndpoint:
             api_key=api_key,
             price=self._price,
             timeout_s=config.timeout_s,
-            max_concurrent=config.max_concurrent,
-            rest_s=config.rest_s,
+            max_concurrent=_CALLS,
+            rest_s=_REST_S,
         )
         self.client = ChatClient(endpoint, self._budget, self._cache)
 
@@ -107,7 +112,7 @@ class ChatEndpoint:
         config = self._config
         size = sum(len(message["content"].encode()) + 16 for message in messages)
         bound_usd = self._price.bound_usd(size // _BYTES_PER_TOKEN, config.max_tokens)
-        parts = [_KEY_VERSION, config.model, config.temperature, config.max_tokens, variant, messages]
+        parts = [_KEY_VERSION, config.model, _TEMPERATURE, config.max_tokens, variant, messages]
         key = hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
         def check_text(answer: CachedAnswer) -> None:
@@ -121,7 +126,7 @@ class ChatEndpoint:
                 model=config.model,
                 messages=messages,
                 tools=[],
-                temperature=config.temperature,
+                temperature=_TEMPERATURE,
                 max_tokens=config.max_tokens,
             ),
             key=key,

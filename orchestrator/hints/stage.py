@@ -60,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
-_POLICY_CALLS = 4
-"""Introspection's calls in flight: they share the nodes with rollouts."""
 _POLICY_HINT_TOKENS = 96
 """The most that introspection answers."""
 
@@ -289,10 +287,10 @@ def build_hints(
         "sibling": sibling_demonstration,
     }
     layers |= own_parts(hints.layers, "orchestrator.hints.layers")
-    if "judge" in endpoints:
-        detectors["judge"] = functools.partial(judged_turns, endpoints["judge"])
     if "llm" in endpoints:
         layers["llm"] = functools.partial(model_hint, endpoints["llm"])
+    if "judge" in hints.detect:
+        detectors["judge"] = functools.partial(judged_turns, endpoints["llm"])
     if "introspection" in endpoints:
         layers["introspection"] = functools.partial(introspection, endpoints["introspection"])
     return HintStage(
@@ -332,16 +330,14 @@ def _endpoints(
 ) -> dict[str, ChatEndpoint]:
     endpoints: dict[str, ChatEndpoint] = {}
     ledger = CostLedger(run_root / "costs.jsonl")
-    for name, config in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
-        if config is not None:
-            cache = run_root / "hints" / f"{name}.sqlite"
-            endpoints[name] = ChatEndpoint(config, name=f"orchestrator.hints.{name}", cache=cache, ledger=ledger)
+    if hints.llm is not None and hints.asks_model:
+        cache = run_root / "hints" / "llm.sqlite"
+        endpoints["llm"] = ChatEndpoint(hints.llm, name="orchestrator.hints.llm", cache=cache, ledger=ledger)
     if "introspection" in hints.layers:
         policy = EndpointConfig(
             base_url=gateway_url,
             model=POLICY,
             max_tokens=_POLICY_HINT_TOKENS,
-            max_concurrent=_POLICY_CALLS,
             timeout_s=hints.timeout_s,
         )
         endpoints["introspection"] = ChatEndpoint(policy, name="orchestrator.hints.introspection", key=gateway_token)

@@ -93,11 +93,15 @@ class RequestFactory:
         )
 
 
+EVAL_SHARE = 0.25
+"""Share of the permits for evaluation while training rollouts wait."""
+
+
 class Permits:
     """By task set: TRAIN or EVAL."""
 
-    def __init__(self, limit: int, eval_share: float) -> None:
-        """`limit`: rollouts that may run at a time."""
+    def __init__(self, limit: int, eval_share: float = EVAL_SHARE) -> None:
+        """`limit`: rollouts that may run at a time. `eval_share` of them may evaluate while others train."""
         self.eval_share = eval_share
         self.running: dict[str, int] = {TRAIN: 0, EVAL: 0}
         self.shared_s = 0.0

@@ -55,6 +55,8 @@ from orchestrator.swarm.trust import NodeTrust, is_clean
 
 logger = logging.getLogger(__name__)
 
+_QUARANTINE_S = 600.0
+"""How long a node gets no requests after a failed audit; doubles each time."""
 _MAX_QUEUED = 4096
 _MAX_QUEUED_BYTES = 512 << 20
 """Answers that wait for an auditor, and their bytes; beyond that, those of the lowest rank count as not audited."""
@@ -292,7 +294,7 @@ class Audits:
                 self._quarantine(node_id, trust, f"wrong answers; in its last one {_describe(part)}")
 
     def _quarantine(self, node_id: str, trust: NodeTrust, why: str) -> None:
-        length_s = trust.quarantine(time.monotonic(), self._config.quarantine_s)
+        length_s = trust.quarantine(time.monotonic(), _QUARANTINE_S)
         self.counters["quarantines"] += 1
         rollouts = set(self._recent.pop(node_id, ()))
         for name in rollouts:

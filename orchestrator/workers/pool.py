@@ -28,14 +28,14 @@ _LONGEST_BACKOFF_S = 30.0
 
 
 class WorkerPool:
-    """`async with WorkerPool(spec, start_timeout_s=60) as pool: reply = await pool.run(request)`."""
+    """`async with WorkerPool(spec) as pool: reply = await pool.run(request)`."""
 
     def __init__(
         self,
         spec: SourceSpec,
         *,
         workers: int = 1,
-        start_timeout_s: float,
+        start_timeout_s: float = 600.0,
         hang_timeout_s: float = 60.0,
         max_restarts: int = 5,
         backoff_s: float = 0.5,
@@ -139,8 +139,8 @@ class WorkerPool:
             raise self._failure
         if not found:
             raise DeadlineError(
-                f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s "
-                "(orchestrator.worker_start_timeout_s): the log tells why workers ended"
+                f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s"
+                ": the log tells why workers ended"
             )
         return min(self.players, key=lambda worker: worker.running)
 

@@ -91,8 +91,8 @@ class WorkerProcess:
         except TimeoutError:
             await worker.kill("it did not load in time")
             raise DeadlineError(
-                f"{worker.label} did not load its environment within {start_timeout_s:g} s: raise "
-                f"orchestrator.worker_start_timeout_s for a large task set or a busy machine.{worker.last_words}"
+                f"{worker.label} did not load its environment within {start_timeout_s:g} s: load less in "
+                f"its constructor, or use a machine that is less busy.{worker.last_words}"
             ) from None
         except BaseException:
             await worker.kill("start was given up")
@@ -223,7 +223,7 @@ class WorkerProcess:
             if silent_s > hang_timeout_s:
                 place = self._blocked_at()
                 self._end_reason = (
-                    f"no heartbeat for {silent_s:.1f} s (orchestrator.hang_timeout_s = {hang_timeout_s:g})"
+                    f"no heartbeat for {silent_s:.1f} s (at most {hang_timeout_s:g})"
                     f"{f'; it stood at {place}' if place else ''}"
                 )
                 signal_session(self._process.pid, signal.SIGKILL)

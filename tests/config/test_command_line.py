@@ -102,8 +102,8 @@ def test_underscore_and_dash_are_the_same(base, flag):
 def test_lists_and_switches_on_the_command_line(base):
     # Lists take several words under either spelling; --no- turns a switch off; an optional section opens by its key.
     words = ["--orchestrator.eval.pass_k", "1", "2", "--orchestrator.eval.samples", "2", "--trainer.lora.rank", "4"]
-    config = resolve(["@", base, *words, "--no-inference.local.prefix_cache"]).config
-    assert config.orchestrator.eval.pass_k == [1, 2] and not config.inference.local.prefix_cache
+    config = resolve(["@", base, *words, "--no-orchestrator.train_truncated"]).config
+    assert config.orchestrator.eval.pass_k == [1, 2] and not config.orchestrator.train_truncated
     assert config.trainer.lora is not None and config.trainer.lora.rank == 4
 
 
@@ -147,7 +147,7 @@ def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):
     assert "did you mean orchestrator.source.0.weight?" in text
 
 
-@pytest.mark.parametrize("table", ["[teachers.teacher]]", "orchestrator.hints.llm]", "orchestrator.hints.judge]"])
+@pytest.mark.parametrize("table", ["[teachers.teacher]]", "orchestrator.hints.llm]"])
 @pytest.mark.parametrize("asked", ["key_env", "key_variable", "usd_per_million"])
 def test_endpoints_are_named_alike(base, tmp_path, table, asked):
     # Teachers, hints and judge have the same names for the same things; other tools' and earlier ones lead to them.

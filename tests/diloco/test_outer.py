@@ -81,8 +81,6 @@ def test_guard():
     assert set(rejected({"a": math.nan, "b": math.inf, "c": 1.0}, config)) == {"a", "b"}
     assert set(rejected({"a": 1.0, "b": 1.2, "c": 10000.0}, config)) == {"c"}
     assert set(rejected({"a": 1.0, "b": 1.2, "c": 1e12, "d": 1e13}, config)) == {"c", "d"}
-    assert set(rejected({"a": 1.0, "b": 2500.0}, GuardConfig(max_norm=50, max_norm_ratio=100))) == set()
-    assert set(rejected({"a": 1.0, "b": 10000.0}, GuardConfig(max_norm=50, max_norm_ratio=1e6))) == {"b"}
     reason = rejected({"a": 1.0, "b": 1.0, "c": 1e4}, config)["c"]
     assert "norm 100 is above 10 (diloco.guard.max_norm_ratio) times the usual 1" in reason
     assert math.isnan(squared_norm(torch.tensor([1.0, math.nan])))
@@ -208,7 +206,6 @@ def test_joint_run_rules():
         ({"round_timeout_s": 2000}, r"round_timeout_s \+ 2 diloco.heal_timeout_s is 3800, .*trainer_timeout_s is 3600"),
         ({"round_timeout_s": 100}, "round_deadline_s is 120, but diloco.round_timeout_s is 100"),
         ({"offline_timeout_s": 60}, "round_timeout_s is 600, but diloco.offline_timeout_s is 60"),
-        ({"connect_timeout_s": 700}, "connect_timeout_s is 700, but trainer.collective_timeout_s is 600"),
     ]:
         with pytest.raises(ValidationError, match=message):
             Config.model_validate({**run, "diloco": {**run["diloco"], **values}})

@@ -47,7 +47,6 @@ def config():
         connect_timeout_s=4.0,
         chunk_timeout_s=1.0,
         drain_timeout_s=30.0,
-        canary_tolerance=1e-3,
     )
 
 

@@ -56,7 +56,7 @@ def serving(folder, config, keys, publisher):
         engine = LocalEngine(folder, config, MAX_CONTEXT, computer)
         await engine.start()
         link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"), config.chunk_timeout_s)
-        receiver = Receiver(engine, link, folder, config.canary_tolerance)
+        receiver = Receiver(engine, link, folder, 1e-3)
         node = InferenceNode("node-a", engine, link, receiver, config)
         ended = asyncio.ensure_future(node.run())
         try:

@@ -303,7 +303,7 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         await engine.start()
         link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), config.chunk_timeout_s)
         sources = WeightSources(link, TIMEOUT_S)
-        receiver = Receiver(engine, sources, folder, config.canary_tolerance)
+        receiver = Receiver(engine, sources, folder, 1e-3)
         node = InferenceNode("node-a", engine, link, receiver, config, sources=sources)
         async with served("server", publisher.store.root) as url:
             gateway.sources = [url.replace("127.0.0.1", "*")]

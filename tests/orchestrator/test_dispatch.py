@@ -103,10 +103,11 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
 
 
-async def test_a_run_whose_every_group_fails_ends_with_the_last_error(open_run, run_dir, tmp_path):
+async def test_a_run_whose_every_group_fails_ends_with_the_last_error(open_run, run_dir, tmp_path, monkeypatch):
     """Nothing but failures: the run ends, the message holds the error, and the ranks hear of it."""
     pool = ScriptedPool(lambda request: HOPELESS)
-    config = make_config(tmp_path, max_failed_groups=6)
+    monkeypatch.setattr("orchestrator.scheduler._MAX_FAILED_GROUPS", 6)
+    config = make_config(tmp_path)
     async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         finished = await trainer.ask(1, 0)

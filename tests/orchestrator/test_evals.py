@@ -132,9 +132,10 @@ async def test_what_keeps_failing_gets_a_pause_between_tries_and_a_message(open_
     assert "sandbox: no disk left" in caplog.text
 
 
-async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(open_run, run_dir, tmp_path):
+async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(open_run, run_dir, tmp_path, monkeypatch):
     """A node that never swaps: no figures under the wrong version, but an error that names the version."""
-    evaluation = {"every_steps": 5, "tasks": 2, "version_timeout_s": 1.0}
+    monkeypatch.setattr("orchestrator.evals._VERSION_TIMEOUT_S", 1.0)
+    evaluation = {"every_steps": 5, "tasks": 2}
     config = make_config(tmp_path, max_steps=1, eval=evaluation)
     async with open_run(config, swap_s=60) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
@@ -146,9 +147,12 @@ async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(op
         assert not run_dir.eval_rollouts(1).exists()
 
 
-async def test_a_node_stuck_at_an_old_version_fails_neither_evaluation_nor_dispatch(open_run, run_dir, tmp_path):
+async def test_a_node_stuck_at_an_old_version_fails_neither_evaluation_nor_dispatch(
+    open_run, run_dir, tmp_path, monkeypatch
+):
     """One of three nodes never swaps: training goes on, and the last evaluation is answered by the other two."""
-    evaluation = {"every_steps": 5, "tasks": 4, "version_timeout_s": 30.0}
+    monkeypatch.setattr("orchestrator.evals._VERSION_TIMEOUT_S", 30.0)
+    evaluation = {"every_steps": 5, "tasks": 4}
     config = make_config(tmp_path, max_steps=3, max_staleness=4, eval=evaluation)
     async with (
         open_run(config) as run,

@@ -21,7 +21,7 @@ from tests.chat_models import chat
 from tests.rollouts_made import TOOLS
 from tests.verdicts import release
 
-ROOMY = dict(max_context=384, row_tokens=4096, max_epsilon=0.5)
+ROOMY = dict(max_context=384, row_tokens=4096)
 
 
 def says(text: str, **more: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def ids(drawn: list[Preference]) -> list[str]:
 def test_both_sides_are_what_a_rollout_would_hold(model):
     # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
     renderer, tokenizer = chat(model)
-    made = PairTokenizer(renderer, max_context=2000, row_tokens=4096, max_epsilon=0.5).preference(pair())
+    made = PairTokenizer(renderer, max_context=2000, row_tokens=4096).preference(pair())
     assert isinstance(made, Preference)
     prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
     chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
@@ -78,12 +78,11 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     ("reason", "changes", "limits"),
     [
         ("truncated", {"truncated": True}, ROOMY),
-        ("doubtful", {"epsilon": 0.375}, dict(max_context=384, row_tokens=4096, max_epsilon=0.2)),
         ("same", {"rejected": calls("add")}, ROOMY),
         ("unrenderable", {"chosen": {"content": "no role"}}, ROOMY),
         ("context_differs", {"chosen": {"role": "user", "content": "hi"}}, ROOMY),
-        ("too_long", {}, dict(max_context=20, row_tokens=4096, max_epsilon=0.5)),
-        ("row_full", {}, dict(max_context=384, row_tokens=80, max_epsilon=0.5)),
+        ("too_long", {}, dict(max_context=20, row_tokens=4096)),
+        ("row_full", {}, dict(max_context=384, row_tokens=80)),
     ],
 )
 def test_a_pair_that_cannot_be_trained_is_refused_with_its_reason(reason, changes, limits):

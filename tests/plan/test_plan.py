@@ -340,18 +340,16 @@ def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
     url = 'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\napi_key_var = '
     file.write_text(
         f'[orchestrator.hints]\ntemplates_file = "{tmp_path / "own.toml"}"\nlayers = ["template", "llm"]\n'
-        f'[orchestrator.hints.judge]\n{url}"JUDGE_KEY"\n[orchestrator.hints.llm]\n{url}"WRITER_KEY"\n'
+        f'[orchestrator.hints.llm]\n{url}"WRITER_KEY"\n'
     )
     words = ["@", str(ROOT / "configs/a2.toml"), "@", str(file), "--run.output_dir", str(tmp_path)]
     config = resolve(words).config
     monkeypatch.setenv("WRITER_KEY", "")
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
     problems = [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]
-    assert len(problems) == 3 and f"templates_file is {tmp_path / 'own.toml'}, but there is no such file" in problems[0]
-    assert "judge.api_key_var is 'JUDGE_KEY'" in problems[1] and "'WRITER_KEY'" in problems[2]
+    assert len(problems) == 2 and f"templates_file is {tmp_path / 'own.toml'}, but there is no such file" in problems[0]
+    assert "llm.api_key_var is 'WRITER_KEY'" in problems[1]
     (tmp_path / "own.toml").write_text("template = []")
     monkeypatch.setenv("WRITER_KEY", "k")
-    monkeypatch.setenv("JUDGE_KEY", "k")
     assert not [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]
 
 

@@ -50,7 +50,7 @@ def make_pairs(step: int, count: int = 3) -> list[Preference]:
 
 def three_channels(kind: str = "live", **policy) -> ChannelsConfig:
     """All channels on, with a self-teacher of `kind`."""
-    teacher = {"kind": kind, "rate": 0.3, "mix": 0.4}
+    teacher = {"kind": kind, "rate": 0.3}
     return ChannelsConfig.model_validate(
         {
             "policy": {"correction": "none", **policy},

@@ -19,7 +19,7 @@ from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
 from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import SelfTeacher, WeightSnapshot, adapters_off
+from trainer.teacher.self_teacher import MIX, SelfTeacher, WeightSnapshot, adapters_off
 from trainer.weights.publish import whole_parameters
 
 
@@ -97,7 +97,9 @@ def averaged(copies, rate: float):
 EXPECTED = {
     "live": lambda order, copies: turn_logits(copies[2], order),
     "frozen": lambda order, copies: turn_logits(copies[0], order),
-    "trust_region": lambda order, copies: 0.6 * turn_logits(copies[0], order) + 0.4 * turn_logits(copies[2], order),
+    "trust_region": lambda order, copies: (
+        (1 - MIX) * turn_logits(copies[0], order) + MIX * turn_logits(copies[2], order)
+    ),
     "ema": lambda order, copies: turn_logits(averaged(copies, 0.3), order),
 }
 

@@ -223,7 +223,7 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str, caplog) 
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
             assert reply.failure.kind == "worker"
-            assert "orchestrator.hang_timeout_s" in reply.failure.message
+            assert "no heartbeat" in reply.failure.message
             assert re.search(r"bench_env\.py:\d+, in setup", reply.failure.message)
             (event,) = [record for record in caplog.records if "bench_env.py" in record.event_where]
             assert event.levelname == "WARNING"

@@ -53,6 +53,11 @@ from trainer.world import gather_words
 
 logger = logging.getLogger(__name__)
 
+MIX = 0.05
+"""Share of the live logits in a trust_region teacher's."""
+_REFERENCE_RATE = 0.01
+"""Share of the trained weights added at each step to the reference's average."""
+
 
 @dataclass(slots=True, kw_only=True)
 class AuxiliaryLogprobs:
@@ -73,7 +78,7 @@ class SelfTeacher:
         self._cache = cache
         self._sets = weight_sets(channels)
         self._averages = {name: WeightSnapshot(policy) for name in AVERAGES if name in self._sets.needed}
-        self._rates = {"teacher": channels.sdpo.teacher.rate, "reference": channels.policy.kl.ema_rate}
+        self._rates = {"teacher": channels.sdpo.teacher.rate, "reference": _REFERENCE_RATE}
         self._swaps: dict[str, Callable[[], AbstractContextManager[None]]] = {
             name: average.swapped_in for name, average in self._averages.items()
         }
@@ -176,7 +181,7 @@ class SelfTeacher:
     def _policy_share(self) -> float:
         """Share of the policy's own logits in the teacher's."""
         teacher = self._channels.sdpo.teacher
-        return {"live": 1.0, "trust_region": teacher.mix}.get(teacher.kind, 0.0)
+        return {"live": 1.0, "trust_region": MIX}.get(teacher.kind, 0.0)
 
     def _mixture(self, other: TeacherPart | None, policy_states: Tensor | None) -> TeacherMixture:
         parts = () if other is None else (other,)

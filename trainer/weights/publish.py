@@ -94,7 +94,7 @@ class Publisher:
             self._verifier = keys.verifier()
             self._store = WeightStore(run_dir.weights)
             self._store.remove_partials()
-            self._writer = VersionWriter(self._store, config.trainer.weights.anchor_every)
+            self._writer = VersionWriter(self._store)
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 

@@ -24,6 +24,8 @@ from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, safetens
 
 logger = logging.getLogger(__name__)
 
+ANCHOR_EVERY = 20
+"""Versions between two whole ones."""
 _LARGEST_SHARE = 1 / 3
 """Of an anchor's bytes: no patch is larger."""
 
@@ -35,7 +37,7 @@ class _DenseError(Exception):
 class VersionWriter:
     """Used by one thread at a time."""
 
-    def __init__(self, store: WeightStore, anchor_every: int) -> None:
+    def __init__(self, store: WeightStore, anchor_every: int = ANCHOR_EVERY) -> None:
         """`anchor_every` versions after an anchor the next one is whole."""
         self._store = store
         self._anchor_every = anchor_every

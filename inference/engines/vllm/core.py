@@ -229,7 +229,6 @@ def _part(state: Any, first: int, reason: str) -> Answer:
 def _engine_arguments(setup: Setup, config: InferenceConfig, *, on_cpu: bool) -> list[str]:
     """Return the command line of vLLM's engine. `extra_args` come last, so they win."""
     dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "bfloat16"
-    eager = config.vllm.enforce_eager if config.vllm.enforce_eager is not None else on_cpu
     pairs = {
         "--model": setup.model,
         "--dtype": dtype,
@@ -241,11 +240,11 @@ def _engine_arguments(setup: Setup, config: InferenceConfig, *, on_cpu: bool) ->
     # Without a step in flight a swap falls exactly between two tokens.
     flags = ["--no-async-scheduling", "--disable-log-stats"]
     if on_cpu:
-        pairs["--kv-cache-memory-bytes"] = config.vllm.cpu_kv_cache_gib << 30
+        pairs["--kv-cache-memory-bytes"] = 1 << 30
         pairs["--block-size"] = _CPU_BLOCK_TOKENS
     else:
         pairs["--gpu-memory-utilization"] = config.vllm.gpu_memory_utilization
-    flags.append("--enforce-eager" if eager else "--no-enforce-eager")
+    flags.append("--enforce-eager" if on_cpu else "--no-enforce-eager")
     return [str(part) for pair in pairs.items() for part in pair] + flags + config.vllm.extra_args
 
 

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     import torch
 
 _EXIT_GRACE_S = 5.0
-_SWAP_LIMIT = "inference.vllm.swap_timeout_s"
+_START_TIMEOUT_S = 600.0
+_SWAP_TIMEOUT_S = 300.0
+"""How long vLLM may take to load a new version or to score the canary."""
 
 
 class VllmEngine:
@@ -70,7 +72,7 @@ class VllmEngine:
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
-        """Start the child and wait until it serves, at most inference.vllm.start_timeout_s.
+        """Start the child and wait until it serves, at most ten minutes.
 
         Raises ModelNotFoundError, EngineError (vLLM is not installed or failed; with its last log lines) or
         DeadlineError.
@@ -88,14 +90,11 @@ class VllmEngine:
         self._failure = None
         self._ready = asyncio.get_running_loop().create_future()
         setup = self._inference.model_dump_json()
-        timeout_s = self._inference.vllm.start_timeout_s
         try:
             self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
             self._listener = asyncio.create_task(self._listen(self._child))
             self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
-            await self._within(
-                self._ready, timeout_s, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)"
-            )
+            await self._within(self._ready, _START_TIMEOUT_S, f"vLLM to start on {self._folder}")
         except BaseException:
             await self.close()
             raise
@@ -123,7 +122,7 @@ class VllmEngine:
             del self._generating[request_id]
 
     async def progress(self, sent: Mapping[str, int]) -> dict[str, Answer]:
-        """See Engine. Raises EngineError when vLLM is gone, or silent for inference.vllm.swap_timeout_s."""
+        """See Engine. Raises EngineError when vLLM is gone, or silent for _SWAP_TIMEOUT_S."""
         names = {number: name for name, number in self._generating.items() if name in sent}
         question = messages.ReadAnswers(sent={number: sent[name] for number, name in names.items()})
         try:
@@ -143,7 +142,7 @@ class VllmEngine:
         """See Engine. The tensors pass through a private safetensors file, written while sampling continues.
 
         Raises MisfitError, before anything changes, when names or shapes differ from the model folder's, and
-        DeadlineError after inference.vllm.swap_timeout_s.
+        DeadlineError after _SWAP_TIMEOUT_S.
         """
         if self._failure is not None or self._private is None:
             raise self._failure or EngineError("the vLLM engine is closed")
@@ -167,14 +166,14 @@ class VllmEngine:
             path.unlink(missing_ok=True)
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
-        """See Engine. Raises DeadlineError after vllm.swap_timeout_s."""
+        """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
         parts = await self._ask(
             messages.ReadParameters(names=names), list[tuple[list[str], str, str]], "read its parameters"
         )
         return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in parts]
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """See Engine. Raises DeadlineError after inference.vllm.swap_timeout_s."""
+        """See Engine. Raises DeadlineError after _SWAP_TIMEOUT_S."""
         if self._failure is not None:
             raise self._failure
         check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
@@ -218,7 +217,7 @@ class VllmEngine:
     async def _ask(
         self, question: messages.Question, answer: Any, what: str | None = None, number: int | None = None
     ) -> Any:
-        """Return the child's reply, decoded as `answer`. With `what` it has to come within swap_timeout_s."""
+        """Return the child's reply, decoded as `answer`. With `what` it has to come within _SWAP_TIMEOUT_S."""
         if self._failure is not None:
             raise self._failure
         number = next(self._numbers) if number is None else number
@@ -228,8 +227,7 @@ class VllmEngine:
             if what is None:
                 value = await future
             else:
-                limit_s = self._inference.vllm.swap_timeout_s
-                value = await self._within(future, limit_s, f"vLLM to {what} ({_SWAP_LIMIT})")
+                value = await self._within(future, _SWAP_TIMEOUT_S, f"vLLM to {what}")
             return msgspec.msgpack.decode(value, type=answer)
         finally:
             self._waiting.pop(number, None)

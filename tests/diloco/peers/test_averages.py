@@ -14,7 +14,7 @@ from trainer.teacher.self_teacher import SelfTeacher
 
 RATES = {"teacher": 0.3, "reference": 0.01}
 CHANNELS = ChannelsConfig.model_validate({
-    "policy": {"kl": {"weight": 0.1, "reference": "ema", "ema_rate": RATES["reference"]}},
+    "policy": {"kl": {"weight": 0.1, "reference": "ema"}},
     "sdpo": {"weight": 1.0, "teacher": {"kind": "ema", "rate": RATES["teacher"]}},
 })  # fmt: skip
 
