@@ -1,4 +1,4 @@
-"""The layers of a configuration: TOML files, the files they are based on, and flags of the command line.
+"""The layers of a configuration: TOML files and the files they are based on.
 
 A file may name one base, by a path relative to itself. It then states only what differs:
 
@@ -68,21 +68,18 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
     `readers`: the files that led here. Raises ConfigError for a base that is missing or that leads back to its reader.
     """
     values = read_table_file(name)
-    chain = (*readers, name)
     base = values.pop("base", None)
+    own = Layer(origin=name, values=values)
     if base is None:
-        return [Layer(origin=name, values=values)]
+        return [own]
     if not isinstance(base, str):
         raise ConfigError(f"{name}: base is {base!r}; expected the path of a TOML file, relative to this one")
-    path = Path(name).parent / base
+    path, chain = Path(name).parent / base, (*readers, name)
     if not path.is_file():
         raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path)}")
     if path.resolve() in {Path(reader).resolve() for reader in chain}:
-        raise ConfigError(
-            f"{name}: base is {base!r}, which leads back to itself ({' -> '.join([*chain, str(path)])}): a chain of "
-            "bases must end in a file without one"
-        )
-    return [*read_with_bases(str(path), readers=chain), Layer(origin=name, values=values)]
+        raise ConfigError(f"{name}: base is {base!r}, which leads back to itself: {' -> '.join([*chain, str(path)])}")
+    return [*read_with_bases(str(path), readers=chain), own]
 
 
 def merge_layers(layers: list[Layer]) -> dict[str, Any]:
@@ -91,19 +88,6 @@ def merge_layers(layers: list[Layer]) -> dict[str, Any]:
     for layer in layers:
         _merge_into(merged, layer.values)
     return merged
-
-
-def flag_layer(words: list[str]) -> Layer:
-    """Return which keys the flags in `words` set, as a layer for messages; their values are not parsed."""
-    values: dict[str, Any] = {}
-    for word in words:
-        if word.startswith("--"):
-            *parents, last = word[2:].partition("=")[0].replace("-", "_").removeprefix("no_").split(".")
-            node: Any = values
-            for key in parents:
-                node = node.setdefault(key, {})
-            node.setdefault(last, {})
-    return Layer(origin="the command line", values=values)
 
 
 def read_table_file(name: str) -> dict[str, Any]:
@@ -123,11 +107,8 @@ def read_table_file(name: str) -> dict[str, Any]:
 
 
 def _files_near(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f" (nor does the folder {folder}; the current folder is {Path.cwd()})"
-    names = sorted(str(neighbor) for neighbor in folder.glob("*.toml"))
-    return f"; there is {', '.join(names[:6])}" if names else ""
+    names = sorted(map(str, path.parent.glob("*.toml")))
+    return f"; there is {', '.join(names[:6])}" if names else f" (the current folder is {Path.cwd()})"
 
 
 def _merge_into(merged: dict[str, Any], values: dict[str, Any]) -> None:

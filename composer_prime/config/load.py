@@ -1,38 +1,33 @@
 """From the command line to a checked `Config`: `@ file.toml`, dotted flags, --resume, --dry-run.
 
-    words -> layers.py: files, with their bases      -> values
-          -> flags of list elements                  -> values
-          -> other flags, by pydantic_config         -> Config, validated once
-                                                     -> problems.py: what is wrong, in sentences
+    words -> layers.py: files, with their bases -> values
+          -> flags.py                           -> values -> Config, validated once
+                                                       -> problems.py: what is wrong, in sentences
 
 Imports no torch: --help and --dry-run answer at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import ast
 import inspect
-import io
 import itertools
 import json
-import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
-from typing import Any, NoReturn
+from textwrap import dedent, indent, wrap
+from typing import NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_config import ConfigFileError, cli
+from pydantic import BaseModel, ValidationError
 
-from composer_prime.config.layers import Layer, flag_layer, merge_layers, read_layers
-from composer_prime.config.problems import describe_problems, spell_flag, split_wrong_flags
+from composer_prime.config.flags import apply_flags
+from composer_prime.config.layers import Layer, merge_layers, read_layers
+from composer_prime.config.problems import describe_problems, key_types, section_of
 from composer_prime.config.removed import without_removed
 from composer_prime.config.root import Config
-from composer_prime.console import columns, fail, pluralize, program, what_is_wrong
+from composer_prime.console import fail, program, what_is_wrong
 from composer_prime.data.conversation_rows import count_rows
 from composer_prime.errors import ConfigError
 
@@ -66,34 +61,24 @@ def resolve(argv: list[str]) -> CommandLine:
     words = [word for word in argv if word not in ("--dry-run", "--resume")]
     if "--resume" in argv:
         words += ["--run.resume", "true"]
-    files, flags = read_layers(words)
-    _refuse_stray_files(flags)
-    layers = [*files, flag_layer(flags)]
-    if not any(layer.values for layer in layers):
+    if not words:
         raise ConfigError(
             f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the sections)"
         )
-    sentences, flags = split_wrong_flags(flags)
+    files, words = read_layers(words)
+    values = merge_layers(files)
+    flags, sentences = apply_flags(values, words)
+    layers = [*files, flags]
     try:
-        values = merge_layers(files)
-        flags = _set_list_elements(values, flags)
-        args = [spell_flag(word) for word in flags]
-        config: Config = cli(Config, args=args, default=_Values(**values))  # pyright: ignore
-    except ConfigFileError as error:
-        cause = error.__cause__
-        sentences += describe_problems(cause, layers) if isinstance(cause, ValidationError) else [error.message]
-    except json.JSONDecodeError as error:
-        sentences.append(f"a value on the command line starts like JSON but is not: {error}")
-    except ConfigError as error:
-        sentences.append(str(error))
-    else:
-        if not sentences:
-            folders = config.run.import_from
-            folders += [folder for folder in _module_folders(files) if folder not in folders]
-            make_importable(config)
-            config = _with_epochs(config, layers)
-            return CommandLine(config=config, dry_run="--dry-run" in argv)
-    raise ConfigError(what_is_wrong(sentences))
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        sentences += describe_problems(error, layers)
+    if sentences:
+        raise ConfigError(what_is_wrong(sentences))
+    folders = config.run.import_from
+    folders += [folder for folder in _module_folders(files) if folder not in folders]
+    make_importable(config)
+    return CommandLine(config=_with_epochs(config, layers), dry_run="--dry-run" in argv)
 
 
 def _with_epochs(config: Config, layers: list[Layer]) -> Config:
@@ -160,128 +145,52 @@ def dump(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
-class _Values(BaseModel):
-    """Values of files, unchecked, in the form in which pydantic_config lays flags over them."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-def _refuse_stray_files(words: list[str]) -> None:
-    for before, word in zip(["", *words], words, strict=False):
-        is_value = before.startswith("--") and "." in before  # as of --orchestrator.hints.templates_file
-        if word.endswith(".toml") and not is_value and not word.startswith("--"):
-            raise ConfigError(f"{word}: put @ before a configuration file: {program()} @ {word}")
-
-
-def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
-    """Apply flags such as `--orchestrator.source.0.taskset.num_tasks 64` to `values`; return the other words.
-
-    pydantic_config replaces a list whole or not at all. Raises ConfigError for an element that no file sets, and where
-    another flag replaces the whole list: one of the two would be lost.
-    """
-    rest: list[str] = []
-    element_flags: list[str] = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        flag, equals, value = word.partition("=")
-        if not flag.startswith("--") or not any(key.isdecimal() for key in flag[2:].split(".")[1:]):
-            rest.append(word)
-            continue
-        if not equals:
-            if not queue or queue[0].startswith("--"):
-                raise ConfigError(f"{flag} needs a value")
-            value = queue.pop(0)
-        _set_list_element(values, flag, _literal(value))
-        element_flags.append(flag)
-    for whole, element in itertools.product(rest, element_flags):
-        name = whole.partition("=")[0].replace("-", "_")
-        if whole.startswith("--") and f"{element.replace('-', '_')}.".startswith(f"{name}."):
-            raise ConfigError(
-                f"{whole.partition('=')[0]} replaces what {element} changes an element of: give one of the two, or put "
-                "the change into the whole value"
-            )
-    return rest
-
-
-def _set_list_element(values: dict[str, Any], flag: str, value: Any) -> None:
-    keys = [int(key) if key.isdecimal() else key for key in flag[2:].replace("-", "_").split(".")]
-    node: Any = values
-    key = keys[0]
-    try:
-        for key, following in itertools.pairwise(keys):
-            is_new_table = isinstance(node, dict) and isinstance(following, str)
-            node = node.setdefault(key, {}) if is_new_table else node[key]
-        key = keys[-1]
-        node[key] = value
-    except IndexError:
-        count = pluralize(len(node), "element")
-        raise ConfigError(f"{flag}: the list has {count}, counted from 0, so none at {key}") from None
-    except (KeyError, TypeError):
-        raise ConfigError(f"{flag}: no configuration file sets the list, so it has no element to override") from None
-
-
-def _literal(text: str) -> Any:
-    """Return a command-line word as the value TOML would make of it; anything else stays text."""
-    if text == "None":
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _print_help(topic: str) -> NoReturn:
-    """Print the sections, the keys of section `topic`, or every key for "all", from their docstrings.
+    """Print the sections, the keys of section `topic` and those below it, or every key for "all".
 
     Raises ConfigError for an unknown section.
     """
-    sections = _help_by_section(max(100, columns() or 0) if topic else 200)
-    if topic and topic != "all" and not (chosen := [name for name in sections if _is_within(name, topic)]):
+    sections = {key: section for key, kind in key_types().items() if (section := section_of(kind))}
+    chosen = [name for name in sections if topic == "all" or f"{name}.".startswith(f"{topic.replace('-', '_')}.")]
+    if topic and not chosen:
         raise ConfigError(f"--help {topic}: no such section; choose one of {', '.join(sections)}")
-    print(f"usage: {program()} @ FILE.toml [@ FILE.toml ...] [--section.key VALUE ...] [--resume] [--dry-run]\n")
+    print(f"usage: {program()} @ FILE.toml [@ FILE.toml ...] [--section.key VALUE ...] [--resume] [--dry-run]")
     if topic:
-        print("\n".join(sections[name] for name in (sections if topic == "all" else chosen)))
+        print("\n".join(line for name in chosen for line in _keys(name, sections[name])))
         raise SystemExit(0)
-    print(
-        f"{_DESCRIPTION}\n\nSections (--help SECTION lists the keys of one, as --help run; --help all lists every key):"
-    )
-    print("\n".join(_outline(sections)))
+    print(f"\n{_DESCRIPTION}\n\nSections (--help SECTION lists the keys of one, --help all lists every key):")
+    meanings = _docstrings(Config)
+    for top in Config.model_fields:
+        print(f"  {top:<13} {meanings[top]}")
+        parts = [name.removeprefix(f"{top}.") for name in sections if name.startswith(f"{top}.")]
+        for line in wrap(", ".join(parts), 100):
+            print(f"{'':<15} {line}")
     raise SystemExit(0)
 
 
-def _outline(sections: dict[str, str]) -> Iterator[str]:
-    """Yield each top section with its meaning, and below it the names of its parts."""
-    tops = dict.fromkeys(re.split(r"[.\[]", name)[0] for name in sections)
-    for top in tops:
-        title = sections.get(top, "").partition("\n")[0].partition(": ")[2].split(" (")[0].rstrip(" ─╮")
-        # A table of tables has no box of its own.
-        yield f"  {top:<13} {title or Config.model_fields[top].annotation.__doc__ or ''}".rstrip()
-        parts = [name.removeprefix(top).removeprefix(".") for name in sections if name != top and _is_within(name, top)]
-        indent = " " * 16
-        yield from wrap(", ".join(parts), 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def _keys(name: str, section: type[BaseModel]) -> Iterator[str]:
+    """Yield the lines of --help on the keys of one section."""
+    yield f"\n[{name}]"
+    meanings = _docstrings(section)
+    for key, field in section.model_fields.items():
+        if section_of(field.annotation) is None:
+            default = "required" if field.is_required() else f"default {field.default}"
+            yield f"  --{name}.{key} ({default})"
+            yield indent(meanings.get(key, ""), "      ")
 
 
-def _is_within(section: str, topic: str) -> bool:
-    """Whether `section`, as --help names it, is `topic` or below it."""
-    plain = topic.removeprefix("--").replace("_", "-")
-    return section == plain or section.startswith((f"{plain}.", f"{plain}["))
-
-
-def _help_by_section(width: int) -> dict[str, str]:
-    """Return the help of each section, drawn by pydantic_config as a box, by the section's name."""
-    # pydantic_config reads the source of base classes once for each section, which takes most of a second.
-    inspect.getsource = functools.cache(inspect.getsource)
-    printed, width_before = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(width)
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            cli(Config, args=["--help"], prog=program())  # pyright: ignore[reportCallIssue]
-    finally:
-        os.environ.pop("COLUMNS")
-        os.environ.update({} if width_before is None else {"COLUMNS": width_before})
-    boxes = re.findall(r"^(╭─ (\S+): .*?^╰[^\n]*\n)", printed.getvalue(), re.MULTILINE | re.DOTALL)
-    return {name: box for box, name in boxes}
+def _docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring below each key of a section, in which the base classes' keys come first."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if base is BaseModel or not issubclass(base, BaseModel) or base.__module__.startswith("pydantic"):
+            continue
+        (tree,) = ast.parse(dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, text in itertools.pairwise(tree.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(key.target)] = inspect.cleandoc(str(text.value.value))
+    return found
 
 
 _DESCRIPTION = """\

@@ -115,19 +115,6 @@ def test_one_element_of_a_list_can_be_overridden(base):
     assert first.taskset == {"id": "some.module", "num_tasks": 64}
 
 
-@pytest.mark.parametrize("equals", [" ", "="])
-@pytest.mark.parametrize("first", ["element", "whole"])
-def test_a_list_and_one_of_its_elements_cannot_both_be_set(base, first, equals):
-    # Whatever their order, one of the two would be dropped without a word.
-    element = f"--orchestrator.source.0.weight{equals}2".split(" ")
-    whole = ["--orchestrator.source", '[{"name": "third", "taskset": {"id": "some.module"}}]']
-    whole = ["=".join(whole)] if equals == "=" else whole
-    text = refused("@", base, *(element + whole if first == "element" else whole + element))
-    assert "--orchestrator.source replaces what --orchestrator.source.0.weight changes" in text
-    assert "give one of the two" in text
-    assert resolve(["@", base, *element, "--orchestrator.group_size", "4"]).config.orchestrator.group_size == 4
-
-
 def test_missing_element_is_named_with_the_count(base):
     # Overriding element 5 of 2 says how many there are.
     assert "has 2 elements, counted from 0, so none at 5" in refused("@", base, "--orchestrator.source.5.weight", "2")
@@ -318,9 +305,9 @@ def test_help_is_short_and_tells_more_by_section(capsys):
     assert short.count("\n") < 40 and "@ FILE reads a TOML file" in short
     assert "  trainer       FSDP2 ranks" in short and "                optim, schedule, lora, checkpoint" in short
     optim, trainer, everything = (help_of(capsys, topic) for topic in ("trainer.optim", "trainer", "all"))
-    assert "--trainer.optim.lr" in optim and "--trainer.optim.lr" in trainer and "--trainer.schedule" in trainer
-    assert "--trainer.schedule" not in optim and "--model.path" not in trainer and "--model.path" in everything
-    assert "--channels.replay-dpo.weight" in help_of(capsys, "channels.replay_dpo")
+    assert "--trainer.optim.lr" in optim and "--trainer.optim.lr" in trainer and "--trainer.schedule.type" in trainer
+    assert "--trainer.schedule.type" not in optim and "--model.path" not in trainer and "--model.path" in everything
+    assert "--channels.replay_dpo.weight" in help_of(capsys, "channels.replay_dpo")
     assert "  channels      The loss." in short
     with pytest.raises(SystemExit) as ended:
         parse_command_line(["--help", "trainr"])

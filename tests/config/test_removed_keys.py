@@ -28,7 +28,7 @@ def test_file_and_flag(tmp_path: Path):
     assert all(part in str(refused.value) for part in ("orchestrator.old_draws", str(file), NOW))
     with pytest.raises(ConfigError) as refused:
         resolve(["@", "configs/a1.toml", "--orchestrator.old-draws", "4"])
-    assert "--orchestrator.old-draws" in str(refused.value) and NOW in str(refused.value)
+    assert "--orchestrator.old_draws" in str(refused.value) and NOW in str(refused.value)
 
 
 # An old run's config.json is read without its removed keys, also as a layer of a command line, and a warning names
