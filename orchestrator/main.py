@@ -34,7 +34,7 @@ from composer_prime.console import (
 )
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.events import record_events
-from composer_prime.run.check_run_dir import check_run_folder, earlier_output, with_length_divisor
+from composer_prime.plan.check_run_dir import check_run_folder, earlier_output, with_length_divisor
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic

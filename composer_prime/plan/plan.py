@@ -16,6 +16,7 @@ from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.host import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
+from composer_prime.plan.check_run_dir import Starter, folder_state
 from composer_prime.plan.footprint import (
     ModelShape,
     Need,
@@ -26,7 +27,6 @@ from composer_prime.plan.footprint import (
     rank_need,
 )
 from composer_prime.plan.preflight import Findings, check_start, setting_notes, source_runtimes
-from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces import cost_line

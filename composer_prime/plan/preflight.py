@@ -35,9 +35,9 @@ from composer_prime.model_source import (
     tensor_shapes,
     text_settings,
 )
+from composer_prime.plan.check_run_dir import Starter, check_run_folder
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.sandboxes import probe
-from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir
 
 

@@ -7,24 +7,20 @@ called with each finished rollout: `async def __call__(self, rollout) -> list[Er
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
-from typing import Any
 
 import msgspec
 
 from composer_prime.errors import EndpointError
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.hints.generate import OTHER, ErrorTurn, Templates, json_type, transcript
+from orchestrator.hints.generate import OTHER, ErrorTurn, Templates, transcript
 from orchestrator.rollouts.groups import FinishedRollout, tool_replies
-from orchestrator.workers.protocol import ToolCall
+from orchestrator.workers.call_schema import violation
 
 FAILED = "failed"
 JUDGED = "judged"
-SCHEMA_KINDS = frozenset({"tool_not_found", "bad_json", "argument_name", "argument_type"})
-_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _JUDGE_PROMPT = (
     "You review the work of a software agent. Below is one conversation; the agent's turns are numbered. Name the "
     "turns that were wasteful (repeated work, needless calls, circling) or in bad style (unclear, careless, against "
@@ -141,53 +137,3 @@ def tools_of(rollout: FinishedRollout, index: int) -> list[dict]:
     """Return the tools on offer in the conversation of message `index`."""
     session = rollout.turns[index].session
     return rollout.sessions[session].tools if session < len(rollout.sessions) else []
-
-
-def violation(call: ToolCall, tools: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
-    """Return (kind, text) of the first rule that the call breaks: its name, its JSON, its argument names, their types.
-
-    None for a good call, and where `tools` is empty. Deeper rules of JSON schema are left to the tool.
-    """
-    if not tools:
-        return None
-    functions = {tool.get("function", {}).get("name"): tool.get("function", {}) for tool in tools}
-    if call.name not in functions:
-        return "tool_not_found", f"Tool not found: {call.name}"
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        return "bad_json", "Invalid JSON in the arguments"
-    if not isinstance(arguments, dict):
-        return "bad_json", "Invalid JSON in the arguments: they are no object"
-    return _arguments(arguments, functions[call.name].get("parameters") or {})
-
-
-def _arguments(arguments: dict[str, Any], parameters: dict[str, Any]) -> tuple[str, str] | None:
-    properties = parameters.get("properties") or {}
-    for name in parameters.get("required") or ():
-        if name not in arguments:
-            return "argument_name", f"Missing argument: {name}"
-    for name, value in arguments.items():
-        if name in properties:
-            if not _fits(value, properties[name]):
-                expected = json_type(properties[name])
-                return "argument_type", f"Wrong type for argument {name}: expected {expected}, got {_name(value)}"
-        elif properties and parameters.get("additionalProperties") in (None, False):
-            return "argument_name", f"Unknown argument: {name}"
-    return None
-
-
-def _fits(value: Any, rule: Any) -> bool:
-    kinds = rule.get("type") if isinstance(rule, dict) else None
-    if kinds is None:
-        return True
-    name = _name(value)
-    allowed = kinds if isinstance(kinds, list) else [kinds]
-    if name in allowed or ("number" in allowed and name == "integer"):
-        return True
-    # JSON schema takes 3.0 for an integer.
-    return "integer" in allowed and isinstance(value, float) and value.is_integer()
-
-
-def _name(value: Any) -> str:
-    return _NAMES.get(type(value), "null")

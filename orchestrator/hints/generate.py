@@ -24,6 +24,7 @@ import regex
 from composer_prime.errors import ConfigError
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.rollouts.groups import FinishedRollout, derive_seed, messages_before, tool_replies
+from orchestrator.workers.call_schema import json_type
 from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)
@@ -213,12 +214,6 @@ def _fields(error: ErrorTurn) -> dict[str, str]:
         "schema": json.dumps(parameters) if parameters else "",
         "error": next((line.strip() for line in error.text.splitlines() if line.strip()), "")[:300],
     }
-
-
-def json_type(rule: Any) -> str:
-    """Return the type in a property's schema, in words."""
-    kind = rule.get("type") if isinstance(rule, dict) else None
-    return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
 
 
 # -- other layers --------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from composer_prime.monitor.events import event
 from composer_prime.run.costs import CostLedger
 from composer_prime.wire.turns import POLICY
 from composer_prime.wire.types import HintedTurn, Sample
-from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, Detector, RuleDetector, judged_turns
+from orchestrator.hints.detect import FAILED, JUDGED, Detector, RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import (
     ErrorTurn,
@@ -54,6 +54,7 @@ from orchestrator.hints.generate import (
 )
 from orchestrator.hints.placement import HintPlacer, place_hint, span_of
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout
+from orchestrator.workers.call_schema import SCHEMA_KINDS
 from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ import pytest
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.episode import generate, run_call
-from orchestrator.hints.detect import RuleDetector, violation
+from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import failed_turns, messages_before, tool_replies, turn_error_rate
+from orchestrator.workers.call_schema import violation
 from orchestrator.workers.protocol import MessageRecord, ToolCall
 from tests.rollouts_made import TOOLS, Step, call, play
 

@@ -10,7 +10,7 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.load import dump, read_config
 from composer_prime.errors import ConfigError
-from composer_prime.run.check_run_dir import folder_state
+from composer_prime.plan.check_run_dir import folder_state
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import prepare
 

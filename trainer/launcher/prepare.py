@@ -1,4 +1,4 @@
-"""Prepare the run directory before any role starts; composer_prime/run/check_run_dir.py has the rules.
+"""Prepare the run directory before any role starts; composer_prime/plan/check_run_dir.py has the rules.
 
 A run that crashed before its first checkpoint starts over and keeps what was paid for: answers of endpoints, teachers'
 pairs and votes, and their costs.
@@ -15,7 +15,7 @@ from typing import IO
 from composer_prime.config import Config, load
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import rollout_files
-from composer_prime.run.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
+from composer_prime.plan.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
 

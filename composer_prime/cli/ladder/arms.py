@@ -14,7 +14,7 @@ from composer_prime.cli.ladder.preregistration import PlannedArm, Preregistratio
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
-from composer_prime.run.check_run_dir import earlier_output
+from composer_prime.plan.check_run_dir import earlier_output
 from composer_prime.run.run_dir import RunDir
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.errors import ConfigError
-from composer_prime.run.check_run_dir import changed_settings
+from composer_prime.plan.check_run_dir import changed_settings
 from composer_prime.run.run_dir import write_atomic
 
 FILE = "preregistration.json"

@@ -25,8 +25,8 @@ from composer_prime.cli.ladder.preregistration import FILE, Preregistration, rea
 from composer_prime.console import INTERRUPTED, console_script, pluralize, what_is_wrong
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import read_history
+from composer_prime.plan.check_run_dir import earlier_output
 from composer_prime.plan.plan import build_plan
-from composer_prime.run.check_run_dir import earlier_output
 from composer_prime.run.process import child_options, exit_text
 from composer_prime.run.run_dir import RunDir
 

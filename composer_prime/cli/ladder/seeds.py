@@ -17,7 +17,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.host import install_command
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.progress import numeric_field
-from composer_prime.run.check_run_dir import changed_settings
+from composer_prime.plan.check_run_dir import changed_settings
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval
 

@@ -21,7 +21,7 @@ from typing import Any
 from orchestrator.coding.code.tool_schemas import SCHEMAS, TOOL_NAMES
 from orchestrator.coding.sandbox.box import WORK, Box, CommandResult
 from orchestrator.coding.task import CodeTask, check_path
-from orchestrator.hints.detect import violation
+from orchestrator.workers.call_schema import violation
 from orchestrator.workers.protocol import ToolCall
 
 _CALL_ERRORS = ("Tool not found: ", "Invalid JSON", "Missing argument: ", "Unknown argument: ", "Wrong type for ")
