@@ -116,7 +116,7 @@ def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words:
     chain, codec = Chain(seed), build_codec(CodecConfig.model_validate({"type": codec_type}))
     models = [Decoder(seed) for _ in range(peers)]
     optimizers = [optimizer_of(model, words) for model in models]
-    copies = [GlobalModel(partition(model.named_parameters(), words.fragments, "strided"), outer) for model in models]
+    copies = [GlobalModel(partition(model.named_parameters(), words.fragments), outer) for model in models]
     feedback = [ErrorFeedback([len(master) for master in copy.masters]) for copy in copies]
     interval, sent = every // words.fragments, 0
     for step in range(steps):

@@ -128,8 +128,7 @@ class HeldPort:
             if error.errno != errno.EADDRINUSE:
                 raise
             raise PortInUseError(
-                f"http://{host}:{self.number} is held by another process: stop it, or set orchestrator.gateway_port to "
-                "another port (0 takes a free one)"
+                f"http://{host}:{self.number} is held by another process: stop it, or take another"
             ) from None
         self.url = f"http://{host}:{self.number}"
 

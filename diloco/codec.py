@@ -16,14 +16,19 @@ import torch
 import zstandard
 from torch import Tensor
 
-from composer_prime.config.diloco import MAX_BLOCK, CodecConfig
+from composer_prime.config.diloco import CodecConfig
+
+BLOCK = 256
+"""Parameters that share a scale in int8 and int4; even, because two 4-bit values share a byte."""
+MAX_BLOCK = 1 << 20
+"""Largest block that a peer decodes."""
 
 
 def build_codec(config: CodecConfig) -> Codec:
     """Return the codec that `config` asks for."""
     if config.type in _FLOAT_TYPES:
         return codec_from_spec(config.type)
-    return codec_from_spec(f"{config.type}/{config.block}")
+    return codec_from_spec(f"{config.type}/{BLOCK}")
 
 
 def codec_from_spec(spec: str) -> Codec:

@@ -26,6 +26,7 @@ from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 from composer_prime.run.run_dir import RunDir
+from diloco.codec import BLOCK
 from diloco.transport.connection import PIECE_BYTES, WINDOW
 
 LINKS_MBIT = (1000.0, 100.0)
@@ -117,7 +118,7 @@ class LinkForecast:
 def codec_bits(codec: CodecConfig) -> float:
     """Return the bits a parameter of an encoded delta."""
     if codec.type in _CODE_BITS:
-        return _CODE_BITS[codec.type] + SCALE_BITS / codec.block
+        return _CODE_BITS[codec.type] + SCALE_BITS / BLOCK
     return {"fp32": 32.0, "bf16": 16.0}[codec.type]
 
 

@@ -1,8 +1,7 @@
 """Fragments: the trainable parameters, each in exactly one part, and when each part is synchronized.
 
-    strided     transformer block i goes to fragment i mod P (arXiv 2501.18512); each parameter outside the blocks
-                (embeddings, last norm, head) goes to the fragment that is lightest by then
-    balanced    blocks and single tensors go, largest first, to the fragment that is lightest by then
+Transformer block i goes to fragment i mod P (arXiv 2501.18512). Each parameter outside the blocks (embeddings, last
+norm, head) goes to the fragment that is lightest by then.
 
 A fragment is one flat float32 vector here: the local shards of its parameters, end to end, in the order of their names.
 Tied weights are one parameter and appear once. Frozen parameters (all but the adapters under LoRA) do not appear.
@@ -101,7 +100,7 @@ def local_shard(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
 
-def partition(parameters: Iterable[NamedParameter], count: int, kind: str) -> list[Fragment]:
+def partition(parameters: Iterable[NamedParameter], count: int) -> list[Fragment]:
     """Return `count` fragments that together hold every trainable parameter exactly once.
 
     Raises ConfigError when the model has fewer parts than `count`, or two parameters have one name.
@@ -117,16 +116,13 @@ def partition(parameters: Iterable[NamedParameter], count: int, kind: str) -> li
         )
     assigned: list[list[NamedParameter]] = [[] for _ in range(count)]
     weights = [0] * count
-    for number, members in _in_order(units, kind):
+    for number, members in _in_order(units):
         target = number % count if number is not None else min(range(count), key=lambda index: (weights[index], index))
         assigned[target] += members
         weights[target] += _bytes(members)
     if not all(assigned):
         empty = [index for index, members in enumerate(assigned) if not members]
-        raise ConfigError(
-            f"diloco.fragments is {count}, but diloco.partition = '{kind}' leaves fragments {empty} empty: lower "
-            "fragments or use partition = 'balanced'"
-        )
+        raise ConfigError(f"diloco.fragments is {count}, which leaves fragments {empty} empty: lower diloco.fragments")
     return [
         Fragment(index=index, parameters=tuple(sorted(members, key=lambda each: each[0])))
         for index, members in enumerate(assigned)
@@ -155,10 +151,8 @@ def _units(named: Sequence[NamedParameter]) -> list[_Unit]:
     return list(units.values())
 
 
-def _in_order(units: list[_Unit], kind: str) -> list[_Unit]:
+def _in_order(units: list[_Unit]) -> list[_Unit]:
     by_size = sorted(units, key=lambda unit: (-_bytes(unit[1]), unit[1][0][0]))
-    if kind == "balanced":
-        return [(None, members) for _, members in by_size]
     return [unit for unit in units if unit[0] is not None] + [unit for unit in by_size if unit[0] is None]
 
 

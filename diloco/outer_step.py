@@ -21,7 +21,7 @@ from statistics import median_high, median_low
 import torch
 from torch import Tensor
 
-from composer_prime.config.diloco import DilocoConfig, GuardConfig
+from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import DeadlineError, RunMismatchError
 from diloco.codec import codec_from_spec, shared_bytes
 from diloco.fragments import Schedule
@@ -34,6 +34,11 @@ from diloco.transport.peer_link import PeerLink
 
 logger = logging.getLogger(__name__)
 
+MAX_NORM_RATIO = 10.0
+"""A delta is rejected whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
+of the round if that is larger."""
+MAX_WEIGHT_RATIO = 8.0
+"""A delta's weight counts at most this many times the median weight of the round. Of two, the smaller is the median."""
 _MAX_DISPUTES = 3
 """How often in a row the ranks may get different outcomes. A rendezvous that was restarted causes one."""
 
@@ -54,7 +59,7 @@ class AcceptedDeltas:
     counted: list[tuple[Header, memoryview]]
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
-    """Of those, each at most diloco.guard.max_weight_ratio times their low median."""
+    """Of those, each at most MAX_WEIGHT_RATIO times their low median."""
     largest: float
     """Largest absolute value of those on this rank."""
     norms: dict[str, float]
@@ -75,7 +80,6 @@ def accept(
     *,
     fragment: int,
     n: int,
-    guard: GuardConfig,
     ranks: Ranks,
     history: Sequence[float] = (),
 ) -> AcceptedDeltas:
@@ -98,15 +102,15 @@ def accept(
     squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
     elsewhere = [peer for peer, mine in zip(squared, own, strict=True) if math.isnan(squared[peer]) and mine >= 0]
     another_rank = "another rank of this cluster cannot use its part: see that rank's log"
-    rejections = rejected(squared, guard, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
+    rejections = rejected(squared, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
     counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
     norms = {peer: math.sqrt(value) for peer, value in squared.items()}
-    usual = _usual_norm(norms.values(), history, guard.max_norm_ratio)
-    bound = min(LARGEST_NORM, guard.max_norm_ratio * usual if usual else LARGEST_NORM)
+    usual = _usual_norm(norms.values(), history, MAX_NORM_RATIO)
+    bound = min(LARGEST_NORM, MAX_NORM_RATIO * usual if usual else LARGEST_NORM)
     return AcceptedDeltas(
         n=n,
         counted=counted,
-        weights=_capped([header.weight for header, _ in counted], guard.max_weight_ratio),
+        weights=_capped([header.weight for header, _ in counted], MAX_WEIGHT_RATIO),
         largest=max((largest[header.peer] for header, _ in counted), default=0.0),
         norms=norms,
         remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
@@ -114,17 +118,17 @@ def accept(
     )
 
 
-def rejected(squared_norms: Mapping[str, float], config: GuardConfig, history: Sequence[float] = ()) -> dict[str, str]:
+def rejected(squared_norms: Mapping[str, float], history: Sequence[float] = ()) -> dict[str, str]:
     """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
-    usual = _usual_norm(norms.values(), history, config.max_norm_ratio)
+    usual = _usual_norm(norms.values(), history, MAX_NORM_RATIO)
     for peer, norm in norms.items():
         if norm > LARGEST_NORM:
             reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
-        elif usual and norm > config.max_norm_ratio * usual:
+        elif usual and norm > MAX_NORM_RATIO * usual:
             reasons[peer] = (
-                f"its norm {norm:.4g} is above {config.max_norm_ratio:g} (diloco.guard.max_norm_ratio) times the usual "
+                f"its norm {norm:.4g} is above {MAX_NORM_RATIO:g} times the usual "
                 f"{usual:.4g} of this round and those before"
             )
     return reasons
@@ -291,7 +295,7 @@ class OuterSteps:
         model = self.replica.global_model
         accepted = accept(
             result.outcome.headers, result.bodies, fragment=fragment, n=self.replica.fragments[fragment].numel,
-            guard=self.config.guard, ranks=self.ranks, history=model.norms[fragment].tolist(),
+            ranks=self.ranks, history=model.norms[fragment].tolist(),
         )  # fmt: skip
         if not self.ranks.all(model.can_advance(fragment, accepted.largest)):
             reason = "the outer step along the round's mean would leave the range of float32"
@@ -303,8 +307,8 @@ class OuterSteps:
             if weight < header.weight:
                 logger.warning(
                     "outer step %d: the delta of peer %s claims the weight %g and counts %g, %g times the round's "
-                    "median (diloco.guard.max_weight_ratio)", model.outer_step, header.peer, header.weight, weight,
-                    self.config.guard.max_weight_ratio,
+                    "median", model.outer_step, header.peer, header.weight, weight,
+                    MAX_WEIGHT_RATIO,
                 )  # fmt: skip
         return accepted
 

@@ -73,7 +73,7 @@ class StreamingDiLoCo:
         self.ranks = Ranks()
         self.schedule = Schedule.of(config)
         named = list(parameters)
-        self.fragments = partition(named, config.fragments, config.partition)
+        self.fragments = partition(named, config.fragments)
         self.replica = Replica(self.fragments, config, self.ranks)
         self.global_model = self.replica.global_model
         self._codec = build_codec(config.codec)
@@ -290,7 +290,7 @@ class StreamingDiLoCo:
 
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
     """Return what decides the global model, as text by `diloco.` key: the same for all peers."""
-    values = config.model_dump(mode="json", include={"fragments", "partition", "outer", "guard"})
+    values = config.model_dump(mode="json", include={"fragments", "outer"})
     flat: dict[str, str] = {}
     for name, value in values.items():
         inner = value if isinstance(value, dict) else {"": value}

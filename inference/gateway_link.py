@@ -24,7 +24,7 @@ from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.audit import FromAuditor
 from composer_prime.wire.node import ChunkMissing, ChunkRefused, ChunkRequest, FromNode, ToNode, WeightChunk
 from composer_prime.wire.sockets import dealer
-from inference.versions import ChunkSource
+from inference.versions import CHUNK_TIMEOUT_S, ChunkSource
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,11 @@ class GatewayLink(ChunkSource):
     """
 
     def __init__(
-        self, address: Callable[[], str | None], keys: ClientKeys, chunk_timeout_s: float, messages: Any = ToNode
+        self,
+        address: Callable[[], str | None],
+        keys: ClientKeys,
+        chunk_timeout_s: float = CHUNK_TIMEOUT_S,
+        messages: Any = ToNode,
     ) -> None:
         """`address` is called for each connection, because an orchestrator that restarts may bind another port.
 
@@ -102,7 +106,7 @@ class GatewayLink(ChunkSource):
         try:
             return await asyncio.wait_for(future, self._chunk_timeout_s)
         except TimeoutError:
-            limit = f"{self._chunk_timeout_s:g} s (inference.chunk_timeout_s)"
+            limit = f"{self._chunk_timeout_s:g} s"
             what = f"weight chunk {sha256} at byte {offset} from the gateway at {self.endpoint}"
             raise DeadlineError(f"waited {limit} for {what}") from None
         finally:

@@ -49,13 +49,13 @@ from inference.enrolling import (
     model_files,
     newest,
 )
-from inference.machine import NodeShare, find_machine, plan_nodes, torch_cuda_version
+from inference.machine import DRAIN_S, NodeShare, find_machine, plan_nodes, torch_cuda_version
 from inference.serving import FAILED, LOST, Assignment, run_node
 
 logger = logging.getLogger(__name__)
 
 _END_S = 30.0
-"""How long a node may take to end beside inference.drain_timeout_s."""
+"""How long a node may take to end beside DRAIN_S."""
 _FIRST_REFUSED_S, _LONGEST_REFUSED_S = 1.0, 15.0
 """Pause before a machine that may pull no more weights for now asks again."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -223,8 +223,8 @@ async def _pull(
 
     # One at a time on this machine: what the first has pulled the others take.
     with state.locked("pull"):
-        async with connected(enrollment, inference.chunk_timeout_s) as link:
-            sources = WeightSources(link, inference.chunk_timeout_s, inference.weights_from)
+        async with connected(enrollment) as link:
+            sources = WeightSources(link, own=inference.weights_from)
             sources.learn(enrollment.answer.sources, enrollment.address.rpartition(":")[0])
             try:
                 await pull_model(sources, invite, enrollment, state, slot, link)
@@ -263,7 +263,7 @@ class _Machine:
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         inference, shares = starting.result()
-        grace_s = inference.drain_timeout_s + _END_S
+        grace_s = DRAIN_S + _END_S
         keepers = [
             keep_running(f"node {slot}", *self._child(slot, share), inference.max_restarts, self._stopping,
                          grace_s=grace_s, wait_s=options.wait, running=self._running,

@@ -22,6 +22,8 @@ from composer_prime.wire.enrollment import Gpu, NodeMachine
 
 logger = logging.getLogger(__name__)
 
+DRAIN_S = 5.0
+"""How long a stopping node waits for its running requests."""
 _GPU_USABLE = 0.92
 """Share of a GPU's memory; of vLLM it is inference.vllm.gpu_memory_utilization."""
 

@@ -57,6 +57,7 @@ from composer_prime.wire.turns import HeldPrompts
 from composer_prime.wire.types import pack_floats, pack_ints
 from inference.engines.base import Engine
 from inference.gateway_link import GatewayLink
+from inference.machine import DRAIN_S
 from inference.progress import ProgressStreams
 from inference.receiver import Receiver
 from inference.weight_sources import WeightSources
@@ -112,7 +113,7 @@ class InferenceNode:
         self._stop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def drain(self, reason: str) -> None:
-        """Finish running requests (at most drain_timeout_s), say goodbye, and let `run` return."""
+        """Finish running requests (at most DRAIN_S), say goodbye, and let `run` return."""
         if not self._stop_reason.done():
             self._stop_reason.set_result(reason)
 
@@ -148,12 +149,12 @@ class InferenceNode:
             await asyncio.gather(*tasks, *self._requests.values(), return_exceptions=True)
 
     async def _drain(self, reason: str) -> None:
-        requests, limit = list(self._requests.values()), self._config.drain_timeout_s
+        requests, limit = list(self._requests.values()), DRAIN_S
         logger.info("draining (%s): %d requests run", reason, len(requests))
         if self._attached and requests:
             drained = asyncio.gather(self._engine.drain(), *requests, return_exceptions=True)
             if not (await asyncio.wait([drained], timeout=limit))[0]:
-                logger.warning("%d requests did not end within %g s (inference.drain_timeout_s); other nodes take over",
+                logger.warning("%d requests did not end within %g s; other nodes take over",
                                sum(not request.done() for request in requests), limit)  # fmt: skip
                 with suppress(EngineError, TimeoutError):
                     await asyncio.wait_for(self._streams.flush(), _LAST_WORDS_S)

@@ -40,9 +40,9 @@ _TOUCH_S = 30.0
 
 
 @asynccontextmanager
-async def connected(enrollment: EnrolledNode, chunk_timeout_s: float) -> AsyncIterator[GatewayLink]:
+async def connected(enrollment: EnrolledNode) -> AsyncIterator[GatewayLink]:
     """A link under the node's own key that only pulls."""
-    link = GatewayLink(lambda: f"tcp://{enrollment.address}", enrollment.keys, chunk_timeout_s)
+    link = GatewayLink(lambda: f"tcp://{enrollment.address}", enrollment.keys)
     link.reopen()
 
     async def listen() -> None:

@@ -101,7 +101,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     max_context = assignment.max_context or _model_context(folder)
     engine = build_engine(inference, folder, max_context)
     messages = ToAuditor if assignment.audits else ToNode
-    link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s, messages)
+    link = GatewayLink(assignment.address, assignment.keys(), messages=messages)
     node: InferenceNode | None = None
     weights = AsyncExitStack()
     stopped = False
@@ -160,7 +160,7 @@ def _build_receiver(
 
     inference, run_dir, sources = assignment.inference, assignment.run_dir, None
     if run_dir is None:
-        sources = WeightSources(link, inference.chunk_timeout_s, inference.weights_from)
+        sources = WeightSources(link, own=inference.weights_from)
         stack.push_async_callback(sources.close)
         source = sources
     else:

@@ -27,6 +27,8 @@ from inference.snapshot import Snapshot, open_snapshot
 
 logger = logging.getLogger(__name__)
 
+CHUNK_TIMEOUT_S = 30.0
+"""How long a node waits for one piece of a weight chunk (a few MB) before it retries."""
 PIECE_BYTES = 4 << 20
 """Asked of HTTP hosts, buckets and folders; the gateway sends smaller ones."""
 _CHUNKS_AT_ONCE = 4

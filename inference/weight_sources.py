@@ -28,7 +28,7 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError
 from composer_prime.run.bucket import Bucket
 from composer_prime.run.retry import backoff_s
 from composer_prime.run.weights import CHUNK_BYTES
-from inference.versions import PIECE_BYTES, ChunkSource
+from inference.versions import CHUNK_TIMEOUT_S, PIECE_BYTES, ChunkSource
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class HttpSource(ChunkSource):
         except TimeoutError:
             if len(received) - skip < _LEAST_BYTES:
                 raise DeadlineError(
-                    f"waited {self._timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte "
+                    f"waited {self._timeout_s:g} s for weight chunk {sha256} at byte "
                     f"{offset} from {self.name}, {len(received)} bytes came"
                 ) from None
         except (aiohttp.ClientError, ValueError) as error:
@@ -148,8 +148,7 @@ class BucketSource(ChunkSource):
             return await asyncio.wait_for(answer, self._timeout_s)
         except TimeoutError:
             raise DeadlineError(
-                f"waited {self._timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte {offset} "
-                f"from {self.name}"
+                f"waited {self._timeout_s:g} s for weight chunk {sha256} at byte {offset} from {self.name}"
             ) from None
 
     async def close(self) -> None:
@@ -182,7 +181,11 @@ class WeightSources(ChunkSource):
     """Reads from the fastest of several copies of the store, and from `last` what none of them gives."""
 
     def __init__(
-        self, last: ChunkSource, timeout_s: float, own: Iterable[str] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        last: ChunkSource,
+        timeout_s: float = CHUNK_TIMEOUT_S,
+        own: Iterable[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`last`: the gateway's link. `timeout_s`: of one read. `own`: URLs that are kept whatever the gateway names.
 

@@ -58,6 +58,10 @@ from trainer.weights.publish import Publisher, export
 from trainer.world import LEAVE_S, StopSignal
 
 logger = logging.getLogger("trainer")
+MAX_SKIPPED_STEPS = 3
+"""Steps in a row that may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
+ORCHESTRATOR_TIMEOUT_S = 120.0
+"""For messages from the orchestrator, which answers every few seconds even if no batch is ready."""
 NAMED = 8
 """The most samples that a message lists; the ledger has all of them."""
 
@@ -156,14 +160,14 @@ class Trainer:
     def _connect(self) -> StepClient:
         trainer = self.config.trainer
         endpoint = self.config.orchestrator.address or find_endpoint(
-            self.run_dir.endpoints, trainer.orchestrator_timeout_s, self.stop.is_requested
+            self.run_dir.endpoints, ORCHESTRATOR_TIMEOUT_S, self.stop.is_requested
         )
         rank = RankInfo(
             run_id=self.run_id,
             rank=self.world.rank,
             world_size=self.world.size,
             max_tokens=trainer.micro_batch_tokens,
-            silence_timeout_s=trainer.orchestrator_timeout_s,
+            silence_timeout_s=ORCHESTRATOR_TIMEOUT_S,
         )
         return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), rank, self._should_stop)
 
@@ -195,14 +199,13 @@ class Trainer:
         return last
 
     def _check_skipped(self, client: StepClient, last: int) -> None:
-        most = self.config.trainer.max_skipped_steps
-        if self._skipped <= most:
+        if self._skipped <= MAX_SKIPPED_STEPS:
             return
         if last != self._saved:  # by `every_steps`
             self._checkpoint(client, last)
         raise NonFiniteError(
-            f"{self._skipped} steps in a row, up to step {last}, were not finite (trainer.max_skipped_steps is "
-            f"{most}). None of them changed the parameters. Lower trainer.optim.lr or check the samples listed above, "
+            f"{self._skipped} steps in a row, up to step {last}, were not finite (at most {MAX_SKIPPED_STEPS} "
+            f"may be). None of them changed the parameters. Lower trainer.optim.lr or check the samples listed above, "
             "then continue with --resume"
         )
 

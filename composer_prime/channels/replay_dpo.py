@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from composer_prime.channels.later import torch, without_gradient
-from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
+from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
 from composer_prime.channels.tokens import sum_by
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.prefixes import joined
@@ -43,7 +43,7 @@ SIMPO_MARGIN = 0.5
 ROBUST_EPSILON_MAX = 0.45
 
 
-class ReplayDpoConfig(TermConfig):
+class ReplayDpoConfig(ScheduledTermConfig):
     """Replay-DPO: direct preference optimization on pairs of answers to a recorded state (this project's own)."""
 
     loss: Literal["cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo"] = "cdpo"

@@ -37,7 +37,7 @@ from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.channels.later import torch, without_gradient
-from composer_prime.channels.term import Sums, Term, TermConfig, TermRows, TermTokens
+from composer_prime.channels.term import ScheduledTermConfig, Sums, Term, TermRows, TermTokens
 from composer_prime.channels.tokens import bounded_exp, mean_by, sum_by
 from composer_prime.errors import ConfigError
 from composer_prime.packing.prefixes import joined
@@ -63,7 +63,7 @@ class SelfTeacherConfig(BaseConfig):
     """ema: share of the trained weights added to the average at each step."""
 
 
-class SdpoConfig(TermConfig):
+class SdpoConfig(ScheduledTermConfig):
     """SDPO: the policy with a hint teaches the policy without it, at the turn where the error happened."""
 
     beta: float = Field(default=0.5, ge=0, le=1)

@@ -60,16 +60,25 @@ class TermConfig(BaseConfig):
 
     weight: float = Field(default=0.0, ge=0)
     """Factor of the term in the loss; 0 turns it off."""
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight at `step` (from 1)."""
+        return self.weight
+
+    def term(self) -> Term:
+        """Return the loss term with these settings."""
+        raise NotImplementedError
+
+
+class ScheduledTermConfig(TermConfig):
+    """The settings of a term whose weight may end before the run."""
+
     schedule: WeightSchedule = WeightSchedule()
     """The weight over the run."""
 
     def weight_at(self, step: int) -> float:
         """Return the weight at `step` (from 1)."""
         return self.weight * self.schedule.factor(step)
-
-    def term(self) -> Term:
-        """Return the loss term with these settings."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,7 @@ async def _run_node(
     engine = build_engine(inference, model_dir, config.model.max_context)
     if isinstance(engine, LocalEngine):
         engine.on_token = on_token
-    link = GatewayLink(lambda: gateway.node_endpoint, keys.client("node"), inference.chunk_timeout_s)
+    link = GatewayLink(lambda: gateway.node_endpoint, keys.client("node"))
     receiver = None
     try:
         await engine.start()
@@ -174,6 +174,6 @@ async def _until_served(gateway, node: asyncio.Task[None]) -> None:
 def _on_loopback(config: Config) -> Config:
     """Return `config` with free loopback ports, one gateway process, and no audits: the node is this command's own."""
     audit = config.orchestrator.audit.model_copy(update={"enabled": False})
-    addresses = {"node_address": "tcp://127.0.0.1:0", "step_address": "tcp://127.0.0.1:0", "gateway_port": 0}
+    addresses = {"node_address": "tcp://127.0.0.1:0", "step_address": "tcp://127.0.0.1:0"}
     changes = {**addresses, "audit": audit}
     return config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update=changes)})

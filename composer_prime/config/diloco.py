@@ -1,7 +1,7 @@
 """[diloco]: several clusters train one model over a thin link (Streaming DiLoCo, arXiv 2501.18512).
 
-All peers of a run must agree on fragments, partition, outer and guard, because these decide the global model; the
-rendezvous refuses a peer that differs. Each peer chooses its own sync_every, delay, mixing, codec and deadlines.
+All peers of a run must agree on fragments and outer, because these decide the global model; the rendezvous refuses a
+peer that differs. Each peer chooses its own sync_every, delay, mixing, codec and deadlines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from pydantic_config import BaseConfig
 
 from composer_prime.address import tcp_address
 
-MAX_BLOCK = 1 << 20
-"""Largest codec.block that a peer decodes."""
-
 
 class CodecConfig(BaseConfig):
     type: Literal["fp32", "bf16", "int8", "int4"] = "int4"
     """Encoding of a pseudo-gradient: 32, 16, about 7.5 or 3.4 bits per parameter."""
-    block: int = Field(default=256, ge=8, le=MAX_BLOCK, multiple_of=2)
-    """Parameters per scale (int8, int4); even, because two 4-bit values share a byte."""
 
 
 class OuterConfig(BaseConfig):
@@ -43,17 +38,6 @@ class OuterConfig(BaseConfig):
                 "neither; remove them or use type = 'nesterov'"
             )
         return self
-
-
-class GuardConfig(BaseConfig):
-    max_norm_ratio: float = Field(default=10.0, gt=1)
-    """Reject a delta whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas, or
-    of the round if that is larger.
-    """
-    max_weight_ratio: float = Field(default=8.0, ge=1)
-    """Limit a delta's weight to this many times the median weight of the round. With two peers the smaller weight is
-    the median; raise this if one trains that much more than the other.
-    """
 
 
 class DilocoConfig(BaseConfig):
@@ -79,14 +63,10 @@ class DilocoConfig(BaseConfig):
     """alpha: share of the local value to keep when the global one arrives; with 0 the steps of the delay are lost.
     "carry" adds the changes of those steps to the global value, so they are in the next delta.
     """
-    partition: Literal["strided", "balanced"] = "strided"
-    """strided assigns block i to fragment i mod P; balanced equalizes bytes."""
     codec: CodecConfig = CodecConfig()
     """Compression of deltas; the compression error is added to the next delta."""
     outer: OuterConfig = OuterConfig()
     """Outer optimizer."""
-    guard: GuardConfig = GuardConfig()
-    """Which deltas to reject; deltas with NaN or infinity always are."""
     round_deadline_s: float = Field(default=120.0, gt=0)
     """Time after a round's first complete delta in which the others can send theirs; slower peers send what they have.
     """

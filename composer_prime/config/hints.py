@@ -72,12 +72,6 @@ class HintsConfig(BaseConfig):
     """Weight of a turn's divergence by kind of error; 1 for other kinds. Turns with weight 0 are counted, but get no
     hint and are not distilled.
     """
-    filtered_groups: bool = True
-    """Use the error turns of groups with equal rewards, which the policy loss drops. On: SDPO trains them in addition
-    to the groups of a step, and no other loss counts their tokens. Off: they are dropped.
-    """
-    timeout_s: float = Field(default=120.0, gt=0)
-    """How long a finished group waits for its hints; late ones are skipped and counted."""
 
     @field_validator("detect")
     @classmethod

@@ -13,8 +13,6 @@ class LocalEngineConfig(BaseConfig):
 
     max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; others wait in a queue."""
-    prefill_tokens: int = Field(default=4096, ge=16)
-    """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
     kv_at_swap: Literal["keep", "recompute", "keep_conversations"] = "keep"
@@ -77,12 +75,8 @@ class InferenceConfig(BaseConfig):
     """How long a node tries to connect or reconnect to the gateway before it gives up. One with an invite enrolls
     before; `inference join --connect-timeout` bounds that.
     """
-    chunk_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a node waits for one piece of a weight chunk (a few MB) before it retries."""
     weights_from: list[str] = []
     """For a joining node: additional copies of the run's weight store to download from."""
-    drain_timeout_s: float = Field(default=5.0, ge=0)
-    """How long a stopping node waits for its running requests."""
     max_restarts: int = Field(default=5, ge=0)
     """Maximum restarts of a crashed node; ten minutes without a crash reset the count."""
     usd_per_hour: float | None = Field(default=None, ge=0, le=1e6)

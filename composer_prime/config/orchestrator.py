@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -165,7 +165,7 @@ class EvalConfig(BaseConfig):
     """k of the pass@k estimates; each at most `samples`."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of evaluation rollouts."""
-    pass_threshold: float = 1.0
+    pass_threshold: ClassVar[float] = 1.0
     """Minimum reward of a passed rollout."""
 
     def due(self, step: int, last_step: int) -> bool:
@@ -200,8 +200,6 @@ class AuditConfig(BaseConfig):
     """How far a draw may lie outside of its token's interval, as a probability. Logprobs may differ by 1.5 times this
     in nats on average, and by 12 times at most. Use 0.05 for bfloat16; 0.0001 is enough for float32.
     """
-    timeout_s: float = Field(default=300.0, gt=0)
-    """How long a rollout waits for audits of new nodes' answers before it fails."""
 
 
 _SHIPPED_CURRICULA = ("orchestrator.tasks.curriculum:Shuffled", "orchestrator.tasks.curriculum:Frontier")
@@ -298,8 +296,6 @@ class OrchestratorConfig(BaseConfig):
     """Preference pairs to add to the steps, for replay-DPO."""
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     """Recorded conversations to add to the steps, for SFT."""
-    gateway_port: int = Field(default=0, ge=0, le=65535)
-    """Loopback HTTP port of the gateway; 0 chooses a free one."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     weights: WeightServiceConfig = WeightServiceConfig()

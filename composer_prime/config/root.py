@@ -38,8 +38,6 @@ class RunConfig(BaseConfig):
     """Empty an existing run directory of this name instead of refusing to start."""
     usd_per_hour: float = Field(default=0.0, ge=0)
     """Price of this machine with all GPUs, in dollars per hour; used in reports and ladders."""
-    stop_grace_s: float = Field(default=15.0, gt=0)
-    """Time between SIGTERM and SIGKILL when a role must stop."""
     import_from: list[Path] = []
     """Folders to import task sets, harnesses and curricula from, searched after installed packages. The folder of each
     configuration file is added if it contains modules, the last file's first.
@@ -74,8 +72,6 @@ class ModelConfig(BaseConfig):
 class MonitorConfig(BaseConfig):
     trackers: list[Literal["trackio", "wandb", "tensorboard"]] = []
     """Trackers to use; each needs the extra of the same name. A failing tracker is disabled; the run continues."""
-    project: str = "composer-prime"
-    """Project name in trackio and wandb."""
     tokens: bool = False
     """Record the tokens of trained rollouts with log-probabilities, advantages, mismatch and divergence, so that
     `composer view` can color them: rollouts/tokens_*.jsonl and trained_*.jsonl, about 30 bytes per token.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -21,15 +21,15 @@ class SandboxLimits(BaseConfig):
     """Memory in GiB: address space of each process, and total resident memory."""
     processes: int = Field(default=64, ge=1)
     """Concurrent processes and threads."""
-    file_mb: float = Field(default=64.0, gt=0)
+    file_mb: ClassVar[float] = 64.0
     """Size of one file in MiB."""
     disk_mb: float = Field(default=256.0, gt=0)
     """Total size of the files in the work folder, in MiB; /tmp has the same limit."""
     files: int = Field(default=20_000, ge=1)
     """Number of files and folders in the work folder; /tmp has the same limit."""
-    output_kb: float = Field(default=256.0, gt=0)
+    output_kb: ClassVar[float] = 256.0
     """Output of a command to keep, in KiB, for stdout and stderr each. Longer output is cut in the middle."""
-    output_mb: float = Field(default=16.0, gt=0)
+    output_mb: ClassVar[float] = 16.0
     """Output in MiB at which a command is ended."""
 
 

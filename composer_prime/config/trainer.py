@@ -112,10 +112,6 @@ class TrainerConfig(BaseConfig):
     """Checkpoints."""
     weights: WeightStoreConfig = WeightStoreConfig()
     """Storage of published versions."""
-    max_skipped_steps: int = Field(default=3, ge=0)
-    """Consecutive steps that may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
-    orchestrator_timeout_s: float = Field(default=120.0, gt=0)
-    """Timeout for messages from the orchestrator, which answers every few seconds even if no batch is ready."""
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:

@@ -25,14 +25,13 @@ from composer_prime.monitor.progress import numeric_field
 Numbers = dict[str, float]
 Tracker = tuple[Callable[[int, Numbers], object], Callable[[], object]]
 """How to log the figures of a step, and how to end."""
+PROJECT = os.environ.get("WANDB_PROJECT", "composer-prime")
 QUEUE_LINES = 10_000
 
 
 def _trackio(config: Config, folder: Path) -> Tracker:
     """Return trackio: a local-first tracker; all data stay on this machine's disk."""
-    run = _load("trackio").init(
-        project=config.monitor.project, name=config.run.name, config=config.model_dump(mode="json")
-    )
+    run = _load("trackio").init(project=PROJECT, name=config.run.name, config=config.model_dump(mode="json"))
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
@@ -40,7 +39,7 @@ def _wandb(config: Config, folder: Path) -> Tracker:
     """Return wandb, offline unless WANDB_MODE says otherwise; files go below the run directory."""
     wandb = _load("wandb")
     run = wandb.init(
-        project=config.monitor.project,
+        project=PROJECT,
         name=config.run.name,
         dir=str(folder),
         mode=os.environ.get("WANDB_MODE", "offline"),

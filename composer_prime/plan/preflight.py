@@ -20,7 +20,6 @@ from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInst
 from composer_prime.host import (
     Placement,
     check_address,
-    check_port,
     install_command,
     module_file,
     place_processes,
@@ -257,8 +256,6 @@ def _addresses(config: Config, findings: Findings) -> None:
     orchestrator = config.orchestrator
     if orchestrator.address is not None:
         return
-    if orchestrator.gateway_port:
-        check_port("127.0.0.1", orchestrator.gateway_port, "orchestrator.gateway_port")
     check_address(orchestrator.node_address, "orchestrator.node_address")
     check_address(orchestrator.step_address, "orchestrator.step_address")
     if orchestrator.weights.address is not None:

@@ -150,7 +150,8 @@ class Dispatcher:
 
     async def _finish(self, group: GroupInFlight, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""
-        if self.hints is not None and self._wants_hints() and worth_hinting(ended, self.config, self.scaling):
+        scored = sum(rollout.reward is not None for rollout, _ in ended)
+        if self.hints is not None and self._wants_hints() and scored >= MIN_GROUP:
             ended = await self.hints.attach(ended)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self.config, self.scaling)
@@ -229,18 +230,9 @@ def score_group(
     signal = has_signal(advantages_G) or not config.filter_zero_advantage
     if signal and any(sample.num_trained for sample in samples):
         return FinishedGroup(plan=plan, outcome=GroupOutcome.READY, rollouts=rollouts, samples=samples)
-    hinted = _hinted_only(samples) if config.hints is not None and config.hints.filtered_groups else []
+    hinted = _hinted_only(samples)
     outcome = GroupOutcome.DISTILLED if hinted else GroupOutcome.FILTERED
     return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=hinted)
-
-
-def worth_hinting(ended: list[CompiledRollout], config: OrchestratorConfig, scaling: AdvantageScaling) -> bool:
-    """Whether `score_group` keeps hinted samples of such a group, so that hints may be paid for."""
-    rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
-    if len(rewards) < MIN_GROUP:
-        return False
-    always_kept = not config.filter_zero_advantage or (config.hints is not None and config.hints.filtered_groups)
-    return always_kept or has_signal(group_advantages(rewards, scaling))
 
 
 def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:

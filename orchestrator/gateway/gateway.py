@@ -164,7 +164,7 @@ class Gateway:
         try:
             if self.audits is not None:
                 self.audits.start(self._fail)
-            self._port = HeldPort(_LOOPBACK, orchestrator.gateway_port)
+            self._port = HeldPort(_LOOPBACK, 0)
             await self._http.start(self._port.socket)
         except BaseException:
             await self.close()

@@ -6,7 +6,7 @@
 An error message answers a turn. The turn that went wrong is the assistant turn before it, and the hint goes before that
 turn. A turn is hinted at most once. A failure in here costs a hint, never a rollout, and is counted by reason.
 
-The group waits here at most orchestrator.hints.timeout_s. The event loop never waits: rules and tokens are handled in
+The group waits here at most two minutes. The event loop never waits: rules and tokens are handled in
 one thread, models are asked over HTTP.
 
 Cursor published (Composer 2.5) that feedback targets the message that went wrong, with a reminder of the available
@@ -59,6 +59,8 @@ from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)
 
+_GROUP_TIMEOUT_S = 120.0
+"""How long a finished group waits for its hints; late ones are skipped and counted."""
 _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
 _POLICY_HINT_TOKENS = 96
@@ -140,13 +142,13 @@ class HintStage:
         late: set[asyncio.Task[None]] = set()
         try:
             if tasks:
-                _, late = await asyncio.wait(tasks, timeout=self.config.timeout_s)
+                _, late = await asyncio.wait(tasks, timeout=_GROUP_TIMEOUT_S)
         finally:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         if late:
-            logger.warning("hints of %d rollouts were not done in %g s", len(late), self.config.timeout_s)
+            logger.warning("hints of %d rollouts were not done in %g s", len(late), _GROUP_TIMEOUT_S)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -339,7 +341,7 @@ def _endpoints(
             base_url=gateway_url,
             model=POLICY,
             max_tokens=_POLICY_HINT_TOKENS,
-            timeout_s=hints.timeout_s,
+            timeout_s=_GROUP_TIMEOUT_S,
         )
         endpoints["introspection"] = ChatEndpoint(policy, name="orchestrator.hints.introspection", key=gateway_token)
     return endpoints

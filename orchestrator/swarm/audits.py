@@ -6,7 +6,7 @@
                                                                     (its unaudited recent rollouts are tainted)
 
 Which answers are audited is drawn after they came, by the operating system's randomness: a node cannot know. A rollout
-waits at most `orchestrator.audit.timeout_s`. Everything runs on one event loop.
+waits at most five minutes. Everything runs on one event loop.
 
 Auditors may be too slow for all answers. Then a steady share of the rollouts gets each verdict in time, and the others
 get none: rollouts are served by a rank that each draws when it begins. An auditor holds at most one answer more than it
@@ -55,6 +55,8 @@ from orchestrator.swarm.trust import NodeTrust, is_clean
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT_S = 300.0
+"""How long a rollout waits for audits of new nodes' answers before it fails."""
 _QUARANTINE_S = 600.0
 """How long a node gets no requests after a failed audit; doubles each time."""
 _MAX_QUEUED = 4096
@@ -105,14 +107,17 @@ class Audits:
         chance: Callable[[], float] = random.SystemRandom().random,
         clock: Callable[[], float] = time.monotonic,
         max_queued_bytes: int = _MAX_QUEUED_BYTES,
+        timeout_s: float | None = None,
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know.
-        `clock()` returns seconds, by which auditors are slow, silent or paused.
+        `clock()` returns seconds, by which auditors are slow, silent or paused. A rollout waits `timeout_s` for its
+        audits.
 
         Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
         """
         self.counters: Counter[str] = Counter()
         self._config = config
+        self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         self._keys = keys
         self._run_id = run_id
         self._store = store
@@ -201,7 +206,7 @@ class Audits:
             finish_reason=record.answer.finish_reason,
             sampling=record.sampling,
             tolerance=self._config.tolerance,
-            timeout_s=self._config.timeout_s,
+            timeout_s=self._timeout_s,
         )
         self._enqueue(answer)
         self._place()
@@ -221,13 +226,13 @@ class Audits:
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
 
-        Waits for the audits of new nodes' answers, at most orchestrator.audit.timeout_s.
+        Waits for the audits of new nodes' answers, at most `timeout_s`.
         """
         answers = self._open.pop(rollout_id, [])
         waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_awaited]
         if waits:
             try:
-                await asyncio.wait(waits, timeout=self._config.timeout_s)
+                await asyncio.wait(waits, timeout=self._timeout_s)
             finally:
                 for wait in waits:
                     wait.cancel()
@@ -265,7 +270,7 @@ class Audits:
         nodes = sorted({node_id for answer in answers for node_id in answer.quarantines})
         connected = f"{len(self._auditors)} auditors are connected" if self._auditors else "no auditor is connected"
         return (
-            f"waited {self._config.timeout_s:g} s (orchestrator.audit.timeout_s) for the audit of {len(answers)} "
+            f"waited {self._timeout_s:g} s for the audit of {len(answers)} "
             f"answers of new nodes ({', '.join(nodes[:5])}); {connected} (orchestrator audit), "
             f"{len(self._queue)} answers are queued"
         )
@@ -334,7 +339,7 @@ class Audits:
     def _with_room(self) -> bytes | None:
         """Return the auditor that uses the least of its places; None when none has room."""
         now = self._clock()
-        since = now - self._config.timeout_s / 2
+        since = now - self._timeout_s / 2
         free = [(len(one.held) / one.places, key) for key, one in self._auditors.items() if one.has_room(now, since)]
         return min(free)[1] if free else None
 
@@ -366,7 +371,7 @@ class Audits:
     def _give_up_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
         """Expect no more what an auditor should have ended, or dropped, long ago."""
         for number, (answer, since) in list(auditor.held.items()):
-            if (held_s := now - since) >= self._config.timeout_s + self._lost_after_s:
+            if (held_s := now - since) >= self._timeout_s + self._lost_after_s:
                 del auditor.held[number]
                 error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
                 logger.warning("%s: see its log for a hanging engine", error)
@@ -403,7 +408,7 @@ class Audits:
                         message = AuditFailed(audit=message.audit, error=f"{error}: use one release", retryable=True)
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
-                    elif auditor.last_heard - since < self._config.timeout_s / 2:
+                    elif auditor.last_heard - since < self._timeout_s / 2:
                         auditor.ended.append(auditor.last_heard)
                     self._take(auditor, answer, message)
             case Status():

@@ -4,7 +4,7 @@ orchestrator drain|evict|ban NODE --HTTP, keys/operator.token--> control_routes 
 gateway's tick --> NodeControl.tick: end drains
 
 drain   no new request; once the node has answered what it holds, it is sent away. It may come back. With --now it is
-        sent away at once: after its inference.drain_timeout_s it streams what it has sampled, and others continue.
+        sent away at once: after five seconds it streams what it has sampled, and others continue.
 evict   sent away at once, its requests go elsewhere. Refused until the orchestrator starts again.
         Its process ends without an error, so nothing starts it again.
 ban     evict that outlasts a restart: the name is in keys/banned.json, a key of its own is revoked, and the invite by

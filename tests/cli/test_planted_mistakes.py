@@ -63,7 +63,8 @@ def test_place_is_named(tmp_path):
         held.bind(("127.0.0.1", 0))
         held.listen()
         port = held.getsockname()[1]
-        assert "orchestrator.gateway_port" in said(tmp_path, "--orchestrator.gateway_port", str(port))
+        address = f"tcp://127.0.0.1:{port}"
+        assert "orchestrator.step_address" in said(tmp_path, "--orchestrator.step_address", address)
 
 
 # A weight file that a copy cut short.

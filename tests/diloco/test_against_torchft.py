@@ -25,7 +25,7 @@ def reference(lighthouse: str, peer: int) -> dict[str, torch.Tensor]:
     model = Blocks()
     modules = dict(model.named_modules())
     parts = []
-    for fragment in partition(model.named_parameters(), PARTS, "strided"):
+    for fragment in partition(model.named_parameters(), PARTS):
         owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in fragment.parameters)
         parts.append(nn.ModuleList(modules[owner] for owner in owners))
     inner = adamw(model)

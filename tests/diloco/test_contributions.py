@@ -8,8 +8,7 @@ import re
 import pytest
 import torch
 
-from composer_prime.config.diloco import MAX_BLOCK, CodecConfig, GuardConfig
-from diloco.codec import build_codec, codec_from_spec
+from diloco.codec import MAX_BLOCK, codec_from_spec
 from diloco.outer_step import accept
 from diloco.ranks import Ranks
 from diloco.transport.messages import Header, body_checksum
@@ -38,7 +37,7 @@ def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, mem
 def test_wrong_contributions(wrong, reason):
     values = torch.linspace(-1, 1, 300)
     good, bad = contribution("a", values), contribution("b", values, **wrong)
-    found = accept([good[0], bad[0]], [good[1], bad[1]], fragment=1, n=300, guard=GuardConfig(), ranks=Ranks())
+    found = accept([good[0], bad[0]], [good[1], bad[1]], fragment=1, n=300, ranks=Ranks())
     assert list(found.rejections) == ["b"] and re.search(reason, found.rejections["b"]) and found.weights == [2.0]
     assert torch.allclose(next(found.deltas()), values, atol=1 / 127)
     assert found.norms["a"] == pytest.approx(float(values.norm()), rel=0.01)
@@ -51,7 +50,7 @@ def test_weights_are_capped():
         values = torch.linspace(-1, 1, 300)
         pairs = [contribution(name, values, weight=weight) for name, weight in zip("abc", claimed, strict=False)]
         headers, bodies = zip(*pairs, strict=True)
-        return accept(headers, bodies, fragment=1, n=300, guard=GuardConfig(), ranks=Ranks()).weights
+        return accept(headers, bodies, fragment=1, n=300, ranks=Ranks()).weights
 
     assert weights(100.0, 4e14, 120.0) == [100.0, 960.0, 120.0]
     assert weights(100.0, 4e14) == [100.0, 800.0]
@@ -69,7 +68,7 @@ class Rounds:
     def rejects(self, **scales: float) -> set[str]:
         pairs = [contribution(name, self.values * scale) for name, scale in scales.items()]
         headers, bodies = zip(*pairs, strict=True)
-        found = accept(headers, bodies, fragment=1, n=300, guard=GuardConfig(), ranks=Ranks(), history=self.history)
+        found = accept(headers, bodies, fragment=1, n=300, ranks=Ranks(), history=self.history)
         self.history = [*self.history, *found.remembered][-16:]
         return set(found.rejections)
 
@@ -105,7 +104,7 @@ def test_a_lasting_change_is_accepted():
     assert not rounds.rejects(a=3000.0, b=9000.0)
 
 
-# The largest block that the configuration allows is one that peers decode.
+# The largest block is one that peers decode.
 def test_largest_block():
-    codec = build_codec(CodecConfig(type="int4", block=MAX_BLOCK))
+    codec = codec_from_spec(f"int4/{MAX_BLOCK}")
     assert codec.decode(codec.encode(torch.ones(3)), 3).tolist() == pytest.approx([1.0] * 3, rel=0.01)

@@ -31,14 +31,14 @@ def stack(blocks: int, width: int = 4) -> nn.Module:
     return model
 
 
-# Any model, any count, either kind: every parameter is in one fragment, the tied one once, and none is empty.
-@given(blocks=st.integers(1, 12), count=st.integers(1, 6), kind=st.sampled_from(["strided", "balanced"]))
-def test_each_parameter_once(blocks, count, kind):
+# Any model, any count: every parameter is in one fragment, the tied one once, and none is empty.
+@given(blocks=st.integers(1, 12), count=st.integers(1, 6))
+def test_each_parameter_once(blocks, count):
     model = stack(blocks)
     try:
-        fragments = partition(model.named_parameters(remove_duplicate=False), count, kind)
+        fragments = partition(model.named_parameters(remove_duplicate=False), count)
     except ConfigError:
-        assert blocks + 3 < count or (kind == "strided" and blocks < count)
+        assert blocks < count
         return
     placed = [id(parameter) for fragment in fragments for _, parameter in fragment.parameters]
     assert sorted(placed) == sorted(id(parameter) for parameter in model.parameters())
@@ -46,21 +46,12 @@ def test_each_parameter_once(blocks, count, kind):
     assert sum(fragment.numel for fragment in fragments) == sum(p.numel() for p in model.parameters())
 
 
-# strided deals blocks out in turn, whole.
+# It deals blocks out in turn, whole.
 def test_strided_takes_blocks_in_turn():
-    fragments = partition(stack(7).named_parameters(), 3, "strided")
+    fragments = partition(stack(7).named_parameters(), 3)
     for fragment in fragments:
         blocks = {int(name.split(".")[1]) for name, _ in fragment.parameters if name.startswith("layers")}
         assert blocks == {block for block in range(7) if block % 3 == fragment.index}
-
-
-# balanced: the lightest and heaviest fragment differ by no more than the largest unit.
-@given(blocks=st.integers(2, 20), count=st.integers(1, 5))
-def test_balanced_by_bytes(blocks, count):
-    if blocks + 3 < count:
-        return
-    sizes = [fragment.numel for fragment in partition(stack(blocks).named_parameters(), count, "balanced")]
-    assert max(sizes) - min(sizes) <= 11 * 4
 
 
 # Under LoRA only the adapters are synchronized.
@@ -68,7 +59,7 @@ def test_frozen_parameters_stay_out():
     model = stack(4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.endswith("bias") and "layers" in name
-    names = [name for fragment in partition(model.named_parameters(), 2, "strided") for name, _ in fragment.parameters]
+    names = [name for fragment in partition(model.named_parameters(), 2) for name, _ in fragment.parameters]
     assert sorted(names) == [f"layers.{block}.bias" for block in range(4)]
 
 
@@ -76,7 +67,7 @@ def test_frozen_parameters_stay_out():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_read_write(dtype):
     model = stack(3).to(dtype)
-    for fragment in partition(model.named_parameters(), 2, "balanced"):
+    for fragment in partition(model.named_parameters(), 2):
         before = fragment.read()
         fragment.write(before)
         assert torch.equal(fragment.read(), before)
@@ -86,10 +77,10 @@ def test_read_write(dtype):
 
 # Two layouts are the same exactly when their hashes are; the difference names the parameter and both sides.
 def test_layout_difference():
-    ours = parameter_layout(partition(stack(4).named_parameters(), 2, "strided"))
-    same = parameter_layout(partition(stack(4).named_parameters(), 2, "strided"))
-    wider = parameter_layout(partition(stack(4, width=6).named_parameters(), 2, "strided"))
-    longer = parameter_layout(partition(stack(5).named_parameters(), 2, "strided"))
+    ours = parameter_layout(partition(stack(4).named_parameters(), 2))
+    same = parameter_layout(partition(stack(4).named_parameters(), 2))
+    wider = parameter_layout(partition(stack(4, width=6).named_parameters(), 2))
+    longer = parameter_layout(partition(stack(5).named_parameters(), 2))
     assert layout_hash(ours) == layout_hash(same) and difference(ours, same) == ""
     assert len({layout_hash(each) for each in (ours, wider, longer)}) == 3
     assert difference(ours, wider) == (
@@ -102,14 +93,14 @@ def test_layout_difference():
 # Too many fragments: refused with the number that works.
 def test_too_many_fragments():
     with pytest.raises(ConfigError, match=r"fragments is 9, but the model has only 5 .* use fragments <= 5"):
-        partition(stack(2).named_parameters(), 9, "balanced")
+        partition(stack(2).named_parameters(), 9)
     with pytest.raises(ConfigError, match="nothing to synchronize"):
-        partition([], 1, "strided")
+        partition([], 1)
 
 
 # The check before any role starts allows as many fragments as the model can be divided into, and refuses one more.
-@pytest.mark.parametrize(("lora", "kind"), [((), "strided"), (("--trainer.lora.rank", "4"), "balanced")])
-def test_fragments_are_checked_against_the_model(tmp_path, lora, kind):
+@pytest.mark.parametrize("lora", [(), ("--trainer.lora.rank", "4")])
+def test_fragments_are_checked_against_the_model(tmp_path, lora):
     transformers = pytest.importorskip("transformers")
     settings = transformers.AutoConfig.from_pretrained(resolve_model("tiny"))
     with torch.device("meta"):
@@ -117,7 +108,7 @@ def test_fragments_are_checked_against_the_model(tmp_path, lora, kind):
     if lora:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "_proj." in name  # as adapters would stand
-    most = max(count for count in range(1, 20) if _divides(model, count, kind))
+    most = max(count for count in range(1, 20) if _divides(model, count))
 
     def problems(fragments: int) -> list[str]:
         words = ["--diloco.delay", "0", "--diloco.fragments", str(fragments)]
@@ -132,8 +123,8 @@ def test_fragments_are_checked_against_the_model(tmp_path, lora, kind):
     assert f"use diloco.fragments <= {most}" in problem
 
 
-def _divides(model: nn.Module, count: int, kind: str) -> bool:
+def _divides(model: nn.Module, count: int) -> bool:
     try:
-        return len(partition(model.named_parameters(), count, kind)) == count
+        return len(partition(model.named_parameters(), count)) == count
     except ConfigError:
         return False

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from tests.engines import contract
 from tests.engines.models import MAX_CONTEXT, make_model
@@ -26,8 +27,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def started(loop: asyncio.Runner, folder: Path) -> contract.Subject:
-    config = InferenceConfig(engine="local", device="cpu", local=LocalEngineConfig(max_batch=16, prefill_tokens=64))
-    engine = LocalEngine(folder, config, MAX_CONTEXT)
+    config = InferenceConfig(engine="local", device="cpu", local=LocalEngineConfig(max_batch=16))
+    engine = LocalEngine(folder, config, MAX_CONTEXT, type("Prefilling", (Computer,), {"prefill_tokens": 64}))
     loop.run(engine.start())
     return contract.Subject(engine=engine, reference=Reference(folder))
 

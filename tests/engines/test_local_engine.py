@@ -60,9 +60,10 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), tied=True)
 
 
-async def start(folder, context: int = MAX_CONTEXT, **options) -> Subject:
+async def start(folder, context: int = MAX_CONTEXT, prefill_tokens: int = 4096, **options) -> Subject:
     local = LocalEngineConfig(**{"max_batch": 32, **options})
-    engine = LocalEngine(folder, InferenceConfig(device="cpu", local=local), context)
+    computer = type("Prefilling", (Computer,), {"prefill_tokens": prefill_tokens})
+    engine = LocalEngine(folder, InferenceConfig(device="cpu", local=local), context, computer)
     await engine.start()
     return Subject(engine=engine, reference=Reference(folder))
 

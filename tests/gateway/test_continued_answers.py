@@ -165,7 +165,7 @@ class RealNode:
     def __init__(self, name: str, endpoint: str, keys) -> None:
         config = InferenceConfig(device="cpu", dtype="float32", local=LocalEngineConfig(max_batch=4), heartbeat_s=0.1)
         self.engine: Any = LocalEngine(MODEL, config, 512, SlowComputer)
-        self.link = GatewayLink(lambda: endpoint, keys, config.chunk_timeout_s)
+        self.link = GatewayLink(lambda: endpoint, keys)
         self.receiver = Receiver(self.engine, self.link, MODEL, 0.05)
         self.node = InferenceNode(name, self.engine, self.link, self.receiver, config)
         self.running: asyncio.Future | None = None

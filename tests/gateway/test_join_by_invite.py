@@ -206,11 +206,13 @@ while True:
 import argparse, asyncio, pathlib, sys
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.enrollment import Invite
+from inference import joining
 from inference.enrolling import NodeState
 from inference.joining import _Machine
+joining.DRAIN_S = 300
 class Machine(_Machine):
     async def _start(self, machine):
-        return InferenceConfig(max_restarts=0, drain_timeout_s=300), [None]
+        return InferenceConfig(max_restarts=0), [None]
     def _child(self, slot, share):
         return [sys.executable, "-c", {node!r}], {{}}
 words = argparse.Namespace(address="", wait=0)

@@ -73,7 +73,7 @@ async def local_node(name: str, address: str, keys: RunKeys):
     )
     engine = build_engine(config, MODEL, 512)
     await engine.start()
-    link = GatewayLink(lambda: address, keys.client("node"), config.chunk_timeout_s)
+    link = GatewayLink(lambda: address, keys.client("node"))
     receiver = Receiver(engine, link, MODEL, 0.05)
     node = InferenceNode(
         name, engine, link, receiver, config, max_context=512, device=ComputeDevice(name="cpu", count=1)

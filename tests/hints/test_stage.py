@@ -320,7 +320,7 @@ def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
 
 def test_a_group_waits_for_its_hints_so_long_and_no_longer():
     # A writer is silent past the stage's own limit, not its own: the turn is late, and the rollout goes on.
-    build = lambda e: stage(HintsConfig(timeout_s=0.3), layers={"llm": partial(model_hint, e)}, endpoints=[e])
+    build = lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoints=[e])
     rollout, samples, _ = asyncio.run(_with_peer("silent", build, timeout_s=30.0))
     assert rollout.hints["skipped/late"] == 1 and not samples[0].distillations
     assert rollout.turns[1].error == "tool_not_found" and rollout.turns[1].hint is None
@@ -370,7 +370,7 @@ def test_a_bad_judge_leaves_the_rules_their_turns(mode):
 # -- groups without advantage ----------------------------------------------------------------------------------------
 
 
-def finished(filtered_groups: bool, *rewards: float, cut: tuple[int, ...] = (), **settings: Any) -> FinishedGroup:
+def finished(*rewards: float, cut: tuple[int, ...] = (), **settings: Any) -> FinishedGroup:
     """A group whose first rollout has a hinted turn; those in `cut` ended at a limit."""
     rollouts = [
         play("tiny", "Add.", [WRONG, LAST] if n == 0 else [LAST], rollout_id=f"g000003-{n}", reward=reward)
@@ -378,7 +378,7 @@ def finished(filtered_groups: bool, *rewards: float, cut: tuple[int, ...] = (), 
     ]
     done = attached(stage(), *rollouts)
     config = OrchestratorConfig.model_validate(
-        {"source": [{"name": "s", "taskset": {"id": "x"}}], "hints": {"filtered_groups": filtered_groups}} | settings
+        {"source": [{"name": "s", "taskset": {"id": "x"}}], "hints": {}} | settings
     )
     ended = [
         (msgspec.structs.replace(each.rollout, truncated=number in cut), each.samples)
@@ -389,7 +389,7 @@ def finished(filtered_groups: bool, *rewards: float, cut: tuple[int, ...] = (), 
 
 def test_a_group_without_advantage_still_serves_channel_2():
     # All failed: the policy loss has nothing to learn and counts none of its tokens; the wrong turn is distilled.
-    group = finished(True, 0.0, 0.0)
+    group = finished(0.0, 0.0)
     assert group.outcome is GroupOutcome.DISTILLED
     [sample] = group.samples
     assert sample.distillations and not flags(sample.loss_mask).any() and not floats(sample.advantages).any()
@@ -399,26 +399,24 @@ def test_a_group_without_advantage_still_serves_channel_2():
     assert (counted.samples, counted.tokens, counted.distilled_turns) == (0, 0, 1)
 
 
-def test_the_setting_drops_them_whole():
-    assert finished(False, 0.0, 0.0).outcome is GroupOutcome.FILTERED
-    ready = finished(True, 0.0, 1.0)
+def test_a_group_with_advantage_is_ready():
+    ready = finished(0.0, 1.0)
     assert ready.outcome is GroupOutcome.READY and len(ready.samples) == 2
 
 
 def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
     # They still count for the advantages of their siblings, and their hinted turns for SDPO; by default they are
     # trained like all others.
-    group = finished(True, 0.0, 1.0, 0.0, cut=(0, 2), train_truncated=False)
+    group = finished(0.0, 1.0, 0.0, cut=(0, 2), train_truncated=False)
     hinted, whole = group.samples
     assert group.outcome is GroupOutcome.READY and group.rollouts[1].advantage == pytest.approx(2 / 3)
     assert hinted.distillations and hinted.num_trained == 0 and whole.num_trained > 0
     assert floats(whole.advantages).max() == pytest.approx(2 / 3)
     assert (totals(group.samples).samples, totals(group.samples).distilled_turns) == (1, 1)
-    assert all(sample.num_trained for sample in finished(True, 0.0, 1.0, cut=(0,)).samples)
+    assert all(sample.num_trained for sample in finished(0.0, 1.0, cut=(0,)).samples)
 
 
 def test_a_group_of_rollouts_that_were_cut_short_is_one_without_advantage():
     # Its rewards differ, and yet there is nothing for the policy loss: no place of a batch is filled with it.
     cut = {"cut": (0, 1), "train_truncated": False}
-    assert finished(True, 0.0, 1.0, **cut).outcome is GroupOutcome.DISTILLED
-    assert finished(False, 0.0, 1.0, **cut).outcome is GroupOutcome.FILTERED
+    assert finished(0.0, 1.0, **cut).outcome is GroupOutcome.DISTILLED

@@ -37,6 +37,11 @@ def publisher(tmp_path, keys, reference):
     return Publisher(tmp_path / "weights", keys, reference)
 
 
+@pytest.fixture(autouse=True)
+def patient_drain(monkeypatch):
+    monkeypatch.setattr("inference.node.DRAIN_S", 30.0)
+
+
 @pytest.fixture
 def config():
     return InferenceConfig(
@@ -45,8 +50,6 @@ def config():
         heartbeat_s=0.1,
         lost_after_s=1.0,
         connect_timeout_s=4.0,
-        chunk_timeout_s=1.0,
-        drain_timeout_s=30.0,
     )
 
 

@@ -147,7 +147,7 @@ def test_a_node_that_is_stopped_while_it_installs_ends_at_once(publisher, folder
             return web.Response(status=404)
 
         async with scripted(handler) as url:
-            settings = {"weights_from": [url], "chunk_timeout_s": 1000.0, "threads": 1}
+            settings = {"weights_from": [url], "threads": 1}
             assignment = Assignment(
                 node_name="box",
                 inference=config.model_copy(update=settings),

@@ -301,7 +301,7 @@ def test_a_node_pulls_beside_the_gateway(loop, folder, config, keys, publisher):
         gateway.manifest = publisher.publish(1)
         engine = LocalEngine(folder, config, MAX_CONTEXT)
         await engine.start()
-        link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), config.chunk_timeout_s)
+        link = GatewayLink(lambda: gateway.endpoint, keys.client("node"), 1.0)
         sources = WeightSources(link, TIMEOUT_S)
         receiver = Receiver(engine, sources, folder, 1e-3)
         node = InferenceNode("node-a", engine, link, receiver, config, sources=sources)

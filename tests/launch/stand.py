@@ -1,6 +1,6 @@
 """A stand for launcher tests: real processes with small scripts as roles, run through a launcher process of its own.
 
-    python stand.py FOLDER SCENARIO.json [arguments of trainer]
+    python stand.py FOLDER SCENARIO.json [--grace SECONDS] [arguments of trainer]
 
 SCENARIO names, for each role, the Python text it runs; RUN_DIR is its working directory.
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from composer_prime.config.load import resolve
+from trainer.launcher import supervise
 from trainer.launcher.launch import launch
 from trainer.launcher.supervise import RoleCommand
 
@@ -19,7 +20,6 @@ CONFIG = """
 [run]
 name = "stand"
 max_steps = 3
-stop_grace_s = 2.0
 [model]
 path = "tiny"
 max_context = 512
@@ -52,6 +52,9 @@ def config_file(folder: Path) -> Path:
 
 
 def main(folder: Path, scenario: dict[str, str], extra: list[str]) -> int:
+    supervise.STOP_GRACE_S = 2.0
+    if extra[:1] == ["--grace"]:
+        supervise.STOP_GRACE_S, extra = float(extra[1]), extra[2:]
     words = ["@", str(config_file(folder)), "--run.output_dir", str(folder / "outputs"), *extra]
 
     def commands(config, run_dir):

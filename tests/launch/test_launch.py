@@ -297,7 +297,7 @@ def test_the_orchestrator_may_wait_for_teachers(stand):
     # Beyond its grace: what teachers were asked may be charged, so the orchestrator gets an attempt's deadline more.
     kind = '{"name": "NAME", "model": "MODEL"}'
     pool = [kind.replace("NAME", name).replace("MODEL", model) for name, model in (("a", "gpt-5"), ("b", "glm-5"))]
-    words = ("--run.stop_grace_s", "0.2", "--teachers.timeout_s", "250", "--teachers.online", "true")
+    words = ("--grace", "0.2", "--teachers.timeout_s", "250", "--teachers.online", "true")
     answered = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), open('answered', 'w').close(), sys.exit(0)))"
     run = stand({"orchestrator": f"{answered}\n{STEADY}"}, *words, "--teachers.teacher", f"[{', '.join(pool)}]")
     run.wait_for_roles(1)
@@ -318,7 +318,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(stand):
 
 def test_second_ctrl_c_kills_at_once(stand):
     # A second Ctrl-C does not wait for the grace period.
-    run = stand({"orchestrator": STUBBORN, "trainer-0": STUBBORN}, "--run.stop_grace_s", "250")
+    run = stand({"orchestrator": STUBBORN, "trainer-0": STUBBORN}, "--grace", "250")
     run.wait_for_roles(2)
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.5)

@@ -52,6 +52,7 @@ async def serve_audits(
     heartbeat_s: float = 0.05,
     lost_after_s: float = 100.0,
     clock: Callable[[], float] = time.monotonic,
+    timeout_s: float | None = None,
     **settings,
 ):
     """Yield the audits, the nodes' trust, and a function that connects an auditor. `settings`: orchestrator.audit."""
@@ -72,6 +73,7 @@ async def serve_audits(
         chance=lambda: left.pop(0),
         clock=clock,
         max_queued_bytes=max_queued_bytes,
+        timeout_s=timeout_s,
     )
     failures: list[BaseException] = []
     audits.start(failures.append)

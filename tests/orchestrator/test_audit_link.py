@@ -226,7 +226,7 @@ async def test_a_rollout_is_audited_whole_before_the_next(audited):
 async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, tmp_path):
     # Through the whole orchestrator: a rollout whose audit finds a wrong token fails, and is played again.
     pool = ScriptedPool(lambda request: float(int(request.rollout_id.split("-")[1].split("r")[0]) % 2))
-    config = make_config(tmp_path, max_steps=1, audit={"enabled": True, "timeout_s": DEADLINE_S})
+    config = make_config(tmp_path, max_steps=1, audit={"enabled": True})
     async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         auditor = PeerAuditor(json.loads(run_dir.endpoints.read_text())["audit"], RunKeys(run_dir.keys))

@@ -185,19 +185,6 @@ def distilling(root, **orchestrator: Any) -> Config:
     return Config.model_validate(values)
 
 
-async def test_a_group_that_will_be_dropped_is_not_hinted(open_run, run_dir, tmp_path):
-    """filtered_groups off: where all rewards are equal, no error turn is looked for and no hint is paid for."""
-    pool = ToolPool(reward=lambda request: 1.0 if request.task_index % 2 else float(request.rollout_id[-1] in "02"))
-    config = distilling(tmp_path, hints={"filtered_groups": False})
-    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
-        await trainer.attach(0)
-        for step in (1, 2, 3):
-            await trainer.train(step)
-        lines = [line for step in (1, 2, 3) for line in await run.rollouts(step)]
-        hinted = {line["status"]: any(turn["hint"] for turn in line["turns"]) for line in lines}
-        assert hinted == {"trained": True, "filtered": False}
-
-
 async def test_the_policy_hints_itself_through_the_gateway(open_run, run_dir, tmp_path):
     """Introspection asks the run's own nodes; its requests are no part of any rollout's record."""
     config = make_config(tmp_path, max_steps=1, hints={"layers": ["introspection"]})

@@ -212,7 +212,6 @@ def test_port_in_use_is_a_problem(tmp_path):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert f"port {port}" in problems(tmp_path, "--orchestrator.gateway_port", str(port))
         assert f"port {port}" in problems(tmp_path, "--orchestrator.step_address", f"tcp://127.0.0.1:{port}")
 
 

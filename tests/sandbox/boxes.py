@@ -10,9 +10,14 @@ import pytest
 from composer_prime.config.sandbox import RuntimeConfig, SandboxLimits
 from composer_prime.plan.sandboxes import probe
 
-LIMITS = SandboxLimits(
-    wall_s=30, cpu_s=8, memory_gb=0.4, processes=32, file_mb=8, disk_mb=32, files=2000, output_kb=16, output_mb=1
-)
+
+class SmallLimits(SandboxLimits):
+    file_mb = 8
+    output_kb = 16
+    output_mb = 1
+
+
+LIMITS = SmallLimits(wall_s=30, cpu_s=8, memory_gb=0.4, processes=32, disk_mb=32, files=2000)
 SMALL = RuntimeConfig(type="bubblewrap", limits=LIMITS)
 
 

@@ -80,7 +80,7 @@ def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Confi
             "sampling": {"max_tokens": 32},
             "hints": {},
         },
-        "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 20},
+        "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}},
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}

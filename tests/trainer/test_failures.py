@@ -93,19 +93,21 @@ def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
 
 
 def test_steps_in_a_row_that_are_not_finite_end_the_run(make_run):
-    # Two skipped steps are one more than trainer.max_skipped_steps: both ranks end with the remedy, after a checkpoint
+    # Four skipped steps are one more than are allowed: both ranks end with the remedy, after a checkpoint
     # from which a resume goes on with the step after them. That of every second step is not written again.
-    run = make_run(run={"max_steps": 9}, trainer={"max_skipped_steps": 1, "checkpoint": {"every_steps": 2, "keep": 1}})
-    samples_of = lambda step: (overflowing if step in (1, 3, 4) else make_samples)(step)
+    run = make_run(run={"max_steps": 9}, trainer={"checkpoint": {"every_steps": 2, "keep": 1}})
+    samples_of = lambda step: (overflowing if step in (1, 3, 4, 5, 6) else make_samples)(step)
     with StepPeer(run.dir, samples_of, max_steps=9) as peer:
         codes, outputs = run.train(2)
-    assert codes == [1, 1] and run.dir.complete_checkpoints() == [4] and peer.checkpoints == [2, 4], "\n".join(outputs)
-    reason = r"2 steps in a row, up to step 4, were not finite \(trainer.max_skipped_steps is 1\).*trainer.optim.lr"
+    assert codes == [1, 1] and run.dir.complete_checkpoints() == [6] and peer.checkpoints == [2, 4, 6], "\n".join(
+        outputs
+    )
+    reason = r"4 steps in a row, up to step 6, were not finite.*trainer.optim.lr"
     assert all(re.search(reason, output) for output in outputs)
-    run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 5})}))
-    with StepPeer(run.dir, make_samples, max_steps=5) as peer:
+    run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 7})}))
+    with StepPeer(run.dir, make_samples, max_steps=7) as peer:
         codes, outputs = run.train()
-    assert codes == [0] and [request.step for request in peer.requests] == [5], "\n".join(outputs)
+    assert codes == [0] and [request.step for request in peer.requests] == [7], "\n".join(outputs)
 
 
 def test_no_rank_asks_for_a_batch_before_the_start_is_noted(make_run):

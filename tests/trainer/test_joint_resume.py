@@ -57,7 +57,7 @@ class JointRun:
             run = make_run(
                 f"{name}-{peer}", run={"max_steps": STEPS}, diloco=diloco | {"peer_id": peer}, channels=CHANNELS,
                 trainer={
-                    "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 300,
+                    "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3},
                     "micro_batch_tokens": 1024, "schedule": {"type": "cosine", "warmup_steps": 3},
                 },
             )  # fmt: skip

@@ -104,7 +104,7 @@ def test_silence_has_a_deadline(make_run):
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3) as peer, connected(run, peer, 0.5) as client:
         peer.quiet_from = 1
-        with pytest.raises(DeadlineError, match=r"batch of step 1.*trainer\.orchestrator_timeout_s is 0\.5"):
+        with pytest.raises(DeadlineError, match=r"batch of step 1.*the limit is 0\.5"):
             client.batch(1, VERSIONS)
     run.dir.endpoints.unlink()
     with pytest.raises(DeadlineError, match=r"to write its address to .*endpoints\.json"):

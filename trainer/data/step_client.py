@@ -180,10 +180,7 @@ def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool])
             return json.loads(path.read_bytes())["step"]
         except (FileNotFoundError, KeyError, json.JSONDecodeError):
             time.sleep(0.05)
-    raise DeadlineError(
-        f"waited {timeout_s:.0f} s for the orchestrator to write its address to {path}: is it running? "
-        "(trainer.orchestrator_timeout_s bounds this wait)"
-    )
+    raise DeadlineError(f"waited {timeout_s:.0f} s for the orchestrator to write its address to {path}: is it running?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +326,7 @@ class StepClient:
 
         Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
         """
-        limit = "trainer.orchestrator_timeout_s is" if silence_s is None else "the limit of an announcement is"
+        limit = "the limit is" if silence_s is None else "the limit of an announcement is"
         silence_s = silence_s or self._info.silence_timeout_s
         heard = time.monotonic()
         patience_s, repeat_at = REPEAT_S, heard + REPEAT_S

@@ -31,6 +31,7 @@ from composer_prime.run.costs import CostLedger
 from composer_prime.run.environment import record_environment
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
+from trainer.launcher import supervise
 from trainer.launcher.prepare import Prepared, prepare
 from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
 from trainer.launcher.view import View, run_summary
@@ -71,7 +72,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     began_s = time.monotonic()
     roles = commands(config, run_dir) if commands else role_commands(config, run_dir, gpus=len(visible_gpus()))
     monitor = _RunMonitor(prepared, View(config))
-    with _Signals() as signals, OrphanGuard(config.run.stop_grace_s) as guard:
+    with _Signals() as signals, OrphanGuard(supervise.STOP_GRACE_S) as guard:
         supervisor = Supervisor(
             run_dir=run_dir, roles=roles, guard=guard, config=config, on_event=monitor.process_event
         )

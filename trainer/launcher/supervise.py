@@ -131,6 +131,8 @@ def _devices(devices: tuple[int, ...]) -> dict[str, str]:
 
 CAUSE_WAIT_S = 3.0
 """How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
+STOP_GRACE_S = 15.0
+"""Time between SIGTERM and SIGKILL when a role must stop."""
 _STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "auditor", "orchestrator", "weights", "teachers")
 _RESTARTED = ("node", "auditor", "weights", "teachers")
 
@@ -228,7 +230,7 @@ class Supervisor:
         leftovers = {process.pid: process for process in [*descendants, *self.guard.members()]}
         terminate(
             [each for each in leftovers.values() if each.is_running()],
-            0 if hurry() else min(self.config.run.stop_grace_s, 2),
+            0 if hurry() else min(STOP_GRACE_S, 2),
         )
 
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
@@ -241,7 +243,7 @@ class Supervisor:
             "rank": self.config.trainer.checkpoint.stop_timeout_s,
             "orchestrator": self.config.teachers.end_timeout_s,
         }
-        grace_s = self.config.run.stop_grace_s + more_s.get(kind, 0)
+        grace_s = STOP_GRACE_S + more_s.get(kind, 0)
         deadline = time.monotonic() + grace_s
         while (alive := [child for child in group if child.poll()]) and not hurry():
             if time.monotonic() > deadline:

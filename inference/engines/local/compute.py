@@ -99,6 +99,9 @@ class EngineRequest:
 class Computer:
     """Owns the model. Create it on the event loop, then `start` and `submit`; the commands run in the thread."""
 
+    prefill_tokens = 4096
+    """Maximum prompt tokens between two decode steps, so that long prompts do not stall decoding."""
+
     def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
         self._folder = folder
         self._config = config
@@ -251,7 +254,7 @@ class Computer:
                         self._table,
                         self._cache,
                         list(self._running),
-                        self._config.local.prefill_tokens,
+                        self.prefill_tokens,
                         self._device,
                         self._share,
                     )
@@ -285,7 +288,7 @@ class Computer:
         check_supported(self._model, len(self._cache.layers))
         self._targets = published_views(self._model)
         self._share = self._device.type == "cpu" and not self._cache.windowed
-        room = self._config.local.prefill_tokens
+        room = self.prefill_tokens
         self._given = GivenTokens(
             forward=self._forward, cache=self._cache, device=self._device, vocab=self.vocab, tokens=room
         )

@@ -54,9 +54,16 @@ _HISTORY_TEST_FILES = 4
 """Test files that a commit did not change and that run beside those it changed."""
 
 
+class _SuiteLimits(SandboxLimits):
+    """The limits of a whole suite, whose output is long."""
+
+    output_kb = 1 << 18
+    output_mb = 512
+
+
 def factory_runtime(kind: str, packages: tuple[str, ...] = ()) -> RuntimeConfig:
     """Return the runtime of proofs. A command runs many tests one after the other, so its time and output are large."""
-    limits = SandboxLimits(wall_s=7200, cpu_s=7200, memory_gb=2, output_kb=1 << 18, output_mb=512)
+    limits = _SuiteLimits(wall_s=7200, cpu_s=7200, memory_gb=2)
     return RuntimeConfig.model_validate({"type": kind, "limits": limits, "packages": list(packages)})
 
 

@@ -25,8 +25,8 @@ from joint_run import (
 )
 from torch import Tensor, nn
 
-from composer_prime.config.diloco import CodecConfig, OuterConfig
-from diloco.codec import ErrorFeedback, build_codec
+from composer_prime.config.diloco import OuterConfig
+from diloco.codec import ErrorFeedback, codec_from_spec
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
@@ -44,7 +44,7 @@ class PlainPeer:
     def __init__(self, peer: int) -> None:
         self.model, self.peer, self.step = Blocks(), peer, 0
         self.optimizer = adamw(self.model)
-        self.fragment = partition(self.model.named_parameters(), 1, "strided")[0]
+        self.fragment = partition(self.model.named_parameters(), 1)[0]
 
     def train(self, steps: int) -> Tensor:
         for _ in range(steps):
@@ -261,7 +261,7 @@ def test_step_longer_than_the_deadline(make_rendezvous, key_file):
 @pytest.mark.parametrize(("offered", "lost"), [(True, 7), (False, 0)])
 def test_a_delta_of_another_process(offered, lost):
     module = Numbers()
-    work = LocalProgress(GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig()), 0.0, Ranks())
+    work = LocalProgress(GlobalModel(partition(module.named_parameters(), 1), OuterConfig()), 0.0, Ranks())
     work.count(LocalWork(steps=1, tokens=7))
     work.install(0, DeltaStatus.PREDECESSOR, DeltaCoverage(work.held[0]) if offered else None, None)
     assert work.totals.overwritten == lost and work.tokens_held() == 0
@@ -278,7 +278,7 @@ class Numbers(nn.Module):
 # are exact. The tokens counted follow the same rule.
 @hypothesis_settings(deadline=None)
 @given(
-    codec=st.sampled_from(["fp32", "int8"]),
+    codec=st.sampled_from(["fp32", "int8/8"]),
     rounds=st.lists(
         st.tuples(
             st.sampled_from([DeltaStatus.COUNTED, DeltaStatus.MISSED]),
@@ -290,8 +290,8 @@ class Numbers(nn.Module):
     ),
 )
 def test_nothing_is_lost(codec, rounds):
-    module, encoder = Numbers(), build_codec(CodecConfig(type=codec, block=8))
-    model = GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig())
+    module, encoder = Numbers(), codec_from_spec(codec)
+    model = GlobalModel(partition(module.named_parameters(), 1), OuterConfig())
     work, feedback = LocalProgress(model, 0.0, Ranks()), ErrorFeedback([4])
     moved, delivered, tokens = torch.zeros(4), torch.zeros(4), 0.0
 

@@ -25,9 +25,7 @@ def oracle(
     """
     models = [Blocks() for _ in range(peers)]
     optimizers = [adamw(model) for model in models]
-    names = [
-        [name for name, _ in fragment.parameters] for fragment in partition(models[0].named_parameters(), P, "strided")
-    ]
+    names = [[name for name, _ in fragment.parameters] for fragment in partition(models[0].named_parameters(), P)]
     master = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     velocity = {name: torch.zeros_like(value) for name, value in master.items()}
     held = [[0.0] * P for _ in range(peers)]  # tokens that the difference of a peer's fragment to the global one holds
@@ -62,7 +60,7 @@ def oracle(
 
 def final_globals(masters: list[Tensor], P: int) -> dict[str, Tensor]:
     found = {}
-    for fragment, master in zip(partition(Blocks().named_parameters(), P, "strided"), masters, strict=True):
+    for fragment, master in zip(partition(Blocks().named_parameters(), P), masters, strict=True):
         sizes = [parameter.numel() for _, parameter in fragment.parameters]
         for (name, parameter), values in zip(fragment.parameters, master.split(sizes), strict=True):
             found[name] = values.view(parameter.shape)
