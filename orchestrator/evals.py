@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, median_high
 
@@ -23,24 +22,22 @@ from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, S
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.events import event
-from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.rollouts import PROBE
-from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
-from orchestrator.event_loop import Notifier
+from orchestrator.batching.open_run import OpenRun
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import (
     EVAL_SHARE,
-    Permits,
     RequestFactory,
     RolloutRunner,
     finished_rollout,
     play_with_retries,
     score_failure,
 )
-from orchestrator.workers.protocol import RolloutFailure
+from orchestrator.tasks.sources import eval_sources
+from orchestrator.workers.protocol import EVAL, RolloutFailure
 
 logger = logging.getLogger(__name__)
 _VERSION_TIMEOUT_S = 600.0
@@ -53,19 +50,10 @@ TaskRollouts = list[FinishedRollout]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
-    config: OrchestratorConfig
-    sources: list[SourceConfig]
-    num_tasks: dict[str, int | None]
-    """Held-out tasks by source; None for an endless set."""
+    run: OpenRun
     runner: RolloutRunner
-    permits: Permits
     requests: RequestFactory
-    run_dir: RunDir
-    metrics: MetricsFile
     failures: FailureLog
-    served_versions: Callable[[], list[int]]
-    """Returns the policy version of each serving node."""
-    changed: Notifier
     running: int | None = field(default=None, init=False)
     """Step under evaluation; None while idle."""
     skipped: int = field(default=0, init=False)
@@ -76,6 +64,15 @@ class Evaluator:
     """Policy version that nodes still have to load for the evaluation under way."""
     _done_rollouts: int = field(default=0, init=False)
     _all_rollouts: int = field(default=0, init=False)
+
+    @property
+    def config(self) -> OrchestratorConfig:
+        return self.run.config.orchestrator
+
+    @property
+    def sources(self) -> list[SourceConfig]:
+        """Return the sources with held-out tasks."""
+        return eval_sources(self.config)
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
@@ -92,18 +89,18 @@ class Evaluator:
 
     def request(self, step: int, version: int) -> None:
         """Evaluate `version`, the newest after `step`, unless that is done (a resumed run), under way or due."""
-        if self.run_dir.eval_rollouts(step).exists() or step == self.running or self._requested == (step, version):
+        if self.run.run_dir.eval_rollouts(step).exists() or step == self.running or self._requested == (step, version):
             return
         if self._requested is not None:
             self.skipped += 1
             skipped = self._requested[0]
             logger.warning("the evaluation of step %d is skipped: that of step %d is due already", skipped, step)
         self._requested = step, version
-        self.changed.notify()
+        self.run.changed.notify()
 
     def forget_after(self, step: int) -> None:
         """Delete evaluations of steps after `step`: the run went back, and their weights are gone."""
-        for path in self.run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
+        for path in self.run.run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
             if int(path.stem.removeprefix("eval_")) > step:
                 path.unlink(missing_ok=True)
 
@@ -124,27 +121,27 @@ class Evaluator:
             state = f"{self._done_rollouts} of {pluralize(self._all_rollouts, 'rollout')}"
         return f"evaluation of step {self.step}: {state}"
 
-    async def run(self) -> None:
+    async def serve(self) -> None:
         """Serve requests until cancelled.
 
         Raises EnvironmentWorkerError, or DeadlineError when no node gets the version in time.
         """
         while True:
             while self._requested is None:
-                await self.changed.wait(3600)
+                await self.run.changed.wait(3600)
             (step, version), self._requested = self._requested, None
             self.running = step
             try:
                 await self._evaluate(step, version)
             finally:
                 self.running = None
-                self.changed.notify()
+                self.run.changed.notify()
 
     async def _evaluate(self, step: int, version: int) -> None:
         self._done_rollouts = 0
         counts = {}
         for source in self.sources:
-            available = self.num_tasks[source.name]
+            available = self.run.pools[source.name].num_tasks(EVAL)
             counts[source.name] = (
                 self.config.eval.tasks if available is None else min(self.config.eval.tasks, available)
             )
@@ -152,13 +149,13 @@ class Evaluator:
         self._awaited_version = version
         await self._await_version(step, version)
         self._awaited_version = None
-        self.permits.eval_share = 1.0 if step == 0 else EVAL_SHARE
-        start, shared_s = time.monotonic(), self.permits.shared_s
+        self.runner.permits.eval_share = 1.0 if step == 0 else EVAL_SHARE
+        start, shared_s = time.monotonic(), self.runner.permits.shared_s
         by_source = [self._evaluate_source(source, step, version, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
         rollouts = [(name, rollout) for name, tasks in results.items() for task in tasks for rollout in task]
         lines = (rollout_log.rollout_line(step, name, rollout, "evaluated") for name, rollout in rollouts)
-        await asyncio.to_thread(rollout_log.write, self.run_dir.eval_rollouts(step), lines)
+        await asyncio.to_thread(rollout_log.write, self.run.run_dir.eval_rollouts(step), lines)
         if failures := [rollout.failure for _, rollout in rollouts if rollout.failure is not None]:
             logger.warning(
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
@@ -166,11 +163,11 @@ class Evaluator:
             )  # fmt: skip
         figures = {
             "time/eval_s": time.monotonic() - start,
-            "time/eval_beside_training_s": self.permits.shared_s - shared_s,
+            "time/eval_beside_training_s": self.runner.permits.shared_s - shared_s,
         }
         for source, tasks in results.items():
             figures |= eval_summary(source, tasks, self.config.eval)
-        await asyncio.to_thread(self.metrics.log, step, figures)
+        await asyncio.to_thread(self.run.metrics.log, step, figures)
         means = [f"{name} {value:.3f}" for name, value in figures.items() if name.endswith("/reward_mean")]
         about = event("evaluation", text=f"evaluation after step {step}: {', '.join(means) or 'no score'}")
         shown = {name: round(value, 4) for name, value in figures.items()}
@@ -182,9 +179,9 @@ class Evaluator:
         Raises DeadlineError when none has them by then.
         """
         deadline = time.monotonic() + _VERSION_TIMEOUT_S
-        while (newest := max(versions := self.served_versions(), default=None)) is None or median_high(
-            versions
-        ) < version:
+        while (
+            newest := max(versions := [node.version for node in self.run.gateway.router.serving()], default=None)
+        ) is None or median_high(versions) < version:
             late = time.monotonic() >= deadline
             if late and newest is not None and newest >= version:
                 logger.warning("evaluation of step %d: fewer than half of %d nodes have policy version %d after %.0f s",
@@ -195,7 +192,7 @@ class Evaluator:
                     f"evaluation of step {step} waited {_VERSION_TIMEOUT_S:.0f} s for nodes with policy version "
                     f"{version}; they serve {'nothing' if newest is None else newest}"
                 )
-            await self.changed.wait(0.1)
+            await self.run.changed.wait(0.1)
 
     async def _evaluate_source(self, source: SourceConfig, step: int, version: int, count: int) -> list[TaskRollouts]:
         results: list[TaskRollouts] = [[] for _ in range(count)]

@@ -205,14 +205,13 @@ class Pipeline:
             gateway=self.gateway,
             pools=self.pools,
             batches=self.batches,
-            completion=self.completion,
             metrics=self.metrics,
             changed=self.changed,
-            server=server,
-            replay=self.replay,
             fail=self.fail,
         )
-        training = await build_training(opened, sources, journal, stack)
+        training = await build_training(
+            opened, sources, journal, stack, completion=self.completion, server=server, replay=self.replay
+        )
         if self.state is not None:
             resumed = resume(self.state, entries, sources, left_out(self.run_dir.ledger))
             training.scheduler.restore(self.state, resumed)
@@ -228,7 +227,7 @@ class Pipeline:
         return training
 
     async def _until_finished(self, training: Training, outer: AsyncExitStack) -> None:
-        self._spawn(training.evaluator.run())
+        self._spawn(training.evaluator.serve())
         self._spawn(self._advance(training))
         if self.replay is not None:
             outer.push_async_callback(self._end_replay, self.replay, watched(self.replay.run(), self.fail))

@@ -45,7 +45,6 @@ class PairCursor(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairDraw:
     preferences: list[Preference]
-    cursor: PairCursor
     metrics: dict[str, float]
 
 
@@ -68,6 +67,8 @@ class PairMixer:
         self._active = active
         self._order = PairOrder(seed)
         self._released = ReleasedPairs(file)
+        self.cursor: PairCursor | None = None
+        """Where the pairs continue after the last draw; None before the first."""
         self._refused: dict[int, str] = {}
         """Why a pair of the file cannot be trained, by number."""
         self._digest: tuple[int, str] = (0, "")
@@ -84,6 +85,7 @@ class PairMixer:
                 "run the file it was started with (it may have grown since), or start a new run"
             )
         self._order.seek(cursor, available)
+        self.cursor = cursor
 
     def draw(self, step: int) -> PairDraw:
         """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer.
@@ -118,9 +120,10 @@ class PairMixer:
             "pairs/refused": float(len(self._refused)),
             **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
         }
-        return PairDraw(preferences=list(preferences.values()), cursor=self._cursor(), metrics=metrics)
+        self.cursor = self._next_cursor()
+        return PairDraw(preferences=list(preferences.values()), metrics=metrics)
 
-    def _cursor(self) -> PairCursor:
+    def _next_cursor(self) -> PairCursor:
         """Return the order's cursor with the digest of the pairs that its pass covers."""
         cursor = self._order.cursor
         if cursor.known != self._digest[0]:

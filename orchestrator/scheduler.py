@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median_high
 
@@ -30,6 +29,7 @@ from composer_prime.wire.types import StepDone
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Batch, Batches, Buffer, free_slots, oldest_accepted
 from orchestrator.batching.dispatch import Dispatcher
+from orchestrator.batching.open_run import OpenRun
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.durability.resume import (
     OrchestratorState,
@@ -41,9 +41,7 @@ from orchestrator.durability.resume import (
     without_left_out,
 )
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Notifier
-from orchestrator.gateway import Gateway
-from orchestrator.preferences import PairCursor, PairMixer
+from orchestrator.preferences import PairMixer
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan, trained_by_node
 from orchestrator.tasks.sources import Sources
@@ -63,65 +61,126 @@ _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 
 
+class GroupPlans:
+    """Which group starts next: those that a crash cut short, then new ones in the order of the sources."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.next_group = 0
+        self.again: list[GroupPlan] = []
+        """Still to be dispatched again."""
+
+    def next(self) -> tuple[GroupPlan, bool]:
+        """Return the next plan, and whether it is new."""
+        if self.again:
+            return self.again.pop(0), False
+        plan = self.sources.plan(self.next_group)
+        self.next_group += 1
+        return plan, True
+
+
+class DroppedGroups:
+    """Groups that no batch takes, and how groups ended."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        """Groups by outcome, and batches, over the whole run."""
+        self.since_batch: list[FinishedGroup] = []
+        """Dropped since the last batch was formed."""
+        self._failed_in_row = 0
+
+    def add(self, group: FinishedGroup) -> None:
+        self.counters[group.outcome.value] += 1
+        if len(self.since_batch) >= _DROPPED_WHOLE:
+            rollouts = [msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
+            group = msgspec.structs.replace(group, rollouts=rollouts)
+        self.since_batch.append(group)
+
+    def take(self) -> list[FinishedGroup]:
+        """Remove and return the groups since the last batch."""
+        taken, self.since_batch = self.since_batch, []
+        return taken
+
+    def count_failures(self, group: FinishedGroup) -> None:
+        """Raise RolloutError when too many groups in a row have failed."""
+        if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED):
+            self._failed_in_row = 0
+        elif group.outcome is GroupOutcome.FAILED:
+            self._failed_in_row += 1
+            if self._failed_in_row >= _MAX_FAILED_GROUPS:
+                failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
+                raise RolloutError(
+                    f"{pluralize(self._failed_in_row, 'group')} in a row failed; "
+                    f"the last error, from source {group.plan.source!r}: {failure.text()}"
+                )
+
+    def describe(self) -> list[str]:
+        """Say how many groups were left out since the last batch."""
+        filtered = sum(group.outcome is GroupOutcome.FILTERED for group in self.since_batch)
+        lost = len(self.since_batch) - filtered
+        parts = [f"{pluralize(filtered, 'group')} without advantage left out"] if filtered else []
+        return parts + ([f"{pluralize(lost, 'group')} failed or stale"] if lost else [])
+
+
+class Supply:
+    """When batches came and went, in monotonic seconds, for the watchdog's deadlines."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self.note()
+
+    def note(self) -> None:
+        """Record that a batch was formed or trained."""
+        self.last = time.monotonic()
+        is_starved = self._batches.formed == self._batches.trained
+        self.starved_since = self.last if is_starved else None
+        """Since when no formed batch waits for the trainer; None while one does."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchScheduler:
-    config: OrchestratorConfig
-    run_id: str
-    seed: int
-    run_dir: RunDir
-    sources: Sources
-    batches: Batches
+    run: OpenRun
+    plans: GroupPlans
     journal: Journal
     dispatcher: Dispatcher
-    changed: Notifier
-    on_error: Callable[[BaseException], None]
-    gateway: Gateway
-    """Keeps the accounts of nodes, and knows the rollouts that an audit taints."""
     evaluator: Evaluator
     """May hold a batch until an evaluation is done."""
-    pairs: PairMixer | None = None
-    log_tokens: bool = False
-    """monitor.tokens: whether the rollout log gets the tokens of samples."""
+    pairs: PairMixer | None
+    supply: Supply
     buffer: Buffer = field(default_factory=Buffer, init=False)
-    counters: Counter[str] = field(default_factory=Counter, init=False)
-    """Groups by outcome, and batches, over the whole run."""
-    last_supplied: float = field(default_factory=time.monotonic, init=False)
-    """When a batch was last formed or trained, monotonic seconds."""
-    starved_since: float | None = field(default_factory=time.monotonic, init=False)
-    """Since when no formed batch waits for the trainer, monotonic seconds; None while one does."""
-    _pair_cursor: PairCursor | None = field(default=None, init=False)
-    """Where the pairs continue after the newest formed batch; None where no pairs are mixed in."""
-    _next_group: int = field(default=0, init=False)
-    _redispatch: list[GroupPlan] = field(default_factory=list, init=False)
-    """Groups that a crash cut short and that are still to be dispatched again."""
-    _dropped: list[FinishedGroup] = field(default_factory=list, init=False)
-    """Since the last batch was formed."""
+    dropped: DroppedGroups = field(default_factory=DroppedGroups, init=False)
     _unlogged: list[tuple[int, list[FinishedGroup]]] = field(default_factory=list, init=False)
     """(step, groups) of batches whose rollouts are still to be written to the rollout log."""
-    _failed_in_row: int = field(default=0, init=False)
     _saved_step: int | None = field(default=None, init=False)
     """Newest checkpoint written here since a trainer attached."""
     _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
+    @property
+    def config(self) -> OrchestratorConfig:
+        return self.run.config.orchestrator
+
+    @property
+    def batches(self) -> Batches:
+        return self.run.batches
+
     def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
         """Continue where checkpoint `state` and the journal end."""
         self.batches.demonstrations().check_resume(state.demonstrations)
-        self._next_group = resumed.next_group
-        self._redispatch = list(resumed.in_flight.values())
-        self._dropped = resumed.dropped
+        self.plans.next_group = resumed.next_group
+        self.plans.again = list(resumed.in_flight.values())
+        self.dropped.since_batch = resumed.dropped
+        self.dropped.counters = Counter(state.counters)
         if self.pairs is not None and resumed.pairs is not None:
             self.pairs.restore(resumed.pairs)
-            self._pair_cursor = resumed.pairs
-        self.counters = Counter(state.counters)
         for group in resumed.ready.values():
             self.buffer.add(group)
         formed = max(resumed.batches, default=state.step)
         versions = self.batches.versions
         self.batches.restore(versions=versions, formed=formed, batches=list(resumed.batches.values()))
         for step, batch in resumed.batches.items():
-            if batch.groups and not self.run_dir.rollouts(step).exists():
+            if batch.groups and not self.run.run_dir.rollouts(step).exists():
                 self._unlogged.append((step, batch.groups))
-        self._note_supply()
+        self.supply.note()
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
@@ -133,7 +192,8 @@ class BatchScheduler:
         self._start()
         while self._unlogged:
             step, groups = self._unlogged.pop(0)
-            await asyncio.to_thread(_log_rollouts, self.run_dir, step, groups, with_tokens=self.log_tokens)
+            with_tokens = self.run.config.monitor.tokens
+            await asyncio.to_thread(_log_rollouts, self.run.run_dir, step, groups, with_tokens=with_tokens)
 
     @property
     def oldest_version(self) -> int:
@@ -151,7 +211,7 @@ class BatchScheduler:
             self._drop(group.without_samples(GroupOutcome.FILTERED if was_filtered else GroupOutcome.STALE))
 
     def _has_tainted(self, group: FinishedGroup) -> bool:
-        return self.gateway.is_tainted(rollout.rollout_id for rollout in group.rollouts)
+        return self.run.gateway.is_tainted(rollout.rollout_id for rollout in group.rollouts)
 
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
@@ -163,7 +223,7 @@ class BatchScheduler:
             taken = self._choose(step)
             if taken is None:
                 return False
-            dropped, self._dropped = self._dropped, []
+            dropped = self.dropped.take()
             groups = await asyncio.to_thread(_without_stale_tokens, taken, oldest)
             metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped, taken)
             metrics |= self._filtered_metrics()
@@ -171,13 +231,12 @@ class BatchScheduler:
             if self.pairs is not None:
                 draw = await asyncio.to_thread(self.pairs.draw, step)
                 preferences = draw.preferences
-                self._pair_cursor = draw.cursor
                 metrics |= draw.metrics
             batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
             await self._commit(batch, oldest, dropped)
         if groups or dropped:
             self._unlogged.append((step, [*groups, *dropped]))
-        self.changed.notify()
+        self.run.changed.notify()
         return True
 
     def _is_held(self, step: int) -> bool:
@@ -210,19 +269,19 @@ class BatchScheduler:
             dropped=[group.plan.group for group in dropped],
             metrics=batch.metrics,
             preferences=batch.preferences,
-            pairs=self._pair_cursor,
+            pairs=self.pairs.cursor if self.pairs is not None else None,
         )
         await self.journal.append(entry)
         self.batches.add(batch)
-        self.counters["batches"] += 1
-        self._note_supply()
+        self.dropped.counters["batches"] += 1
+        self.supply.note()
 
     def serving_version(self) -> int:
         """Return the policy version that will probably sample a rollout that starts now.
 
         At least half of the serving nodes have it or a newer one. So a node that lags does not delay the others.
         """
-        router = self.gateway.router
+        router = self.run.gateway.router
         served = [node.version for node in router.serving()]
         return median_high(served) if served else router.oldest_version
 
@@ -237,11 +296,8 @@ class BatchScheduler:
             versions=self.batches.versions,
         )
         for _ in range(slots):
-            if self._redispatch:
-                plan = self._redispatch.pop(0)
-            else:
-                plan = self.sources.plan(self._next_group)
-                self._next_group += 1
+            plan, is_new = self.plans.next()
+            if is_new:
                 self._write(Started(seq=self.journal.next_seq(), plan=plan))
             self.dispatcher.start(plan, self._group_ended)
 
@@ -250,15 +306,15 @@ class BatchScheduler:
     def _group_ended(self, group: FinishedGroup) -> None:
         """Take in a group from the dispatcher. Raises RolloutError when too many groups fail."""
         self.buffer.note(group.outcome)
-        self.sources.observe(group)
+        self.plans.sources.observe(group)
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
-            self.counters[group.outcome.value] += 1
+            self.dropped.counters[group.outcome.value] += 1
             self.buffer.add(group)
             self._write(Finished(seq=self.journal.next_seq(), group=group))
         else:
             self._drop(group)
-        self._count_failures(group)
-        self.changed.notify()
+        self.dropped.count_failures(group)
+        self.run.changed.notify()
 
     async def step_done(self, message: StepDone) -> None:
         """Take in that a step is taken, or, without sample ids, that a trainer attaches after it.
@@ -281,10 +337,10 @@ class BatchScheduler:
                 f"step {step} trained {len(sample_ids)} samples, its batch has {len(served)}; "
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
-        self.gateway.accounts.note_trained(step, trained_by_node(batch.groups))
+        self.run.gateway.accounts.note_trained(step, trained_by_node(batch.groups))
         self.batches.done(step, message.version, message.last_step)
-        self._note_supply()
-        self.changed.notify()
+        self.supply.note()
+        self.run.changed.notify()
 
     async def _attach(self, message: StepDone) -> None:
         """Accept a trainer that starts after `message.step`.
@@ -293,7 +349,7 @@ class BatchScheduler:
         """
         step, versions = message.step, self.batches.versions.after(message.step, message.version)
         self.batches.forget_layouts()
-        blamed = left_out(self.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
+        blamed = left_out(self.run.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
         self.batches.demonstrations().leave_out(blamed)
         if step < self.batches.trained:
             async with self._disk:
@@ -312,8 +368,8 @@ class BatchScheduler:
             versions=versions, formed=self.batches.formed, batches=batches, last_step=message.last_step
         )
         self._saved_step = None
-        self._note_supply()
-        self.changed.notify()
+        self.supply.note()
+        self.run.changed.notify()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -325,7 +381,7 @@ class BatchScheduler:
 
         Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
         """
-        if step == self._saved_step and await asyncio.to_thread(state_path(self.run_dir, step).exists):
+        if step == self._saved_step and await asyncio.to_thread(state_path(self.run.run_dir, step).exists):
             return
         async with self._disk:
             if step != self.batches.trained:
@@ -333,7 +389,7 @@ class BatchScheduler:
                     f"checkpoint {step} was asked for, the orchestrator stands after step {self.batches.trained}"
                 )
             state = self.state()
-            await asyncio.to_thread(save_state, self.run_dir, state)
+            await asyncio.to_thread(save_state, self.run.run_dir, state)
         oldest = await asyncio.to_thread(self._oldest_state, state)
         groups = {
             *oldest.ready,
@@ -347,18 +403,18 @@ class BatchScheduler:
         """Return the state after step `trained`, at this moment."""
         in_flight = [group.plan for group in self.dispatcher.in_flight.values()]
         return OrchestratorState(
-            run_id=self.run_id,
+            run_id=self.run.run_id,
             step=self.batches.trained,
-            seed=self.seed,
+            seed=self.run.config.run.seed,
             journal_seq=self.journal.seq,
-            next_group=self._next_group,
-            in_flight=sorted([*in_flight, *self._redispatch], key=lambda plan: plan.group),
+            next_group=self.plans.next_group,
+            in_flight=sorted([*in_flight, *self.plans.again], key=lambda plan: plan.group),
             ready=self.buffer.group_numbers,
-            dropped=[group.plan.group for group in self._dropped],
+            dropped=[group.plan.group for group in self.dropped.since_batch],
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},
-            curricula=self.sources.state(),
-            counters=dict(self.counters),
-            pairs=self._pair_cursor,
+            curricula=self.plans.sources.state(),
+            counters=dict(self.dropped.counters),
+            pairs=self.pairs.cursor if self.pairs is not None else None,
             demonstrations=self.batches.demonstrations().digest,
             versions=self.batches.versions,
         )
@@ -377,10 +433,7 @@ class BatchScheduler:
                 f"{pluralize(len(self.dispatcher.in_flight), 'group')} running, "
                 f"oldest {oldest_s:.0f} s"
             )
-        filtered = sum(group.outcome is GroupOutcome.FILTERED for group in self._dropped)
-        lost = len(self._dropped) - filtered
-        parts += [f"{pluralize(filtered, 'group')} without advantage left out"] if filtered else []
-        parts += [f"{pluralize(lost, 'group')} failed or stale"] if lost else []
+        parts += self.dropped.describe()
         return "; ".join(parts)
 
     def metrics(self) -> dict[str, float]:
@@ -391,48 +444,27 @@ class BatchScheduler:
             "queue/groups_ready": len(self.buffer),
             "queue/batches_ahead": self.batches.formed - self.batches.trained,
             **self.dispatcher.metrics(),
-            **{f"groups/total/{name}": count for name, count in sorted(self.counters.items())},
+            **{f"groups/total/{name}": count for name, count in sorted(self.dropped.counters.items())},
         }
 
     # -- details -------------------------------------------------------------------------------------------------
 
     def _drop(self, group: FinishedGroup) -> None:
-        self.counters[group.outcome.value] += 1
-        if len(self._dropped) >= _DROPPED_WHOLE:
-            rollouts = [msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
-            group = msgspec.structs.replace(group, rollouts=rollouts)
-        self._dropped.append(group)
-        self._write(Dropped(seq=self.journal.next_seq(), group=group))
+        self.dropped.add(group)
+        self._write(Dropped(seq=self.journal.next_seq(), group=self.dropped.since_batch[-1]))
 
     def _write(self, entry: Entry) -> None:
         def written(done: asyncio.Future[None]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
-                self.on_error(error)
+                self.run.fail(error)
 
         self.journal.append(entry).add_done_callback(written)
 
-    def _note_supply(self) -> None:
-        """Record whether a batch waits for the trainer, for the watchdog's deadlines."""
-        self.last_supplied = time.monotonic()
-        self.starved_since = self.last_supplied if self.batches.formed == self.batches.trained else None
-
-    def _count_failures(self, group: FinishedGroup) -> None:
-        if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED):
-            self._failed_in_row = 0
-        elif group.outcome is GroupOutcome.FAILED:
-            self._failed_in_row += 1
-            if self._failed_in_row >= _MAX_FAILED_GROUPS:
-                failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
-                raise RolloutError(
-                    f"{pluralize(self._failed_in_row, 'group')} in a row failed; "
-                    f"the last error, from source {group.plan.source!r}: {failure.text()}"
-                )
-
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
         """Return the state of the oldest checkpoint that a resume may choose."""
-        complete = self.run_dir.complete_checkpoints()
+        complete = self.run.run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
-        return newest if oldest >= newest.step else load_state(self.run_dir, oldest, self.run_id)
+        return newest if oldest >= newest.step else load_state(self.run.run_dir, oldest, self.run.run_id)
 
 
 def _without_stale_tokens(groups: list[FinishedGroup], oldest: int) -> list[FinishedGroup]:

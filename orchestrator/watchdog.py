@@ -19,6 +19,7 @@ from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from orchestrator.batching.batches import Batches
+from orchestrator.batching.open_run import OpenRun
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Permits
@@ -123,10 +124,8 @@ class RunCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWatchdog:
-    config: Config
-    gateway: Gateway
+    run: OpenRun
     completion: RunCompletion
-    batches: Batches
     scheduler: BatchScheduler
     evaluator: Evaluator
     permits: Permits
@@ -142,7 +141,7 @@ class RunWatchdog:
         """Say why batch `step` is not there yet."""
         reasons = [
             self.scheduler.waiting_for(step),
-            describe_nodes(self.config, self.gateway),
+            describe_nodes(self.run.config, self.run.gateway),
             self.evaluator.waiting_for(),
         ]
         return "; ".join(reason for reason in reasons if reason)
@@ -154,9 +153,9 @@ class RunWatchdog:
         all_trained = self.completion.all_trained
         evaluation = self.evaluator.waiting_for()
         if evaluation is not None and (all_trained or self.evaluator.step == 0):  # Training waits for that of step 0.
-            return f"{evaluation}; {describe_nodes(self.config, self.gateway)}"
-        if self.batches.formed == self.batches.trained and not all_trained:
-            return self.waiting_for_batch(self.batches.formed + 1)
+            return f"{evaluation}; {describe_nodes(self.run.config, self.run.gateway)}"
+        if self.run.batches.formed == self.run.batches.trained and not all_trained:
+            return self.waiting_for_batch(self.run.batches.formed + 1)
         if not self.scheduler.dispatcher.in_flight and not (all_trained and self.completion.checkpoint_saved):
             return f"the trainer to {self.completion.next_order()}"
         return None
@@ -171,18 +170,18 @@ class RunWatchdog:
 
     async def watch(self) -> None:
         """Watch until cancelled. Raises DeadlineError when the run is stuck."""
-        settings = self.config.orchestrator
+        settings = self.run.config.orchestrator
         while True:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
             all_trained = self.completion.all_trained
-            starved_since = None if all_trained else self.scheduler.starved_since
+            starved_since = None if all_trained else self.scheduler.supply.starved_since
             if starved_since is not None and now - starved_since > settings.batch_timeout_s:
                 raise DeadlineError(
                     f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
-                    f"{self.waiting_for_batch(self.batches.formed + 1)}"
+                    f"{self.waiting_for_batch(self.run.batches.formed + 1)}"
                 )
-            silent_s = now - max(self.server.last_heard or 0.0, self.scheduler.last_supplied)
+            silent_s = now - max(self.server.last_heard or 0.0, self.scheduler.supply.last)
             trainer_is_due = starved_since is None and not (all_trained and self.completion.checkpoint_saved)
             if trainer_is_due and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(

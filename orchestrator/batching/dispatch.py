@@ -32,7 +32,7 @@ from composer_prime.console import COMPOSER
 from composer_prime.errors import NonFiniteError
 from composer_prime.monitor.events import event
 from composer_prime.wire.types import Sample
-from orchestrator.batching.batches import Batches
+from orchestrator.batching.open_run import OpenRun
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behavior import BehaviorRewards
 from orchestrator.rollouts.failures import FailureLog
@@ -62,23 +62,22 @@ class GroupInFlight:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Dispatcher:
-    config: OrchestratorConfig
-    scaling: AdvantageScaling
+    run: OpenRun
     runner: RolloutRunner
     requests: RequestFactory
-    on_error: Callable[[BaseException], None]
     failures: FailureLog
-    batches: Batches
-    behavior: BehaviorRewards | None = None
-    hints: HintStage | None = None
-    distil: bool = True
-    """Whether SDPO learns from hints. Else they are only logged."""
+    behavior: BehaviorRewards | None
+    hints: HintStage | None
     in_flight: dict[int, GroupInFlight] = field(default_factory=dict, init=False)
     """By group number."""
     retries: int = field(default=0, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
     )
+
+    @property
+    def config(self) -> OrchestratorConfig:
+        return self.run.config.orchestrator
 
     def start(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
         """Run the group of `plan`; `on_end` gets it once all its rollouts have ended."""
@@ -131,7 +130,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self.on_error(error)
+            self.run.fail(error)
         finally:
             for sibling in group.siblings:
                 sibling.cancel()
@@ -142,19 +141,21 @@ class Dispatcher:
 
     def _next_step(self) -> int:
         """Return the step that rollouts are gathered for."""
-        return self.batches.formed + 1
+        return self.run.batches.formed + 1
 
     def _wants_hints(self) -> bool:
         """Whether a hint made now may still be trained on."""
-        return not self.distil or self.batches.sdpo_ahead(self.config.max_staleness)
+        is_distilled = self.run.config.channels.sdpo.weight > 0  # Else hints are only logged.
+        return not is_distilled or self.run.batches.sdpo_ahead(self.config.max_staleness)
 
     async def _finish(self, group: GroupInFlight, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""
         scored = sum(rollout.reward is not None for rollout, _ in ended)
         if self.hints is not None and self._wants_hints() and scored >= MIN_GROUP:
             ended = await self.hints.attach(ended)
+        scaling = self.run.config.channels.policy.advantage_scaling
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self.config, self.scaling)
+        return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self.config, scaling)
 
     async def _sibling(self, group: GroupInFlight, sibling: int) -> CompiledRollout:
         """Return the sibling's first good try, or its last failed one."""

@@ -97,7 +97,7 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
         await trainer.attach(0)
         for step in range(1, 5):
             await trainer.train(step)
-        counters = run.pipeline.training.scheduler.counters
+        counters = run.pipeline.training.scheduler.dropped.counters
         assert counters["failed"] > 0
         assert run.pipeline.training.scheduler.dispatcher.retries == 0
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
@@ -169,7 +169,7 @@ async def test_two_broken_tasks_of_a_healthy_source_do_not_stop_the_run(open_run
     ):
         await trainer.attach(0)
         async with asyncio.timeout(20):
-            while run.pipeline.training is None or run.pipeline.training.scheduler.counters["failed"] < 2:
+            while run.pipeline.training is None or run.pipeline.training.scheduler.dropped.counters["failed"] < 2:
                 assert not run.task.done()
                 await asyncio.sleep(0.01)
         release.set()
@@ -288,7 +288,7 @@ async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_train
             await trainer.train(step)
         trained = {name.split("-")[0] for replies in trainer.steps.values() for name in sample_ids(replies)}
         assert "g000001" in trained
-        assert run.pipeline.training.scheduler.counters["stale"] == 0
+        assert run.pipeline.training.scheduler.dropped.counters["stale"] == 0
         metrics = [replies[0].metrics for replies in trainer.steps.values()]
         assert max(figures["policy/stale_share"] for figures in metrics) > 0
         assert all(figures["policy/staleness_max"] <= 1 for figures in metrics)

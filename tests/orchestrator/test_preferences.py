@@ -125,7 +125,7 @@ def test_a_file_may_grow_while_training(tmp_path):
     assert sorted(ids(mixing.draw(2).preferences)) == ["s0", "s1", "s2"]
     write(path, [pair(3)], more=b'{"trace": "torn')
     drawn = mixing.draw(3)
-    assert len(set(ids(drawn.preferences))) == 3 and drawn.cursor.known == 4
+    assert len(set(ids(drawn.preferences))) == 3 and mixing.cursor is not None and mixing.cursor.known == 4
     assert drawn.metrics["pairs/in_file"] == 4
     seen = set(ids(drawn.preferences)) | set(ids(mixing.draw(4).preferences))
     assert seen == {"s0", "s1", "s2", "s3"}
@@ -135,7 +135,9 @@ def test_a_mixer_goes_on_from_a_checkpoints_cursor(tmp_path):
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(7)])
     first = mixer(path)
     first.draw(1)
-    cursor = first.draw(2).cursor
+    first.draw(2)
+    cursor = first.cursor
+    assert cursor is not None
     second = mixer(path)
     second.restore(cursor)
     assert ids(second.draw(3).preferences) == ids(first.draw(3).preferences)
@@ -174,7 +176,10 @@ def test_a_file_of_refused_pairs_is_told_once(tmp_path, caplog):
 def test_a_resumed_run_has_the_pairs_it_had(tmp_path):
     # As many pairs, but others: their order would be another file's. What was appended since is welcome.
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(5)])
-    cursor = mixer(path).draw(1).cursor
+    first = mixer(path)
+    first.draw(1)
+    cursor = first.cursor
+    assert cursor is not None
     grown = write(tmp_path / "grown.jsonl", [pair(n) for n in range(8)])
     mixer(grown).restore(cursor)
     other = write(tmp_path / "other.jsonl", [pair(n + 1) for n in range(5)])
@@ -202,7 +207,7 @@ def test_steps_without_weight_draw_nothing(tmp_path):
     tokenizer = PairTokenizer(chat("tiny")[0], **ROOMY)
     mixing = PairMixer(PairFile(path), tokenizer, per_step=2, seed=0, active=lambda step: step > 5)
     before = mixing.draw(5)
-    assert before.preferences == [] and before.cursor == PairCursor()
+    assert before.preferences == [] and mixing.cursor == PairCursor()
     assert len(mixing.draw(6).preferences) == 2
 
 
