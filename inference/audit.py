@@ -215,7 +215,7 @@ class Auditor(InferenceNode):
     def _drop_late(self) -> None:
         """Spend no time on what nobody waits for any more."""
         for audit in [one for one in self._audits if time.monotonic() > one.arrived + one.request.timeout_s]:
-            limit = f"{audit.request.timeout_s:g} s (orchestrator.audit.timeout_s)"
+            limit = f"{audit.request.timeout_s:g} s"
             self._end(audit, AuditFailed(audit=audit.request.audit, error=f"it was not checked within {limit}"))
 
     def _waiting_for(self, version: int) -> list[OpenAudit]:
