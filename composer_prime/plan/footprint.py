@@ -198,19 +198,6 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     }
 
 
-def node_disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
-    """Return what a node keeps in its folder for temporary files at its peak.
-
-    It is the version in use and the next one, with what each differs by from its anchor: at most a third of a version.
-    With vLLM also the file that the engine reads.
-    """
-    if config.run.max_steps == 0:
-        return 0
-    whole = shape.parameters * (2 if cuda else 4)
-    deltas = 2 * whole // 3 if config.trainer.lora is None else 0
-    return (3 if config.inference.engine == "vllm" else 2) * whole + deltas
-
-
 def trained_parameters(config: Config, shape: ModelShape) -> int:
     """Return the number of trained parameters: all of the model's, or those of its adapters."""
     lora = config.trainer.lora

