@@ -30,6 +30,8 @@ import msgspec
 
 from composer_prime.channels.replay_dpo import pair_unit
 from composer_prime.config import Config
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import RunMismatchError
 from composer_prime.model_source import text_settings
 from composer_prime.packing.pack import model_flops, pack, totals
@@ -213,15 +215,12 @@ class Batches:
     max_steps: int
     flops: tuple[float, float] = (1.0, 0.0)
     """FLOPs a token and a token pair, by which packing balances."""
-    sdpo_active: Callable[[int], bool] = lambda step: False
-    """Whether SDPO has a weight at a step, so that teacher documents are needed."""
+    channels: ChannelsConfig = field(default_factory=ChannelsConfig)
+    """Which terms have a weight at a step, and so need their documents."""
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
     versions: Versions = EVERY_STEP
     demonstrations: Callable[[], DemonstrationRows] = lambda: NO_ROWS
     """SFT's rows, once they are loaded."""
-    sft_active: Callable[[int], bool] = lambda step: False
-    """Whether SFT has a weight at a step, as in `sdpo_active`."""
-    eval_due: Callable[[int, int], bool] = lambda step, last_step: False
-    """Whether an evaluation is due after a step."""
     formed: int = field(default=0, init=False)
     """Newest batch that has its groups."""
     last_step: int = field(init=False)
@@ -283,7 +282,7 @@ class Batches:
 
     def distils(self, step: int) -> bool:
         """Whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
-        return self.sdpo_active(self._run_step(step))
+        return self.channels.sdpo.weight_at(self._run_step(step)) > 0
 
     def _run_step(self, step: int) -> int:
         """Return the step of the whole joint run; `step` itself elsewhere."""
@@ -334,7 +333,7 @@ class Batches:
         samples, sdpo, step = batch.samples, self.distils(batch.step), batch.step
         rows, metrics, held_out = self.demonstrations(), batch.metrics, [[] for _ in range(layout.world_size)]
         units = [pair_unit(pair) for pair in batch.preferences]
-        if self.sft_active(self._run_step(step)):
+        if self.channels.sft.weight_at(self._run_step(step)) > 0:
             units, metrics = units + rows.of_step(step), metrics | rows.metrics(step)
         packed = partial(
             pack,
@@ -346,7 +345,7 @@ class Batches:
             flops_per_pair=self.flops[1],
         )
         rows_by_rank = packed(samples, units, distil=sdpo)
-        if rows.held_out and (step == 1 or self.eval_due(step, self.last_step)):
+        if rows.held_out and (step == 1 or self.evaluation.due(step, self.last_step)):
             held_out = packed([], rows.held_out)
         trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
         step_totals = totals(samples, units, distil=sdpo, micro_batches=trained_rows)
@@ -378,9 +377,8 @@ def build_batches(
         run_id,
         max_steps=config.run.max_steps,
         flops=flops,
-        sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
+        channels=config.channels,
+        evaluation=config.orchestrator.eval,
         demonstrations=demonstrations,
-        sft_active=lambda step: config.channels.sft.weight_at(step) > 0,
-        eval_due=config.orchestrator.eval.due,
         versions=Versions(period=config.diloco.sync_every if config.diloco else 1),
     )

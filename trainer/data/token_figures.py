@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from composer_prime.channels.policy import PolicyTerm
+from composer_prime.channels.sdpo import SdpoTerm
 from composer_prime.run.run_dir import write_atomic
 from composer_prime.wire.types import MicroBatch, flags
 
@@ -27,7 +29,7 @@ class TokenFigures:
 
         `inputs`: those of the loss terms, by name.
         """
-        policy, sdpo = inputs["policy"], inputs.get("sdpo")
+        policy, sdpo = inputs[PolicyTerm.name], inputs.get(SdpoTerm.name)
         mismatch_T = policy.logprobs_T.detach() - policy.sampler_logprobs_T
         self._noted.append((mismatch_T, None if sdpo is None else sdpo.divergence_D.detach()))
 

@@ -39,6 +39,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from composer_prime.channels import replay_dpo
+from composer_prime.channels.policy import PolicyTerm
 from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
 from composer_prime.config.trainer import TrainerConfig
@@ -111,7 +113,7 @@ class SelfTeacher:
             if row.taught is not None and row.taught.turns > 0:
                 results[index].teacher = self._mixture(other_parts.get(index), policy_states.get(index))
             if self._cache is not None and row.scored is not None:
-                results[index].references["replay_dpo"] = self._cache.of(row.scored)
+                results[index].references[replay_dpo.NAME] = self._cache.of(row.scored)
         return results
 
     def _uncached(self, rows: Sequence[PackedRow]) -> list[ScoredDocuments | None]:
@@ -164,8 +166,8 @@ class SelfTeacher:
 
     def _read_reference(self, rows: Sequence[PackedRow], results: Sequence[AuxiliaryLogprobs]) -> None:
         for row, result in zip(rows, results, strict=True):
-            logprobs_R, head_rows = self._policy(row).logprobs_R, row.terms["policy"].head_rows
-            result.references["policy"] = logprobs_R if head_rows is None else logprobs_R[head_rows]
+            logprobs_R, head_rows = self._policy(row).logprobs_R, row.terms[PolicyTerm.name].head_rows
+            result.references[PolicyTerm.name] = logprobs_R if head_rows is None else logprobs_R[head_rows]
 
     def _states(self, rows: Sequence[PackedRow], passes: list[int]) -> dict[int, Tensor]:
         """Return the states of each row's teacher documents. A rank with fewer passes than another reads one token."""
