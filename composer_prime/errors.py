@@ -1,43 +1,4 @@
-"""The tree of all errors that composer-prime raises on purpose.
-
-    ComposerError
-    ├── ConfigError (ValueError)               a configuration that cannot work
-    │   ├── ModelNotFoundError                 a model folder that is missing or incomplete
-    │   ├── EnvironmentNotInstalledError       a task set or harness id that cannot be imported
-    │   ├── EmptyTaskSetError                  a source without tasks
-    │   ├── PortInUseError (also OSError)      an address that another process holds
-    │   ├── InviteError                        an invite that admits nobody: cut, expired, used, of another run
-    │   ├── NotLiveError                       a command for a live run, but its orchestrator does not answer
-    │   ├── LedgerError                        a costs.jsonl that does not say what was spent
-    │   └── UnwritableError (also OSError)     a file that cannot be opened for writing
-    ├── WireError (ValueError)                 bytes or a message that do not belong here
-    │   ├── ChecksumError                      the content is not what its header says
-    │   └── RunMismatchError                   another run, step, policy version or layout
-    ├── WeightError (RuntimeError)             weights that must not be loaded
-    │   ├── SignatureError                     the manifest was not signed by this run's trainer
-    │   ├── CorruptWeightsError                a chunk or tensor differs from its hash, or is cut short
-    │   ├── CanaryError                        the swapped-in weights do not give the published logprobs
-    │   └── MisfitError                        weights of another model, refused before anything changed
-    ├── EngineError (RuntimeError)             an inference engine failed
-    │   ├── LostWeightsError                   neither new nor old weights could be loaded whole
-    │   └── BadRequestError (ValueError)       a request that no engine could serve
-    │       └── ContextOverflowError           a prompt that does not fit the model's context
-    ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; has a status
-    ├── RolloutError (RuntimeError)            a rollout failed; data, not a crash
-    │   └── EnvironmentWorkerError             the worker process of a source failed for good
-    ├── SandboxError (RuntimeError)            a sandbox could not be opened, or died; the message has the remedy
-    ├── EmptyMaskError (ValueError)             turns to distill without a single token
-    ├── EndpointError (ConnectionError)        a model endpoint outside gave no usable answer in time
-    │   ├── TeacherError                       a teacher gave no usable answer; data, not a crash
-    │   └── BudgetError                        a call to it could cost more than is left of its budget
-    │       └── CapError                       a teacher call that would pass a cap; has the cap's scope
-    ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
-    ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
-    │   └── NonFiniteStepError                 of a step that was not taken; has its samples
-    ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
-    ├── PullRefusedError (PermissionError)     a node has pulled all the weights that its link allows for now
-    └── DeadlineError (TimeoutError)           a wait went past its deadline
-        └── LostRunError                       a node reached no gateway of its run for too long
+"""The errors that composer-prime raises on purpose, from the general to the special.
 
 Each class is also the standard-library error that a caller without this module would expect.
 """
