@@ -50,7 +50,7 @@ from orchestrator.gateway import Gateway
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, source_spec
 from orchestrator.training import OpenRun, Training, build_training
-from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
+from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import SourceSpec
 
@@ -170,8 +170,6 @@ class Pipeline:
         logger.info("run %s: %s", self.run_id, addresses)
         self._spawn(self.gateway.watch())
         self._spawn(self._report(server))
-        stages = lambda: startup_stages(self.config, self.gateway, self.pools, server)
-        self._spawn(show_stages(stages, lambda text: self.metrics.log(self.batches.trained, {"stage": text})))
         if self.state is not None:
             # Without a state the trainer publishes the first version when it attaches.
             await self._publish(self.batches.versions.newest, required=False)

@@ -1,7 +1,6 @@
 """What the run waits for, and since when: in words for people, and as deadlines.
 
 describe_startup, describe_nodes   until the environments are loaded
-startup_stages, show_stages        what has come and what is still awaited, line by line
 RunCompletion                      how far the run is from its end
 RunWatchdog                        afterwards: what is waited for now, and the deadlines that no single wait owns
                                    (a batch that does not fill, a trainer that falls silent)
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,48 +50,6 @@ def describe_nodes(config: Config, gateway: Gateway) -> str:
     if config.inference.nodes and not list(router.nodes):
         return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
     return f"no node serves: {gateway.waits.why_no_node()}"
-
-
-def startup_stages(
-    config: Config, gateway: Gateway, pools: Mapping[str, WorkerPool], server: StepServer
-) -> dict[str, str | None]:
-    """Return what a run needs before its first rollout, each with a message once it is ready; None until then.
-
-    `pools`: environment workers by source.
-    """
-    stages: dict[str, str | None] = {}
-    for name, pool in pools.items():
-        stages[f"environment {name!r}"] = f"environment {name!r} has loaded ({_tasks(pool)})" if pool.players else None
-    if pools:
-        nodes = pluralize(max(1, config.inference.nodes), "inference node")
-        all_attached = len(gateway.router.nodes.attached()) >= max(1, config.inference.nodes)
-        stages[f"{nodes} (logs/node-*.log)"] = f"{nodes} connected" if all_attached else None
-    if config.run.max_steps:
-        has_asked = server.last_heard is not None
-        stages["the trainer (logs/trainer-*.log)"] = "the trainer has loaded its model" if has_asked else None
-    return stages
-
-
-def _tasks(pool: WorkerPool) -> str:
-    count = pool.num_tasks()
-    return "endless tasks" if count is None else pluralize(count, "task")
-
-
-async def show_stages(stages: Callable[[], dict[str, str | None]], show: Callable[[str], None]) -> None:
-    """Call `show` with a line at the beginning and at each stage, with its time, until all `stages()` are done."""
-    shown: set[str] | None = None
-    began = time.monotonic()
-    while shown is None or len(shown) < len(stages()):
-        now = stages()
-        done = {awaited for awaited, came in now.items() if came is not None}
-        if done != shown:
-            passed = f" after {time.monotonic() - began:.0f} s"
-            news = [came + passed for awaited, came in now.items() if came is not None and awaited not in (shown or ())]
-            rest = [awaited for awaited in now if awaited not in done]
-            waits = f"waiting for {', '.join(rest)}" if rest else "the first rollouts begin"
-            show("; ".join([*news, waits]))
-            shown = done
-        await asyncio.sleep(_WATCH_S)
 
 
 class RunCompletion:

@@ -31,7 +31,7 @@ _LANES = (
     "queue/rollouts_running", "queue/rollouts_waiting", "queue/groups_in_flight", "queue/groups_ready",
     "queue/batches_ahead", "gateway/nodes", "gateway/in_flight", "gateway/queued", "gateway/tokens_per_s",
 )  # fmt: skip
-_TOLD = ("problem", "stage", "event", "warning")
+_TOLD = ("problem", "event", "warning")
 """Fields of metrics.jsonl that hold words for people."""
 
 

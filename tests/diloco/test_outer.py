@@ -171,8 +171,6 @@ def test_a_state_is_checked_by_its_hash():
             "rendezvous is 'tcp://host:99999', with port '99999'; expected 1 to 65535",
         ),
         ({"peer_id": "../b"}, r"'../b' does not"),
-        ({"codec": {"block": 9}}, "multiple of 2"),
-        ({"codec": {"block": 2_000_000}}, "less than or equal to 1048576"),
         ({"task_shard": [2, 2]}, r"task_shard is \[2, 2\]; expected \[i, n\] with 0 <= i < n"),
     ],
 )

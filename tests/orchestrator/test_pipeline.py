@@ -7,11 +7,10 @@ import re
 import shutil
 
 import pytest
-from orch_peers import MODEL, RUN_ID, PeerNode, PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import MODEL, RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
-from composer_prime.run.keys import RunKeys
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
 from orchestrator.durability.resume import state_path
 from orchestrator.workers.protocol import SourceSpec
@@ -192,34 +191,6 @@ class StartedPool(ScriptedPool):
         await super().start()
         await asyncio.sleep(0)
         self._starts.append(f"{self._name} has loaded")
-
-
-async def test_a_starting_run_shows_its_stages(open_run, run_dir, tmp_path):
-    """What it waits for at first, then a line for each thing that came, until the first rollouts begin."""
-
-    async def stages(run, count: int) -> list[str]:
-        async with asyncio.timeout(20):
-            while len(said := [line["stage"] for line in run.lines() if "stage" in line]) < count:
-                await asyncio.sleep(0.01)
-        return said
-
-    pool = LoadingPool()
-    async with open_run(make_config(tmp_path), pool, node=False) as run:
-        await stages(run, 1)
-        pool.ready.set()
-        await stages(run, 2)
-        async with PeerNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys)):
-            await stages(run, 3)
-            async with PeerTrainer(run_dir, run.step_endpoint) as trainer:
-                await trainer.attach(0)
-                said = await stages(run, 4)
-    node, ranks = "1 inference node (logs/node-*.log)", "the trainer (logs/trainer-*.log)"
-    assert [re.sub(r" after \d+ s", "", line) for line in said] == [
-        f"waiting for environment 's', {node}, {ranks}",
-        f"environment 's' has loaded (16 tasks); waiting for {node}, {ranks}",
-        f"1 inference node connected; waiting for {ranks}",
-        "the trainer has loaded its model; the first rollouts begin",
-    ]
 
 
 async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(open_run, tmp_path):

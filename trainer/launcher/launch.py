@@ -208,8 +208,6 @@ class _RunMonitor:
         new_steps = self.progress.update(lines)
         for line in lines:
             self._count_links(line)
-            if isinstance(text := line.get("stage"), str):
-                self.view.event(text)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
         if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
