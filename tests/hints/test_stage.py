@@ -318,8 +318,9 @@ def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
     assert rollout.reward == 0.0
 
 
-def test_a_group_waits_for_its_hints_so_long_and_no_longer():
+def test_a_group_waits_for_its_hints_so_long_and_no_longer(monkeypatch):
     # A writer is silent past the stage's own limit, not its own: the turn is late, and the rollout goes on.
+    monkeypatch.setattr("orchestrator.hints.stage._GROUP_TIMEOUT_S", 0.3)
     build = lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoints=[e])
     rollout, samples, _ = asyncio.run(_with_peer("silent", build, timeout_s=30.0))
     assert rollout.hints["skipped/late"] == 1 and not samples[0].distillations
