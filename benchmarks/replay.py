@@ -70,7 +70,7 @@ def state(number: int) -> TraceState:
 
 async def measure(folder: Path, url: str, states: int, at_once: int) -> float:
     """Return calls a second."""
-    shared = {"base_url": url, "api_key_var": "LOOPBACK_KEY", "max_concurrent": 64}
+    shared = {"base_url": url, "api_key_var": "LOOPBACK_KEY"}
     price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 1.0}
     teachers = [{"name": model, "model": model, **shared, **price} for model in ("gpt-a", "qwen-b", "glm-c")]
     config = TeachersConfig.model_validate(

@@ -46,8 +46,6 @@ class TeacherConfig(BaseConfig):
     temperature: Annotated[float, Field(ge=0, le=2)] | Literal["omit"] | None = None
     """Temperature from 0 to 2; None uses teachers.temperature, omit sends none, for models that refuse the parameter.
     """
-    max_concurrent: int = Field(default=8, ge=1)
-    """Calls in flight."""
 
     @property
     def known_family(self) -> str:
@@ -163,8 +161,6 @@ class TeachersConfig(BaseConfig):
     """Maximum tokens of an answer; a truncated answer is not a vote."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Timeout of one attempt; at its end a run waits this long for the answers of an online replay."""
-    max_retries: int = Field(default=4, ge=0)
-    """Retries after 408, 409, 429, 5xx, a lost connection, a timeout or an unreadable reply."""
     concurrent_states: int = Field(default=8, ge=1)
     """Concurrent states."""
     cache_dir: Path = Path("outputs/teacher_cache")

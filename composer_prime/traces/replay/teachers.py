@@ -44,6 +44,10 @@ _REMEDIES = {
 }
 """By the parameter that an endpoint does not support: https://platform.openai.com/docs/guides/reasoning."""
 _UNSUPPORTED = re.compile(r"unsupported|not support", re.IGNORECASE)
+CALLS = 8
+"""Calls of one teacher in flight."""
+MAX_RETRIES = 4
+"""After 408, 409, 429, 5xx, a lost connection, a timeout or an unreadable reply."""
 START_TIMEOUT_S = 180.0
 """How long local models may take to load."""
 _END_S = 10.0
@@ -170,10 +174,10 @@ class Teacher:
             api_key=None if config.local else config.api_key(),
             price=self.price,
             timeout_s=shared.timeout_s,
-            max_concurrent=config.max_concurrent,
+            max_concurrent=CALLS,
             max_tokens_key=config.max_tokens_key,
             extra_body={"provider": {"max_price": self._max_price()}} if config.at_openrouter else {},
-            max_retries=shared.max_retries,
+            max_retries=MAX_RETRIES,
         )
 
     def _max_price(self) -> dict[str, float]:
