@@ -43,12 +43,11 @@ from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.chat_template import chat_folder
 from orchestrator.demonstrations import DemonstrationRows, build_demonstrations
-from orchestrator.durability.journal import Journal
-from orchestrator.durability.resume import load_state, resume
+from orchestrator.durability.resume import load_state
 from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway import Gateway
 from orchestrator.step_server import POLL_S, StepServer
-from orchestrator.tasks.sources import WHOLE, Sources, source_spec
+from orchestrator.tasks.sources import source_spec
 from orchestrator.training import OpenRun, Training, build_training
 from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup
 from orchestrator.workers.pool import WorkerPool
@@ -88,30 +87,37 @@ class Pipeline:
 
         Raises CheckpointError when the checkpoint to resume from is unusable, ConfigError for an unreadable template.
         """
-        self.config = config
-        self.run_dir = run_dir
-        self.run_id = run_id
         self.intervals = intervals
-        self.changed = Notifier()
-        self.metrics = MetricsFile(run_dir.metrics, "orchestrator")
         self.keys = RunKeys(run_dir.keys)
         self.store = WeightStore(run_dir.weights)
         self.state = load_state(run_dir, run_dir.newest_checkpoint(), run_id) if config.run.resume else None
         """The checkpoint to resume from; None for a new run."""
-        self._rows: asyncio.Future[DemonstrationRows] = asyncio.get_running_loop().create_future()
-        self.batches = build_batches(config, run_id, model_dir, lambda: self._rows.result())
+        loop = asyncio.get_running_loop()
+        self._rows: asyncio.Future[DemonstrationRows] = loop.create_future()
+        self._loaded: asyncio.Future[Training] = loop.create_future()
+        self._failure: asyncio.Future[None] = loop.create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.batches = build_batches(config, run_id, model_dir, self._rows.result)
         if self.state is not None:
             versions = replace(self.state.versions, period=self.batches.versions.period)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
         self.completion = RunCompletion(self.batches)
-        self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
-        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir, run_dir=run_dir)
-        self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}
+        folder = chat_folder(model_dir, config.model.chat_template, run_dir.root)
+        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=folder, run_dir=run_dir)
+        self.opened = OpenRun(
+            config=config,
+            run_dir=run_dir,
+            run_id=run_id,
+            model_dir=folder,
+            gateway=self.gateway,
+            pools={each.name: _pool(each, config, folder, run_dir, make_pool) for each in config.orchestrator.source},
+            batches=self.batches,
+            metrics=MetricsFile(run_dir.metrics, "orchestrator"),
+            changed=Notifier(),
+            fail=self.fail,
+        )
+        self.replay = build_online_replay(config, run_dir, self.opened.metrics, lambda: self.batches.trained)
         """None unless teachers replay traces during training."""
-        self.replay = build_online_replay(config, run_dir, self.metrics, lambda: self.batches.trained)
-        self._loaded: asyncio.Future[Training] = asyncio.get_running_loop().create_future()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def training(self) -> Training | None:
@@ -144,15 +150,14 @@ class Pipeline:
 
     async def _open(self, stack: AsyncExitStack) -> StepServer:
         """Bind every address and publish them."""
+        run, trainer = self.opened, self.keys.curve("trainer").public
         await self.gateway.start()
         stack.push_async_callback(self._close_gateway)
         server = StepServer(
-            socket=bind_router(
-                self.config.orchestrator.step_address, self.keys.curve("server"), [self.keys.curve("trainer").public]
-            ),
-            run_id=self.run_id,
+            socket=bind_router(run.config.orchestrator.step_address, self.keys.curve("server"), [trainer]),
+            run_id=run.run_id,
             batches=self.batches,
-            changed=self.changed,
+            changed=run.changed,
             waiting_for=self._waiting_for_batch,
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
@@ -166,8 +171,8 @@ class Pipeline:
             "http": self.gateway.http_url,
         }
         addresses |= {"audit": reachable(audits.endpoint)} if (audits := self.gateway.audits) is not None else {}
-        write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
-        logger.info("run %s: %s", self.run_id, addresses)
+        write_atomic(run.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
+        logger.info("run %s: %s", run.run_id, addresses)
         self._spawn(self.gateway.watch())
         self._spawn(self._report(server))
         if self.state is not None:
@@ -177,51 +182,18 @@ class Pipeline:
 
     async def _load(self, stack: AsyncExitStack, server: StepServer) -> Training:
         """Start the environments, then build everything that depends on their tasks."""
-        config = self.config
+        run = self.opened
         stack.push_async_callback(self._close_pools)
-        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
-        blamed = frozenset(left_out(self.run_dir.ledger))
-        self._rows.set_result(await asyncio.to_thread(build_demonstrations, config, self.model_dir, blamed))
-        num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
-        shard = (config.diloco and config.diloco.task_shard) or WHOLE
-        difficulty = {name: pool.difficulty() for name, pool in self.pools.items()}
-        sources = Sources(
-            config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard, difficulty=difficulty
-        )
-        if self.state is None:
-            journal, entries = await asyncio.to_thread(Journal.create, self.run_dir.journal), []
-        else:
-            journal, entries = await asyncio.to_thread(
-                Journal.resume, self.run_dir.journal, min_seq=self.state.journal_seq
-            )
-        stack.push_async_callback(journal.close)
-        opened = OpenRun(
-            config=config,
-            run_dir=self.run_dir,
-            run_id=self.run_id,
-            model_dir=self.model_dir,
-            gateway=self.gateway,
-            pools=self.pools,
-            batches=self.batches,
-            metrics=self.metrics,
-            changed=self.changed,
-            fail=self.fail,
-        )
+        await asyncio.gather(*(pool.start() for pool in run.pools.values()))
+        blamed = frozenset(left_out(run.run_dir.ledger))
+        self._rows.set_result(await asyncio.to_thread(build_demonstrations, run.config, run.model_dir, blamed))
         training = await build_training(
-            opened, sources, journal, stack, completion=self.completion, server=server, replay=self.replay
+            run, self.state, stack, completion=self.completion, server=server, replay=self.replay
         )
-        if self.state is not None:
-            resumed = resume(self.state, entries, sources, left_out(self.run_dir.ledger))
-            training.scheduler.restore(self.state, resumed)
-            training.evaluator.forget_after(self.state.step)
-            logger.info(
-                "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
-                self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
-            )  # fmt: skip
         self._loaded.set_result(training)
         if training.evaluator.due(self.batches.trained, self.batches.last_step):
             training.evaluator.request(self.batches.trained, self.batches.versions.newest)
-        self.changed.notify()
+        self.opened.changed.notify()
         return training
 
     async def _until_finished(self, training: Training, outer: AsyncExitStack) -> None:
@@ -244,7 +216,7 @@ class Pipeline:
         await self.gateway.close(finished=self.completion.all_trained and not self._failure.done())
 
     async def _close_pools(self) -> None:
-        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        await asyncio.gather(*(pool.close() for pool in self.opened.pools.values()))
         self.batches.close()
 
     async def _end_replay(self, replay: OnlineReplay, task: asyncio.Task[None]) -> None:
@@ -253,25 +225,6 @@ class Pipeline:
             await replay.end()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-    # -- building ------------------------------------------------------------------------------------------------
-
-    def _pool(self, source: SourceConfig, make_pool: MakePool | None) -> WorkerPool:
-        model = self.config.model
-        spec = source_spec(
-            source,
-            model_path=str(self.model_dir),
-            renderer=model.renderer,
-            max_context=model.max_context,
-            import_from=self.config.run.import_from,
-        )
-        if make_pool is not None:
-            return make_pool(source, spec)
-        return WorkerPool(
-            spec,
-            workers=source.workers,
-            log_dir=self.run_dir.root / "logs",
-        )
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -284,7 +237,7 @@ class Pipeline:
             oldest = min(training.scheduler.oldest_version, router.newest_version)
             if router.oldest_version != oldest:
                 self.gateway.require_version(oldest)
-            await self.changed.wait(self.intervals.tick_s)
+            await self.opened.changed.wait(self.intervals.tick_s)
 
     async def _report(self, server: StepServer) -> None:
         """Log a line every few seconds, and at once when the environments are loaded; until cancelled."""
@@ -300,24 +253,24 @@ class Pipeline:
             **self.gateway.metrics(),
             "step_server/garbage": server.garbage,
             "step_server/refused": server.refused,
-            "workers/restarts": sum(pool.restarts for pool in self.pools.values()),
+            "workers/restarts": sum(pool.restarts for pool in self.opened.pools.values()),
         }
         if self.training is not None:
             watchdog = self.training.watchdog
             figures |= watchdog.metrics() | {"waiting_for": watchdog.waiting_for() or ""}
         else:
-            startup = describe_startup(self.config, self.gateway, self.pools)
+            startup = describe_startup(self.opened.config, self.gateway, self.opened.pools)
             figures["waiting_for"] = f"the environments: {startup}"
-        self.metrics.log(self.batches.trained, figures)
+        self.opened.metrics.log(self.batches.trained, figures)
 
     def _waiting_for_batch(self, step: int) -> str:
         if self.training is not None:
             return self.training.watchdog.waiting_for_batch(step)
-        return f"batch {step}: {describe_startup(self.config, self.gateway, self.pools)}"
+        return f"batch {step}: {describe_startup(self.opened.config, self.gateway, self.opened.pools)}"
 
     async def _finished(self, watchdog: RunWatchdog) -> None:
         while not watchdog.finished:
-            await self.changed.wait(3600)
+            await self.opened.changed.wait(3600)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until the run ends."""
@@ -342,9 +295,9 @@ class Pipeline:
             training.evaluator.request(message.step, message.version)  # before any await: it may hold the next batch
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
-        if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
+        if self.completion.all_trained and message.step in self.opened.run_dir.complete_checkpoints():
             self.completion.note_checkpoint(message.step)
-        self.changed.notify()
+        self.opened.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
         """Announce policy version `version` to the nodes. Raises CheckpointError if it is missing and `required`."""
@@ -374,7 +327,22 @@ class Pipeline:
             raise
         self.completion.note_checkpoint(step)
         logger.info("checkpoint of step %d is saved", step, extra=event("checkpoint"))
-        self.changed.notify()
+        self.opened.changed.notify()
+
+
+def _pool(
+    source: SourceConfig, config: Config, model_dir: Path, run_dir: RunDir, make_pool: MakePool | None
+) -> WorkerPool:
+    spec = source_spec(
+        source,
+        model_path=str(model_dir),
+        renderer=config.model.renderer,
+        max_context=config.model.max_context,
+        import_from=config.run.import_from,
+    )
+    if make_pool is not None:
+        return make_pool(source, spec)
+    return WorkerPool(spec, workers=source.workers, log_dir=run_dir.root / "logs")
 
 
 def root_cause(error: BaseException) -> BaseException:
