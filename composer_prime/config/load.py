@@ -155,17 +155,19 @@ def _print_help(topic: str) -> NoReturn:
     if topic and not chosen:
         raise ConfigError(f"--help {topic}: no such section; choose one of {', '.join(sections)}")
     print(f"usage: {program()} @ FILE.toml [@ FILE.toml ...] [--section.key VALUE ...] [--resume] [--dry-run]")
-    if topic:
-        print("\n".join(line for name in chosen for line in _keys(name, sections[name])))
-        raise SystemExit(0)
-    print(f"\n{_DESCRIPTION}\n\nSections (--help SECTION lists the keys of one, --help all lists every key):")
+    lines = [line for name in chosen for line in _keys(name, sections[name])] if topic else _outline(list(sections))
+    print("\n".join(lines))
+    raise SystemExit(0)
+
+
+def _outline(sections: list[str]) -> Iterator[str]:
+    """Yield the lines of --help without a section."""
+    yield f"\n{_DESCRIPTION}\n\nSections (--help SECTION lists the keys of one, --help all lists every key):"
     meanings = _docstrings(Config)
     for top in Config.model_fields:
-        print(f"  {top:<13} {meanings[top]}")
+        yield f"  {top:<13} {meanings[top]}"
         parts = [name.removeprefix(f"{top}.") for name in sections if name.startswith(f"{top}.")]
-        for line in wrap(", ".join(parts), 100):
-            print(f"{'':<15} {line}")
-    raise SystemExit(0)
+        yield from (f"{'':<15} {line}" for line in wrap(", ".join(parts), 100))
 
 
 def _keys(name: str, section: type[BaseModel]) -> Iterator[str]:

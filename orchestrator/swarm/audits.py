@@ -107,17 +107,14 @@ class Audits:
         chance: Callable[[], float] = random.SystemRandom().random,
         clock: Callable[[], float] = time.monotonic,
         max_queued_bytes: int = _MAX_QUEUED_BYTES,
-        timeout_s: float | None = None,
     ) -> None:
         """`trust` holds every node's, by id. `chance()` returns a number in [0, 1) that no node can know.
-        `clock()` returns seconds, by which auditors are slow, silent or paused. A rollout waits `timeout_s` for its
-        audits.
+        `clock()` returns seconds, by which auditors are slow, silent or paused.
 
         Raises ConfigError when the trainer's key, the only one that is admitted, is missing.
         """
         self.counters: Counter[str] = Counter()
         self._config = config
-        self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         self._keys = keys
         self._run_id = run_id
         self._store = store
@@ -206,7 +203,7 @@ class Audits:
             finish_reason=record.answer.finish_reason,
             sampling=record.sampling,
             tolerance=self._config.tolerance,
-            timeout_s=self._timeout_s,
+            timeout_s=TIMEOUT_S,
         )
         self._enqueue(answer)
         self._place()
@@ -226,13 +223,13 @@ class Audits:
     async def cleared(self, rollout_id: str) -> str | None:
         """Return why a rollout that has ended must not be used; None when nothing speaks against it.
 
-        Waits for the audits of new nodes' answers, at most `timeout_s`.
+        Waits for the audits of new nodes' answers, at most TIMEOUT_S.
         """
         answers = self._open.pop(rollout_id, [])
         waits = [asyncio.ensure_future(answer.done.wait()) for answer in answers if answer.is_awaited]
         if waits:
             try:
-                await asyncio.wait(waits, timeout=self._timeout_s)
+                await asyncio.wait(waits, timeout=TIMEOUT_S)
             finally:
                 for wait in waits:
                     wait.cancel()
@@ -270,7 +267,7 @@ class Audits:
         nodes = sorted({node_id for answer in answers for node_id in answer.quarantines})
         connected = f"{len(self._auditors)} auditors are connected" if self._auditors else "no auditor is connected"
         return (
-            f"waited {self._timeout_s:g} s for the audit of {len(answers)} "
+            f"waited {TIMEOUT_S:g} s for the audit of {len(answers)} "
             f"answers of new nodes ({', '.join(nodes[:5])}); {connected} (orchestrator audit), "
             f"{len(self._queue)} answers are queued"
         )
@@ -339,7 +336,7 @@ class Audits:
     def _with_room(self) -> bytes | None:
         """Return the auditor that uses the least of its places; None when none has room."""
         now = self._clock()
-        since = now - self._timeout_s / 2
+        since = now - TIMEOUT_S / 2
         free = [(len(one.held) / one.places, key) for key, one in self._auditors.items() if one.has_room(now, since)]
         return min(free)[1] if free else None
 
@@ -371,7 +368,7 @@ class Audits:
     def _give_up_overdue(self, auditor: ConnectedAuditor, now: float) -> None:
         """Expect no more what an auditor should have ended, or dropped, long ago."""
         for number, (answer, since) in list(auditor.held.items()):
-            if (held_s := now - since) >= self._timeout_s + self._lost_after_s:
+            if (held_s := now - since) >= TIMEOUT_S + self._lost_after_s:
                 del auditor.held[number]
                 error = f"auditor {auditor.name} gave no verdict on an answer of {answer.nodes} for {held_s:.0f} s"
                 logger.warning("%s: see its log for a hanging engine", error)
@@ -408,7 +405,7 @@ class Audits:
                         message = AuditFailed(audit=message.audit, error=f"{error}: use one release", retryable=True)
                     if isinstance(message, AuditFailed) and message.retryable:
                         auditor.paused_until = auditor.last_heard + self._heartbeat_s
-                    elif auditor.last_heard - since < self._timeout_s / 2:
+                    elif auditor.last_heard - since < TIMEOUT_S / 2:
                         auditor.ended.append(auditor.last_heard)
                     self._take(auditor, answer, message)
             case Status():

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 from orch_peers import PeerAuditor
 
 from composer_prime.config.orchestrator import AuditConfig
@@ -52,7 +53,7 @@ async def serve_audits(
     heartbeat_s: float = 0.05,
     lost_after_s: float = 100.0,
     clock: Callable[[], float] = time.monotonic,
-    timeout_s: float | None = None,
+    timeout_s: float = 300.0,
     **settings,
 ):
     """Yield the audits, the nodes' trust, and a function that connects an auditor. `settings`: orchestrator.audit."""
@@ -73,8 +74,9 @@ async def serve_audits(
         chance=lambda: left.pop(0),
         clock=clock,
         max_queued_bytes=max_queued_bytes,
-        timeout_s=timeout_s,
     )
+    patch = pytest.MonkeyPatch()
+    patch.setattr("orchestrator.swarm.audits.TIMEOUT_S", timeout_s)
     failures: list[BaseException] = []
     audits.start(failures.append)
     peers: list[PeerAuditor] = []
@@ -90,6 +92,7 @@ async def serve_audits(
         for peer in peers:
             peer.close()
         await audits.close()
+        patch.undo()
 
 
 def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0, prompt: int = 6) -> GenerationRecord:
