@@ -13,6 +13,8 @@ class LocalEngineConfig(BaseConfig):
 
     max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; others wait in a queue."""
+    prefix_cache: bool = True
+    """Keep the KV cache of a conversation for its next turn (until a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
     kv_at_swap: Literal["keep", "recompute", "keep_conversations"] = "keep"

@@ -163,8 +163,6 @@ class EvalConfig(BaseConfig):
     """Rollouts per task."""
     pass_k: list[int] = [1]
     """k of the pass@k estimates; each at most `samples`."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of evaluation rollouts."""
     pass_threshold: ClassVar[float] = 1.0
     """Minimum reward of a passed rollout."""
 
@@ -267,7 +265,7 @@ class OrchestratorConfig(BaseConfig):
     group_size: int = Field(default=8, ge=2)
     """G: rollouts of one task that are compared with one another."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of training rollouts."""
+    """Sampling of rollouts, those of evaluations too."""
     max_staleness: int = Field(default=1, ge=0)
     """Batch N trains tokens of policy versions >= N - 1 - max_staleness; older tokens are context. 0 is synchronous.
     With [diloco], counted in full sweeps.

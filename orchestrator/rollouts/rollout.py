@@ -58,7 +58,6 @@ class RequestFactory:
             task_index=plan.task_index,
             taskset=TRAIN,
             seed=plan.rollout_seed(sibling, attempt),
-            temperature=self.config.sampling.temperature,
         )
 
     def evaluation(self, source: str, *, step: int, task_index: int, sample: int, attempt: int) -> RunRollout:
@@ -70,12 +69,9 @@ class RequestFactory:
             task_index=task_index,
             taskset=EVAL,
             seed=derive_seed(self.seed, "eval", source, task_index, sample, attempt),
-            temperature=self.config.eval.temperature,
         )
 
-    def _request(
-        self, source: str, *, rollout_id: str, task_index: int, taskset: str, seed: int, temperature: float
-    ) -> RunRollout:
+    def _request(self, source: str, *, rollout_id: str, task_index: int, taskset: str, seed: int) -> RunRollout:
         settings = next(candidate for candidate in self.config.source if candidate.name == source)
         sampling = self.config.sampling
         return RunRollout(
@@ -86,7 +82,7 @@ class RequestFactory:
             timeout_s=settings.timeout_s,
             taskset=taskset,
             seed=seed,
-            temperature=temperature,
+            temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,

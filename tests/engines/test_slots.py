@@ -19,8 +19,8 @@ def place(table: SlotTable, prompt: list[int], session: str) -> SlotPlace | None
 class Mirror:
     """A slot table driven as the compute thread does, beside a plain record of each column: (token, weights)."""
 
-    def __init__(self, capacity: int, *, keep_idle: bool = False) -> None:
-        self.table = SlotTable(capacity, CONTEXT, keep_idle=keep_idle)
+    def __init__(self, capacity: int, *, reuse: bool = True, keep_idle: bool = False) -> None:
+        self.table = SlotTable(capacity, CONTEXT, reuse=reuse, keep_idle=keep_idle)
         self.columns: list[list[tuple[int, int]]] = [[] for _ in range(capacity)]
         self.sessions = [""] * capacity
         self.version = self.oldest = 0
@@ -79,13 +79,13 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 5), st.booleans(), st.lists(ACTIONS, max_size=60))
-def test_only_what_is_there_is_reused(capacity, keep_idle, actions):
+@given(st.integers(1, 5), st.booleans(), st.booleans(), st.lists(ACTIONS, max_size=60))
+def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
     # Whatever order requests come, progress, end and weights change in: a request reuses exactly columns that current
     # weights computed for its own tokens, and waits only for a running slot or a prefix that is being computed.
     # At a swap any running ones compute their columns again. With keep_idle, a conversation's next turn, and no other
     # request, reuses columns of older weights too, but of none before a swap that took weights back.
-    mirror = Mirror(capacity, keep_idle=keep_idle)
+    mirror = Mirror(capacity, reuse=reuse, keep_idle=keep_idle)
     for action in actions:
         running = mirror.running
         match action:

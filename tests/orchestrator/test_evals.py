@@ -87,7 +87,7 @@ async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_ru
         return RolloutFailure(kind="env", message="flaky", retryable=True) if flaky else draw(request.seed)
 
     pool = ScriptedPool(reward)
-    config = make_config(tmp_path, max_steps=3, eval={"every_steps": 2, "tasks": 3, "samples": 2, "temperature": 0.5})
+    config = make_config(tmp_path, max_steps=3, eval={"every_steps": 2, "tasks": 3, "samples": 2})
     async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         for step in (1, 2, 3):

@@ -287,7 +287,7 @@ class Computer:
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, len(self._cache.layers))
         self._targets = published_views(self._model)
-        self._share = self._device.type == "cpu" and not self._cache.windowed
+        self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
         room = self.prefill_tokens
         self._given = GivenTokens(
             forward=self._forward, cache=self._cache, device=self._device, vocab=self.vocab, tokens=room
@@ -296,11 +296,13 @@ class Computer:
         self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
         keep_idle = self._config.local.kv_at_swap == "keep_conversations"
-        self._table = SlotTable(capacity, self._context, keep_idle=keep_idle)
+        reuse = self._config.local.prefix_cache
+        self._table = SlotTable(capacity, self._context, reuse=reuse, keep_idle=keep_idle)
 
     def _capacity(self) -> int:
         """Return the number of slots: two per running sequence when conversations are kept, if they fit the memory."""
         local = self._config.local
+        useful = local.max_batch * (2 if local.prefix_cache else 1)
         slot_bytes = self._cache.bytes_per_token * self._context
         fitting = int(local.kv_cache_gib * GIB) // slot_bytes
         if fitting < 1:
@@ -308,7 +310,7 @@ class Computer:
                 f"inference.local.kv_cache_gib is {local.kv_cache_gib}, but one sequence of model.max_context = "
                 f"{self._context} tokens takes {slot_bytes / GIB:.2f} GiB: raise kv_cache_gib or lower max_context"
             )
-        return min(2 * local.max_batch, fitting)
+        return min(useful, fitting)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, rows: torch.Tensor | None

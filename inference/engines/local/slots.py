@@ -32,8 +32,9 @@ class SlotPlace:
 class SlotTable:
     """`capacity` slots of at most `context` tokens. Not thread-safe: the compute thread owns it."""
 
-    def __init__(self, capacity: int, context: int, *, keep_idle: bool = False) -> None:
+    def __init__(self, capacity: int, context: int, *, reuse: bool = True, keep_idle: bool = False) -> None:
         self.capacity = capacity
+        self.reuse = reuse
         self.keep_idle = keep_idle
         """Whether idle slots outlive a swap, for the next turn of their own conversation only."""
         self.high = 0
@@ -94,7 +95,7 @@ class SlotTable:
         At most len(prompt) - 1: the last token is always computed because its logits are needed. Entries of older
         weights count in the conversation's `own` idle slots only.
         """
-        if not self.high:
+        if not self.reuse or not self.high:
             return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
         width = min(len(prompt) - 1, int(self.known[: self.high].max()))
         differs = self.tokens[: self.high, :width] != prompt[:width]
@@ -127,7 +128,7 @@ class SlotTable:
         """End the slot's request. Its cache stays for the next turn, unless older weights computed it."""
         self._changes += 1
         self.running[slot] = False
-        if self.fresh[slot] or (self.keep_idle and self.origin[slot] >= self._refused):
+        if self.reuse and (self.fresh[slot] or (self.keep_idle and self.origin[slot] >= self._refused)):
             self._clock += 1
             self._idle_since[slot] = self._clock
             self.known[slot] = self.computed[slot]  # The rest will not be computed: no request may wait for it.
