@@ -4,8 +4,7 @@
     uv run python -m benchmarks.weight_sync --model smollm2    # SmolLM2-135M
 
 Real AdamW steps on float32 masters; each version is published in bfloat16 by trainer/weights/version_file.py and
-brought to a node's disk by inference/versions.py, which must give back the same bits. For each learning
-rate, of the last step:
+brought to a node's disk by inference/versions.py, which must give back the same bits. Of the last step:
 
     full        the file in bfloat16
     zstd        the file, level 3
