@@ -104,8 +104,8 @@ async def generate(engine: Engine, requests: Iterable[tuple[list[int], Sampling]
         return Answer(
             prompt_ids=prompt,
             sampling=sampling,
-            token_ids=done.token_ids,
-            logprobs=done.logprobs,
+            token_ids=done.ids.tolist(),
+            logprobs=done.token_logprobs.tolist(),
             finish_reason=done.finish_reason,
         )
 
@@ -134,7 +134,7 @@ async def _checked(auditor: LocalEngine, answer: Answer, tolerance: float) -> Pa
             prompt_ids=pack_ints(answer.prompt_ids),
             token_ids=pack_ints(answer.token_ids),
             logprobs=pack_floats(answer.logprobs),
-            parts=[len(answer.token_ids)],
+            sampled_by=[("n", len(answer.token_ids))],
             version_spans=[VersionSpan(0, len(answer.token_ids), 0)],
             finish_reason=answer.finish_reason,
             sampling=answer.sampling,

@@ -25,7 +25,7 @@ from composer_prime.errors import BadRequestError, ComposerError, EngineError, L
 from composer_prime.run.weights import open_signed
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, PartVerdict
 from composer_prime.wire.node import ComputeDevice, NewVersion, NodeWelcome
-from composer_prime.wire.types import floats, ints
+from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.engines.local.engine import LocalEngine
 from inference.gateway_link import GatewayLink
@@ -59,7 +59,7 @@ class OpenAudit:
     arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        count = len(ints(self.request.token_ids))
+        count = len(self.request)
         self.misses, self.logprobs = np.zeros(count), np.zeros(count, np.float32)
         self.missing = {span.version for span in self.request.version_spans}
 
@@ -68,7 +68,7 @@ class OpenAudit:
         request, prompt = self.request, ints(self.request.prompt_ids)
         for span in request.version_spans:
             if span.version == version:
-                tokens = np.concatenate([prompt, ints(request.token_ids)[: span.end]])
+                tokens = np.concatenate([prompt, request.ids[: span.end]])
                 scored = await engine.check_draws(
                     tokens, len(prompt) + span.start, len(tokens), request.sampling, request.tolerance
                 )
@@ -84,7 +84,7 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     A logprob of -inf of its own says that top-k or top-p removes the token: rounding may decide that at the edge, so
     its draw alone counts.
     """
-    request, claimed = audit.request, floats(audit.request.logprobs)
+    request, claimed = audit.request, audit.request.token_logprobs
     bounds = np.full(len(claimed), request.tolerance)
     spans = request.version_spans
     swap = next((span.start for span in spans if span.version != spans[0].version), len(claimed))
@@ -94,7 +94,8 @@ def judge(audit: OpenAudit, stop: int | None) -> AuditVerdict:
     end_fault = _end_fault(request, len(claimed), stop, bool(wrong[-1]))
     should_end = len(claimed) if stop is None else stop
     parts = []
-    for count, end in zip(request.parts, accumulate(request.parts), strict=True):
+    counts = [count for _, count in request.sampled_by]
+    for count, end in zip(counts, accumulate(counts), strict=True):
         part = slice(end - count, end)
         fault = end_fault if part.start < should_end <= end else None
         one = PartVerdict(
@@ -223,7 +224,7 @@ class Auditor(InferenceNode):
 
     async def _judge(self, audit: OpenAudit) -> None:
         try:
-            stop = await self._local.find_stop(ints(audit.request.token_ids), audit.request.sampling)
+            stop = await self._local.find_stop(audit.request.ids, audit.request.sampling)
             self._end(audit, judge(audit, stop))
         except (ComposerError, ValueError) as error:
             await self._fail(audit, error)

@@ -93,9 +93,9 @@ class ModelServer:
             stop_token_ids=[served.tokenizer.eos_token_id],
         )
         done = await served.engine.generate(request_id, prompt, sampling, request_id)
-        message = _message(served.tokenizer.decode(done.token_ids, skip_special_tokens=True))
+        message = _message(served.tokenizer.decode(done.ids.tolist(), skip_special_tokens=True))
         finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
-        count = len(done.token_ids)
+        count = len(done)
         return {
             "id": request_id,
             "object": "chat.completion",

@@ -2,7 +2,7 @@
 
     receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
     progress       what long answers have so far (progress.py): another node can continue them
-    request task   one per lease: engine.generate -> wait until the weights are proven -> Generated | GenerateFailed
+    request task   one per lease: engine.generate -> wait until the weights are proven -> Sampled | GenerateFailed
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
     weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
 
@@ -19,6 +19,8 @@ import secrets
 import time
 from contextlib import suppress
 from urllib.parse import urlsplit
+
+import msgspec
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import (
@@ -39,7 +41,6 @@ from composer_prime.wire.node import (
     ComputeDevice,
     Drain,
     Generate,
-    Generated,
     GenerateFailed,
     Goodbye,
     Heard,
@@ -48,13 +49,13 @@ from composer_prime.wire.node import (
     NodeHello,
     NodeWelcome,
     Rejected,
+    Sampled,
     Status,
     ToNode,
     WeightChunk,
     cut_text,
 )
-from composer_prime.wire.turns import HeldPrompts
-from composer_prime.wire.types import pack_floats, pack_ints
+from composer_prime.wire.types import ints
 from inference.engines.base import Engine
 from inference.gateway_link import GatewayLink
 from inference.machine import DRAIN_S
@@ -103,7 +104,6 @@ class InferenceNode:
         self._heartbeat_s = config.heartbeat_s
         self._welcome: NodeWelcome | None = None
         self._streams = ProgressStreams(engine, receiver, link.send)
-        self._prompts = HeldPrompts()
         self._attached = False
         self._hello_at = 0.0
         self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -306,12 +306,8 @@ class InferenceNode:
         self._streams.begin(engine_id, message)
         try:
             rollbacks = self._receiver.rollbacks
-            prompt = self._prompts.take(message.session, message.prefix, message.prompt_ids)
-            if prompt is None:
-                self._return_untried(message, "it does not hold the prefix", prefix_missing=True)
-                return
-            done = await self._engine.generate(engine_id, prompt.tolist(), message.sampling, message.session)
-            self._prompts.add_answer(message.session, prompt, done.token_ids)
+            prompt = ints(message.prompt_ids).tolist()
+            done = await self._engine.generate(engine_id, prompt, message.sampling, message.session)
             await self._receiver.settled.wait()
             if self._receiver.rollbacks != rollbacks:
                 raise EngineError("weights that were refused were in use while this request ran")
@@ -328,24 +324,15 @@ class InferenceNode:
             return
         finally:
             self._streams.end(engine_id)
+        self._link.send(Sampled(request_id=request_id, lease=lease, **msgspec.structs.asdict(done)))
+
+    def _return_untried(self, message: Generate, why: str) -> None:
+        """Return a request that this node cannot finish because it is draining. Not a failed attempt."""
         self._link.send(
-            Generated(
-                request_id=request_id,
-                lease=lease,
-                token_ids=pack_ints(done.token_ids),
-                logprobs=pack_floats(done.logprobs),
-                version_spans=done.version_spans,
-                finish_reason=done.finish_reason,
-                prompt_cached=done.prompt_cached,
+            GenerateFailed(
+                request_id=message.request_id, lease=message.lease, error=cut_text(why), retryable=True, tried=False
             )
         )
-
-    def _return_untried(self, message: Generate, why: str, *, prefix_missing: bool = False) -> None:
-        """Return a request that this node cannot finish: it is draining or lacks the prefix. Not a failed attempt."""
-        self._link.send(
-            GenerateFailed(request_id=message.request_id, lease=message.lease, error=cut_text(why), retryable=True,
-                           tried=False, prefix_missing=prefix_missing)
-        )  # fmt: skip
 
     async def _check_engine(self, error: Exception) -> None:
         """End the node when its engine cannot score two tokens, so that the launcher may start it again."""

@@ -1,6 +1,6 @@
 """Stream what long answers have so far, so that another node can continue them when this one is gone.
 
-    every _LOOK_S: engine.progress -> requests with enough new tokens, or none sent for a while -> Progress
+    every _LOOK_S: engine.progress -> requests with enough new tokens, or none sent for a while -> Sampled
 
 Only tokens of proven weights leave: nothing is sent while a swap is unproven, or of a request that began before weights
 were taken back.
@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from composer_prime.errors import EngineError
-from composer_prime.wire.node import Generate, Progress
-from composer_prime.wire.types import pack_floats, pack_ints
+from composer_prime.wire.node import Generate, Sampled
 from inference.engines.base import Engine
 from inference.receiver import Receiver
 
@@ -40,7 +41,7 @@ class _Stream:
 class ProgressStreams:
     """The requests that run, each from `begin` to `end`."""
 
-    def __init__(self, engine: Engine, receiver: Receiver, send: Callable[[Progress], None]) -> None:
+    def __init__(self, engine: Engine, receiver: Receiver, send: Callable[[Sampled], None]) -> None:
         self._engine = engine
         self._receiver = receiver
         self._send = send
@@ -76,15 +77,13 @@ class ProgressStreams:
             stream = self._streams.get(name)
             if stream is None or stream.sent != sent_by_request[name]:
                 continue
-            if len(part.token_ids) < enough and now - stream.sent_at < _LONGEST_S:
+            if len(part) < enough and now - stream.sent_at < _LONGEST_S:
                 continue
-            message = Progress(
+            message = Sampled(
                 request_id=stream.message.request_id,
                 lease=stream.message.lease,
                 start=stream.sent,
-                token_ids=pack_ints(part.token_ids),
-                logprobs=pack_floats(part.logprobs),
-                version_spans=part.version_spans,
+                **msgspec.structs.asdict(part),
             )
-            stream.sent, stream.sent_at = stream.sent + len(part.token_ids), now
+            stream.sent, stream.sent_at = stream.sent + len(part), now
             self._send(message)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.packed_answer import PackedAnswer
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.generation import GenerationRecord
 
@@ -31,7 +31,7 @@ def record_of(
 ) -> GenerationRecord:
     """One answered request, as the gateway records it."""
     count = len(ids)
-    answer = PackedAnswer(
+    answer = Answer(
         token_ids=pack_ints(ids),
         logprobs=pack_floats(np.full(count, -0.5) if logprobs is None else logprobs),
         version_spans=list(spans) if spans is not None else [VersionSpan(0, count, version)] if count else [],

@@ -25,12 +25,11 @@ from composer_prime.wire.node import (
     MAX_PLACES,
     ChunkRequest,
     Generate,
-    Generated,
     Goodbye,
     HelloAgain,
     NodeHello,
-    Progress,
     Rejected,
+    Sampled,
     Status,
     ToNode,
 )
@@ -181,8 +180,8 @@ def false_answer(request: Generate, draw: random.Random, *, whole: bool) -> byte
         "version_spans": [VersionSpan(0, count, 0)],
     }
     if not whole:
-        return encode(Progress(start=0, token_ids=pack_ints(tokens), **lease))
-    return encode(Generated(token_ids=pack_ints([*tokens[:-1], END_TOKEN]), finish_reason="stop", **lease))
+        return encode(Sampled(start=0, token_ids=pack_ints(tokens), **lease))
+    return encode(Sampled(token_ids=pack_ints([*tokens[:-1], END_TOKEN]), finish_reason="stop", **lease))
 
 
 def main() -> None:

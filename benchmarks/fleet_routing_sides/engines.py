@@ -10,9 +10,8 @@ from composer_prime.wire.node import (
     CancelGenerate,
     ComputeDevice,
     Generate,
-    Generated,
     NodeHello,
-    Progress,
+    Sampled,
     Status,
     ToNode,
 )
@@ -140,14 +139,14 @@ class SimulatedEngine:
                 del self.running[lease]
                 self._remember(work.message.session, work.num_prompt + work.target)
                 ids, logprobs, spans = _tokens(work.target)
-                self.fleet.router.on_generated(self._attached(), Generated(
+                self.fleet.router.on_sampled(self._attached(), Sampled(
                     request_id=work.message.request_id, lease=lease, token_ids=ids, logprobs=logprobs,
                     version_spans=spans, finish_reason="stop", prompt_cached=work.cached))  # fmt: skip
             elif self.fleet.streams and (int(work.sampled) - work.streamed >= 64 or now - work.streamed_at >= STREAM_S):
                 new = int(work.sampled) - work.streamed
                 if new:
                     ids, logprobs, spans = _tokens(new)
-                    self.fleet.router.on_progress(self._attached(), Progress(
+                    self.fleet.router.on_sampled(self._attached(), Sampled(
                         request_id=work.message.request_id, lease=lease, start=work.streamed, token_ids=ids,
                         logprobs=logprobs, version_spans=spans))  # fmt: skip
                     work.streamed, work.streamed_at = work.streamed + new, now

@@ -12,8 +12,7 @@ import asyncio
 import heapq
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -27,18 +26,15 @@ from composer_prime.wire.node import (
     CancelGenerate,
     Drain,
     Generate,
-    Generated,
-    GenerateFailed,
     HelloAgain,
     NodeHello,
     Rejected,
+    Sampled,
     Status,
     ToNode,
 )
-from composer_prime.wire.packed_answer import PackedAnswer
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.turns import JSON, HeldPrompts, TurnClient
-from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
+from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 
 HEARTBEAT_S = 1.0
 
@@ -50,21 +46,19 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
     ids, logprobs = pack_ints(reply), pack_floats(np.full(len(reply), -0.5))
     spans = [VersionSpan(0, len(reply), 0)]
     hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=MAX_PLACES)
-    prompts = HeldPrompts()
     socket.send(encode(hello))
-    due: list[tuple[float, int, Generate, np.ndarray]] = []
+    due: list[tuple[float, int, str]] = []
     cancelled: set[int] = set()
     beat = time.monotonic() + HEARTBEAT_S
     while True:
         now = time.monotonic()
         while due and due[0][0] <= now:
-            _, lease, request, prompt = heapq.heappop(due)
+            _, lease, request_id = heapq.heappop(due)
             if lease in cancelled:
                 cancelled.discard(lease)
                 continue
-            prompts.add_answer(request.session, prompt, reply)
-            answer = Generated(request_id=request.request_id, lease=lease, token_ids=ids, logprobs=logprobs,
-                               version_spans=spans, finish_reason="stop")  # fmt: skip
+            answer = Sampled(request_id=request_id, lease=lease, token_ids=ids, logprobs=logprobs,
+                             version_spans=spans, finish_reason="stop")  # fmt: skip
             socket.send(encode(answer))
         if now >= beat:
             beat = now + HEARTBEAT_S
@@ -76,12 +70,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
         message = decoder.decode(socket.recv())
         match message:
             case Generate():
-                prompt = prompts.take(message.session, message.prefix, message.prompt_ids)
-                if prompt is not None:
-                    heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message, prompt))
-                    continue
-                socket.send(encode(GenerateFailed(request_id=message.request_id, lease=message.lease, retryable=True,
-                                                  error="no such prefix", prefix_missing=True)))  # fmt: skip
+                heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message.request_id))
             case CancelGenerate():
                 cancelled.add(message.lease)
             case HelloAgain():
@@ -115,8 +104,6 @@ async def run_clients(url: str, slots: int, rollouts: int, spread_s: float, talk
             for number in range(rollouts):
                 await talk.play(session, url, f"c-{index}-{number}")
 
-        if talk.packed is not None:  # So that the client knows that the gateway takes the packed form.
-            await replace(talk, prompt=1, turns=1).play(session, url, "c-before")
         await asyncio.gather(*(slot(index) for index in range(slots)))
 
 
@@ -131,8 +118,6 @@ class Conversation:
     tool_s: float
     """Between an answer and the next turn."""
     turns: int
-    packed: TurnClient | None
-    """None sends every prompt whole, as JSON."""
 
     async def play(self, session: aiohttp.ClientSession, url: str, rollout: str) -> None:
         ids = [5 + i % 20_000 for i in range(self.prompt)]
@@ -143,18 +128,11 @@ class Conversation:
             await asyncio.sleep(self.tool_s)
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, rollout: str, body: dict[str, Any]) -> list[int]:
-        async def send(data: bytes, headers: Mapping[str, str]) -> tuple[int, str, bytes]:
-            async with session.post(url, data=data, headers={"X-Session-ID": rollout, **headers}) as reply:
-                return reply.status, reply.content_type, await reply.read()
-
-        if self.packed is None:
-            status, _, content = await send(msgspec.json.encode(body), {"Content-Type": JSON})
-        else:
-            status, content = await self.packed.ask(rollout, body, send)
-        if status != 200:
-            raise RuntimeError(f"{status}: {content}")
-        if isinstance(content, PackedAnswer):
-            return ints(content.token_ids).tolist()
+        headers = {"X-Session-ID": rollout, "Content-Type": "application/json"}
+        async with session.post(url, data=msgspec.json.encode(body), headers=headers) as reply:
+            content = await reply.read()
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status}: {content}")
         return msgspec.json.decode(content)["choices"][0]["token_ids"]
 
 
@@ -173,7 +151,6 @@ def main() -> None:
     clients.add_argument("--prompt", type=int, default=200, help="tokens of a rollout's first prompt")
     clients.add_argument("--tool", type=int, default=30, help="tokens that each turn adds after the answer")
     clients.add_argument("--tool-s", type=float, default=0.0, help="time between an answer and the next turn")
-    clients.add_argument("--packed", action="store_true", help="speak the packed form, as environment workers do")
     clients.add_argument("--spread-s", type=float, required=True)
     args = parser.parse_args()
     if args.role == "node":
@@ -181,8 +158,7 @@ def main() -> None:
     elif args.role == "flood":
         run_flood(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"])
     else:
-        packed = TurnClient() if args.packed else None
-        talk = Conversation(prompt=args.prompt, tool=args.tool, tool_s=args.tool_s, turns=args.turns, packed=packed)
+        talk = Conversation(prompt=args.prompt, tool=args.tool, tool_s=args.tool_s, turns=args.turns)
         asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.spread_s, talk))
 
 

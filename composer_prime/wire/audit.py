@@ -14,6 +14,7 @@ import math
 
 import msgspec
 
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import (
     ChunkMissing,
     ChunkRequest,
@@ -29,26 +30,15 @@ from composer_prime.wire.node import (
     Status,
     WeightChunk,
 )
-from composer_prime.wire.types import VersionSpan
 
 
-class AuditRequest(msgspec.Struct, frozen=True, kw_only=True, tag="audit"):
-    """An answer whose tokens an auditor must score again."""
+class AuditRequest(Answer, frozen=True, kw_only=True, tag="audit"):
+    """An answer whose tokens an auditor must score again, as the nodes sent it."""
 
     audit: int
     """Numbers the request."""
     prompt_ids: bytes
     """int32 [T]."""
-    token_ids: bytes
-    """int32 [T_new], as the node sent them."""
-    logprobs: bytes
-    """float32 [T_new], likewise."""
-    parts: list[int]
-    """Tokens of each node that sampled it, in order. They sum to T_new."""
-    version_spans: list[VersionSpan]
-    """Cover [0, T_new)."""
-    finish_reason: str
-    """stop | length."""
     sampling: Sampling
     """As the node got it, with the seed."""
     tolerance: float
@@ -74,7 +64,7 @@ class PartVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class AuditVerdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
     audit: int
     parts: list[PartVerdict]
-    """Of each part of the request."""
+    """Of the tokens of each node that sampled the answer, in order."""
     seconds: float
     """What the check took."""
 

@@ -29,9 +29,9 @@ from composer_prime.console import GIB
 from composer_prime.errors import ConfigError, InviteError
 from composer_prime.run.keys import ClientKeys, CurvePair
 
-PROTOCOL = 4
-"""Raised with every change of messages that an older release would misread. 4: no relays, and a version of the weights
-is an anchor or one patch of it."""
+PROTOCOL = 5
+"""Raised with every change of messages that an older release would misread. 5: prompts are whole, and an answer and its
+parts are one message."""
 INVITE_VARIABLE = "COMPOSER_INVITE"
 INVITE_PREFIX = "cpi2."
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

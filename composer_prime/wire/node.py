@@ -2,8 +2,7 @@
 
     node --Enroll--> gateway --Enrolled|Rejected--> node             once, by an invite (wire/enrollment.py)
     node --NodeHello--> gateway --NodeWelcome|Rejected--> node
-    gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
-    node --Progress--> gateway                  the tokens of a long answer so far, so that another node can continue it
+    gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Sampled|GenerateFailed|Status--> gateway
     node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other is alive
     node --ChunkRequest--> gateway --WeightChunk|ChunkMissing|ChunkRefused--> node      weights, through the same link
 
@@ -18,9 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from composer_prime.wire.answer import RUNNING, Answer
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
-from composer_prime.wire.turns import Prefix
-from composer_prime.wire.types import VersionSpan
 
 MAX_PLACES = 1 << 14
 """Requests that a node may hold at a time."""
@@ -103,12 +101,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     request_id: str
     lease: int
     prompt_ids: bytes
-    """int32 [T]: the prompt, or what follows `prefix` in it."""
+    """int32 [T]."""
     sampling: Sampling
     session: str
     """The conversation. Its requests go to one node while that is alive, because the prefix cache is warm there."""
-    prefix: Prefix | None = None
-    """The start of the prompt, which the node should hold of this session; None: `prompt_ids` is whole."""
 
 
 class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -128,37 +124,21 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     reason: str
 
 
-class Generated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
-    request_id: str
-    lease: int
-    token_ids: bytes
-    """int32 [T_new], the stop token included when one ended the turn."""
-    logprobs: bytes
-    """float32 [T_new]."""
-    version_spans: list[VersionSpan]
-    """Cover [0, T_new) without gap or overlap."""
-    finish_reason: str
-    """stop | length | cancelled."""
-    prompt_cached: int = 0
-    """Prompt tokens whose KV entries were already there."""
+class Sampled(Answer, frozen=True, kw_only=True, tag="sampled"):
+    """An answer; or, while its finish reason is RUNNING, a part of one, so that another node can continue it.
 
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Tokens of an answer that is not complete, those of earlier messages left out. Only proven weights sampled them.
-
-    `Generated` has all of them once more.
+    A part leaves out the tokens of earlier parts. It has at least one, and not the last that max_tokens allows; only
+    proven weights sampled them. The answer has all of them once more.
     """
 
     request_id: str
     lease: int
-    start: int
-    """Tokens that earlier messages had."""
-    token_ids: bytes
-    """int32 [T_part], at least one, and not the last that max_tokens allows."""
-    logprobs: bytes
-    """float32 [T_part]."""
-    version_spans: list[VersionSpan]
-    """Cover [0, T_part)."""
+    start: int = 0
+    """Tokens of earlier parts."""
+
+    @property
+    def is_part(self) -> bool:
+        return self.finish_reason == RUNNING
 
 
 class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_failed"):
@@ -169,8 +149,6 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
     """False for a request that no node could serve (for example a prompt longer than the context)."""
     tried: bool = True
     """False when a node that is about to leave returns the request: neither is to blame."""
-    prefix_missing: bool = False
-    """True when the node does not hold the prefix: it wants the whole prompt, and neither is to blame."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -234,7 +212,7 @@ def cut_text(error: object) -> str:
     return str(error)[:2000]
 
 
-FromNode = Enroll | NodeHello | Progress | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
+FromNode = Enroll | NodeHello | Sampled | GenerateFailed | Status | ChunkRequest | Goodbye
 ToNode = (
     Enrolled
     | NodeWelcome

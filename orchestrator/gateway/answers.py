@@ -1,7 +1,7 @@
 """What nodes sample: complete answers, and parts of answers, checked before anyone sees them.
 
 A node streams the tokens of a long answer while it samples. When it is gone, another one continues after them, and
-`PackedAnswer.then` makes one answer of both parts. A part is checked as an answer is.
+`Answer.then` makes one answer of both parts. A part is checked as an answer is.
 
 A node may claim a swap of weights within an answer only to a version that it first reported while it held the request,
 and not among tokens that it had streamed before. Otherwise a node with old weights could claim one in each answer: its
@@ -16,8 +16,8 @@ from collections.abc import Container
 import numpy as np
 
 from composer_prime.errors import WireError
-from composer_prime.wire.node import Generated, Progress
-from composer_prime.wire.packed_answer import NO_TOKENS, PackedAnswer
+from composer_prime.wire.answer import Answer
+from composer_prime.wire.node import Sampled
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 _NO_EVIDENCE = -9999.0
@@ -53,38 +53,34 @@ class VersionReports:
         self._first = {old: time_s for old, time_s in self._first.items() if old < version}
 
 
-def check_answer(
-    message: Generated,
+def check_sampled(
+    message: Sampled,
+    streamed: Answer,
     *,
     max_tokens: int,
     vocab_size: int,
     versions: range,
     node_id: str,
-    streamed: PackedAnswer = NO_TOKENS,
     swaps: Container[int] = (),
-) -> PackedAnswer:
-    """Return the completion in `message`, which begins with what its node `streamed`.
+) -> Answer:
+    """Return the answer in `message`, which begins with what its node `streamed`; or the part, which comes after it.
 
     `versions`: policy versions that may have sampled it. `swaps`: those that its node swapped in meanwhile.
 
     Raises WireError naming what is wrong with it.
     """
     token_ids, logprobs = _numbers(message)
-    if len(token_ids) > max_tokens:
-        raise WireError(f"{len(token_ids)} tokens came, but max_tokens was {max_tokens}")
-    if message.finish_reason not in ("stop", "length"):
-        raise WireError(f"finish_reason is {message.finish_reason!r}, expected 'stop' or 'length'")
-    if not len(token_ids):
-        raise WireError(f"no token came, with finish_reason {message.finish_reason!r}: a stop has at least its token")
-    if message.finish_reason == "length" and len(token_ids) < max_tokens:
-        raise WireError(f"finish_reason is 'length' after {len(token_ids)} tokens, but max_tokens was {max_tokens}")
+    if message.is_part:
+        _check_place(message, len(streamed), len(token_ids), max_tokens)
+    else:
+        _check_end(message.finish_reason, len(token_ids), max_tokens)
     _check_values(token_ids, logprobs, vocab_size)
     _check_spans(message.version_spans, len(token_ids), versions, swaps)
-    if streamed and not message.token_ids.startswith(streamed.token_ids):
-        raise WireError(f"the answer does not begin with the {len(streamed)} tokens that its node had streamed")
-    if streamed and _first_spans(message.version_spans, len(streamed)) != streamed.version_spans:
-        raise WireError(f"other versions sampled its first {len(streamed)} tokens than its node said with them")
-    return PackedAnswer(
+    if streamed and message.is_part:
+        _check_seam(streamed.newest_version, message.version_spans[0].version, swaps)
+    elif streamed:
+        _check_beginning(message, streamed)
+    return Answer(
         token_ids=message.token_ids,
         logprobs=message.logprobs,
         version_spans=message.version_spans,
@@ -94,38 +90,41 @@ def check_answer(
     )
 
 
-def check_progress(
-    message: Progress,
-    streamed: PackedAnswer,
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    versions: range,
-    node_id: str,
-    swaps: Container[int] = (),
-) -> PackedAnswer:
-    """Return the tokens in `message`, which come after `streamed`. Raises WireError naming what is wrong with them."""
-    token_ids, logprobs = _numbers(message)
-    if message.start != len(streamed):
-        raise WireError(f"tokens from {message.start} came after {len(streamed)}")
-    if not 0 < len(token_ids) < max_tokens - len(streamed):
-        raise WireError(f"{len(token_ids)} tokens came after {len(streamed)} as a part, but max_tokens is {max_tokens}")
-    _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), versions, swaps)
-    first = message.version_spans[0].version
-    if first < streamed.newest_version:
-        raise WireError(f"version {first} came after version {streamed.newest_version}")
-    if streamed and first != streamed.newest_version:
+def _check_place(message: Sampled, num_streamed: int, count: int, max_tokens: int) -> None:
+    if message.start != num_streamed:
+        raise WireError(f"tokens from {message.start} came after {num_streamed}")
+    if not 0 < count < max_tokens - num_streamed:
+        raise WireError(f"{count} tokens came after {num_streamed} as a part, but max_tokens is {max_tokens}")
+
+
+def _check_end(reason: str, count: int, max_tokens: int) -> None:
+    if count > max_tokens:
+        raise WireError(f"{count} tokens came, but max_tokens was {max_tokens}")
+    if reason not in ("stop", "length"):
+        raise WireError(f"finish_reason is {reason!r}, expected 'stop' or 'length'")
+    if not count:
+        raise WireError(f"no token came, with finish_reason {reason!r}: a stop has at least its token")
+    if reason == "length" and count < max_tokens:
+        raise WireError(f"finish_reason is 'length' after {count} tokens, but max_tokens was {max_tokens}")
+
+
+def _check_seam(last: int, first: int, swaps: Container[int]) -> None:
+    if first < last:
+        raise WireError(f"version {first} came after version {last}")
+    if first != last:
         _check_swap(first, swaps)
-    return PackedAnswer(
-        token_ids=message.token_ids,
-        logprobs=message.logprobs,
-        version_spans=message.version_spans,
-        sampled_by=[(node_id, len(token_ids))],
-    )
 
 
-def _numbers(message: Generated | Progress) -> tuple[np.ndarray, np.ndarray]:
+def _check_beginning(message: Sampled, streamed: Answer) -> None:
+    count = len(streamed)
+    if not message.token_ids.startswith(streamed.token_ids):
+        raise WireError(f"the answer does not begin with the {count} tokens that its node had streamed")
+    spans = [span for span in message.version_spans if span.start < count]
+    if [VersionSpan(span.start, min(span.end, count), span.version) for span in spans] != streamed.version_spans:
+        raise WireError(f"other versions sampled its first {count} tokens than its node said with them")
+
+
+def _numbers(message: Sampled) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and logprobs, equal in number."""
     if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
         raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
@@ -162,8 +161,3 @@ def _check_spans(spans: list[VersionSpan], num_tokens: int, versions: range, swa
 def _check_swap(version: int, swaps: Container[int]) -> None:
     if version not in swaps:
         raise WireError(f"a swap to version {version} came, but the node reported none while it held the request")
-
-
-def _first_spans(spans: list[VersionSpan], count: int) -> list[VersionSpan]:
-    """Return the spans of the first `count` tokens."""
-    return [VersionSpan(span.start, min(span.end, count), span.version) for span in spans if span.start < count]

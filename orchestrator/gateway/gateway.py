@@ -148,7 +148,7 @@ class Gateway:
     def _build_http(self) -> HttpServer:
         control = self._swarm.control.routes(self._run_id)
         return HttpServer(
-            self._generator.answer,
+            self._generator,
             self._chat,
             model_names=(POLICY, self._config.model.path),
             max_context=self._config.model.max_context,
@@ -333,10 +333,6 @@ class Gateway:
             "gateway/tokens_lost": counters.tokens_lost,
             "gateway/warm_share": self.router.placing.warm_share,
             "gateway/records_bytes": self.records.num_bytes,
-            "gateway/prompt_bytes_received": self._generator.prompt_bytes_received,
-            "gateway/prefixes_missing": self._generator.prefixes_missing,
-            "gateway/prompt_bytes_sent": counters.prompt_bytes_sent,
-            "gateway/prefixes_missing_at_nodes": counters.prefixes_missing,
             **oldest,
             **self._swarm.metrics(),
             **self.lag.metrics(),

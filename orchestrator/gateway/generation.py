@@ -23,10 +23,10 @@ import numpy as np
 from msgspec import Meta
 
 from composer_prime.errors import RequestError
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import Sampling
-from composer_prime.wire.packed_answer import PackedAnswer
-from composer_prime.wire.turns import PREFIX_MISSING, HashedTokens, Prefix, context_overflow
-from composer_prime.wire.types import INT, ints
+from composer_prime.wire.turns import context_overflow
+from composer_prime.wire.types import ints
 from orchestrator.gateway.routing import Router
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""Larger integers have no packed form, in which turns travel between processes."""
+"""Larger integers have no msgpack form, in which requests go to nodes."""
 _MAX_STOPS = 64
 
 
@@ -58,17 +58,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-
-
-class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks for, by whichever HTTP route. The prompt is `prefix`, held here, and then `new_ids`."""
-
-    session: str | None
-    """The X-Session-ID it came with."""
-    new_ids: bytes
-    """int32 [T_new]."""
-    sampling: SamplingFields
-    prefix: Prefix | None = None
 
 
 _NEUTRAL: dict[str, Any] = {
@@ -133,72 +122,18 @@ class Generator:
         self._vocab_size = vocab_size
         self._router = router
         self._records = records
-        self.prompt_bytes_received = 0
-        """Of token ids in prompts, 4 bytes each, as they came: without the prefixes that were held here."""
-        self.prefixes_missing = 0
-        """Requests that were asked for the whole prompt."""
         self._order = itertools.count()
         self._under_way: Counter[str] = Counter()
         """Requests without an answer yet, by session."""
 
-    async def answer(self, turn: TurnRequest) -> PackedAnswer:
-        """Return the answer to `turn`, recorded when its session belongs to an open rollout.
+    async def answer(self, session: str | None, prompt: bytes, fields: SamplingFields) -> Answer:
+        """Return the answer to `prompt`, int32 [T], recorded when `session` belongs to an open rollout.
 
         Raises RequestError, and what Router.generate raises.
         """
-        prompt = self.whole_prompt(turn.session, turn.prefix, turn.new_ids)
-        return await self.generate(turn.session, prompt, turn.sampling, prefix=turn.prefix)
-
-    def whole_prompt(self, session: str | None, prefix: Prefix | None, new_ids: bytes) -> bytes:
-        """Return the prompt, int32 [T], that continues `prefix` of this session with `new_ids`.
-
-        Raises RequestError: 409 when that prefix is not held here.
-        """
-        if len(new_ids) % INT.itemsize:
-            raise RequestError(f"new_ids has {len(new_ids)} bytes: send int32 ids, 4 bytes each", param="new_ids")
-        self.prompt_bytes_received += len(new_ids)
-        if prefix is None:
-            return new_ids
-        held = None if session is None else self._records.prefix(session, prefix)
-        if held is None:
-            self.prefixes_missing += 1
-            raise RequestError(
-                f"the gateway does not hold these {prefix.num_tokens} tokens of session {session!r}: send the whole "
-                "prompt in new_ids, without prefix",
-                status=409,
-                code=PREFIX_MISSING,
-                param="prefix",
-            )
-        return b"".join([held.data, new_ids])
-
-    def _check_ids(self, token_ids: np.ndarray, num_held: int) -> None:
-        """Raise RequestError for an empty prompt, or an id outside the vocabulary after the first `num_held`."""
-        valid_ids = f"send at least one id in 0..{self._vocab_size - 1}"
-        if not len(token_ids):
-            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
-        new_ids = token_ids[num_held:]
-        lowest, highest = (int(new_ids.min()), int(new_ids.max())) if len(new_ids) else (0, 0)
-        if not 0 <= lowest <= highest < self._vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
-
-    async def generate(
-        self,
-        session: str | None,
-        prompt: bytes,
-        fields: SamplingFields,
-        *,
-        prefix: Prefix | None = None,
-    ) -> PackedAnswer:
-        """Return the answer, recorded when `session` belongs to an open rollout.
-
-        `prompt`: int32 [T], which begins with `prefix`, held here. Raises RequestError, and what Router.generate
-        raises.
-        """
         order = next(self._order)
         request_id = f"g{order}"
-        token_ids = ints(prompt)
-        self._check_ids(token_ids, 0 if prefix is None else prefix.num_tokens)
+        token_ids = self._checked_ids(prompt)
         sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self._max_context)
         if sampling.seed is None:  # An audit must know what a node had to draw.
             sampling = msgspec.structs.replace(sampling, seed=_hashed_seed(f"{self._seed_text}/{request_id}"))
@@ -211,18 +146,27 @@ class Generator:
         self._under_way[session] += 1
         try:
             oldest = self._records.oldest_version(session)
-            prefix = prefix or self._records.start(session, token_ids)
-            answer = await self._router.generate(
-                request_id, session, prompt, sampling, oldest_version=oldest, prefix=prefix
-            )
+            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
             answer = msgspec.structs.replace(answer, record_id=request_id)
             record = GenerationRecord(session=session, prompt_ids=token_ids, answer=answer, sampling=sampling)
-            self._records.append(record, order, prefix)
+            self._records.append(record, order)
         finally:
             self._under_way[session] -= 1
             if not self._under_way[session]:
                 del self._under_way[session]
         return answer
+
+    def _checked_ids(self, prompt: bytes) -> np.ndarray:
+        """Return the ids of a prompt. Raises RequestError for none, and for one outside of the vocabulary."""
+        token_ids = ints(prompt)
+        valid_ids = f"send at least one id in 0..{self._vocab_size - 1}"
+        if not len(token_ids):
+            raise RequestError(f"the prompt is empty: {valid_ids}", param="token_ids")
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if not 0 <= lowest <= highest < self._vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise RequestError(f"token id {outside} is outside the vocabulary: {valid_ids}", param="token_ids")
+        return token_ids
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -252,15 +196,20 @@ class GenerationRecord:
     """The X-Session-ID it came with: the rollout's id, or `<rollout id>#N` for the rollout's further agents."""
     prompt_ids: np.ndarray
     """int32 [T_prompt]."""
-    answer: PackedAnswer
+    answer: Answer
     sampling: Sampling
+
+
+@dataclass(slots=True)
+class _Chain:
+    tokens: np.ndarray
+    """int32 [T]: prompt and answer of the newest of several turns that each continue the one before."""
 
 
 @dataclass(slots=True)
 class _Turn:
     order: int
-    chain: HashedTokens
-    """Prompt and completion of the newest of the turns that each continue the one before."""
+    chain: _Chain
     num_prompt: int
     num_new: int
     rest: GenerationRecord
@@ -336,46 +285,17 @@ class RolloutRecords:
         rollout_id = self.rollout_of(session)
         return 0 if rollout_id is None else len(self._open[rollout_id].get(session, ()))
 
-    def prefix(self, session: str, prefix: Prefix) -> np.ndarray | None:
-        """Return the tokens [num_tokens] of `prefix` if the session's newest turn begins with them, else None.
-
-        They take no memory of their own: the record holds them for training.
-        """
-        rollout_id = self.rollout_of(session)
-        turns = None if rollout_id is None else self._open[rollout_id].get(session)
-        if not turns or not turns[-1].chain.starts_with(prefix):
-            return None
-        return turns[-1].chain.tokens[: prefix.num_tokens]
-
-    def start(self, session: str, token_ids: np.ndarray) -> Prefix | None:
-        """Return the longest start of `token_ids`, int32 [T], that the session's newest turn has: all of it, or its
-        prompt."""
-        rollout_id = self.rollout_of(session)
-        turns = None if rollout_id is None else self._open[rollout_id].get(session)
-        if not turns:
-            return None
-        newest = turns[-1]
-        for size in (newest.num_prompt + newest.num_new, newest.num_prompt):
-            if np.array_equal(token_ids[:size], newest.chain.tokens[:size]):
-                return newest.chain.hash_of(size).prefix()
-        return None
-
-    def append(self, record: GenerationRecord, order: int, prefix: Prefix | None = None) -> bool:
-        """Keep `record`, or return False when its rollout is not open.
-
-        `order` tells when its request began. `prefix`: a start of its prompt that the session's newest turn had.
-        """
+    def append(self, record: GenerationRecord, order: int) -> bool:
+        """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""
         rollout_id = self.rollout_of(record.session)
         if rollout_id is None:
             return False
         turns = self._open[rollout_id].setdefault(record.session, [])
-        chain = turns[-1].chain if turns else HashedTokens(_EMPTY)
-        if prefix is None or not chain.starts_with(prefix):  # Another request may have been answered meanwhile.
-            prefix = self.start(record.session, record.prompt_ids)
-        size = 0 if prefix is None else prefix.num_tokens
-        if size < len(chain.tokens):
-            chain, size = HashedTokens(_EMPTY, chain.hash_of(size)), 0
-        chain.extend(record.prompt_ids[size:], record.answer.ids)
+        chain = turns[-1].chain if turns else _Chain(_EMPTY)
+        size = len(chain.tokens)
+        if not np.array_equal(record.prompt_ids[:size], chain.tokens):
+            chain, size = _Chain(_EMPTY), 0
+        chain.tokens = np.concatenate([chain.tokens, record.prompt_ids[size:], record.answer.ids])
         self.num_bytes += 4 * (len(record.prompt_ids) - size + 2 * len(record.answer))
         rest = replace(record, prompt_ids=_EMPTY, answer=msgspec.structs.replace(record.answer, token_ids=b""))
         turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.answer), rest))

@@ -1,7 +1,6 @@
 """The gateway's HTTP server on loopback, for environments, judges and people.
 
-    POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client); JSON, or
-                                  packed (composer_prime/wire/turns.py), with a session's new tokens only
+    POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
     /control/...                  for the run's operator (orchestrator/swarm)
@@ -24,11 +23,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError
-from composer_prime.wire.packed_answer import PackedAnswer
-from composer_prime.wire.turns import PACKED, Prefix
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.types import pack_ints
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import SamplingFields, TokenId, TurnRequest
+from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +50,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
-class PackedGenerateBody(msgspec.Struct, kw_only=True):
-    """POST /inference/v1/generate, packed: the prompt is `prefix`, which the gateway holds, and then `new_ids`."""
-
-    model: str
-    new_ids: bytes
-    """int32 [T_new]."""
-    sampling_params: SamplingFields
-    prefix: Prefix | None = None
-
-
 class ChatBody(SamplingFields, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -77,7 +65,6 @@ class ChatBody(SamplingFields, kw_only=True):
 
 
 _GENERATE_DECODER = msgspec.json.Decoder(GenerateBody)
-_PACKED_DECODER = msgspec.msgpack.Decoder(PackedGenerateBody)
 _CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 
 
@@ -86,7 +73,7 @@ class HttpServer:
 
     def __init__(
         self,
-        answer: Callable[[TurnRequest], Awaitable[PackedAnswer]],
+        generator: Generator,
         chat: ChatFormat,
         *,
         model_names: Sequence[str],
@@ -99,7 +86,7 @@ class HttpServer:
         `token`: bearer token that every request must carry, None for no check. `others`: routes that take no turns.
         """
         self.url = ""
-        self._answer = answer
+        self._generator = generator
         self._chat = chat
         self._model_names = model_names
         self._max_context = max_context
@@ -132,24 +119,12 @@ class HttpServer:
     # -- routes --------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
-        session, is_packed = _session(request), request.content_type == PACKED
-        if is_packed:
-            packed = await _decoded(request, _PACKED_DECODER)
-            self._check_model(packed.model)
-            turn = TurnRequest(
-                session=session, new_ids=packed.new_ids, sampling=packed.sampling_params, prefix=packed.prefix
-            )
-        else:
-            body = await _decoded(request, _GENERATE_DECODER)
-            if body.content_parts or body.features:
-                raise RequestError("content_parts and features are for images: this model reads text only")
-            _check_no_stream(request, body.stream)
-            self._check_model(body.model)
-            turn = TurnRequest(session=session, new_ids=pack_ints(body.token_ids), sampling=body.sampling_params)
-        answer = await self._answer(turn)
-        if is_packed or PACKED in request.headers.get("Accept", ""):
-            answer = msgspec.structs.replace(answer, sampled_by=[])  # Which nodes serve is no client's business.
-            return web.Response(body=msgspec.msgpack.encode(answer), content_type=PACKED)
+        body = await _decoded(request, _GENERATE_DECODER)
+        if body.content_parts or body.features:
+            raise RequestError("content_parts and features are for images: this model reads text only")
+        _check_no_stream(request, body.stream)
+        self._check_model(body.model)
+        answer = await self._generator.answer(_session(request), pack_ints(body.token_ids), body.sampling_params)
         return _reply(answer.to_json())
 
     async def _chat_complete(self, request: web.Request) -> web.Response:
@@ -162,9 +137,7 @@ class HttpServer:
         sampling = SamplingFields(**{name: getattr(body, name) for name in SamplingFields.__struct_fields__})
         sampling.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
         sampling.max_tokens = body.max_completion_tokens or body.max_tokens
-        answer = await self._answer(
-            TurnRequest(session=_session(request), new_ids=pack_ints(prompt), sampling=sampling)
-        )
+        answer = await self._generator.answer(_session(request), pack_ints(prompt), sampling)
         token_ids = answer.ids.tolist()
         message, finish_reason = await self._chat.parse(token_ids, prompt, tools, answer.finish_reason)
         return _reply(_chat_reply(body.model, len(prompt), answer, token_ids, message, finish_reason))
@@ -273,9 +246,7 @@ def _authorize(request: web.Request, token: str | None) -> None:
         )
 
 
-async def _decoded(
-    request: web.Request, decoder: msgspec.json.Decoder[BodyT] | msgspec.msgpack.Decoder[BodyT]
-) -> BodyT:
+async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Return the request's body. Raises RequestError naming the field and what was expected there."""
     try:
         raw = await request.read()
@@ -337,7 +308,7 @@ def _error(error: RequestError) -> web.Response:
 def _chat_reply(
     model: str,
     num_prompt: int,
-    answer: PackedAnswer,
+    answer: Answer,
     token_ids: list[int],
     message: dict[str, Any],
     finish_reason: str,

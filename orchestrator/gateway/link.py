@@ -33,15 +33,14 @@ from composer_prime.wire.node import (
     ChunkRefused,
     ChunkRequest,
     FromNode,
-    Generated,
     GenerateFailed,
     Goodbye,
     Heard,
     HelloAgain,
     NodeHello,
     NodeWelcome,
-    Progress,
     Rejected,
+    Sampled,
     Status,
     ToNode,
     WeightChunk,
@@ -175,7 +174,7 @@ class NodeLink:
 
         A node with a key of its own, or the holders of one invite, keep their account over a reconnect.
         """
-        if isinstance(message, Generated | GenerateFailed | Progress) and node:
+        if isinstance(message, Sampled | GenerateFailed) and node:
             request = node.leases.get(message.lease)
             if request is not None and request.request_id == message.request_id:
                 return True
@@ -210,10 +209,8 @@ class NodeLink:
                 self._serve_chunk(identity, key, node, message)
             case _ if node is None:
                 self._ask_for_hello(identity)
-            case Progress():
-                router.on_progress(node, message)
-            case Generated():
-                router.on_generated(node, message)
+            case Sampled():
+                router.on_sampled(node, message)
             case GenerateFailed():
                 router.on_failed(node, message)
             case Status():

@@ -238,13 +238,6 @@ class Placing:
             return request.num_prompt
         return max(1, request.num_prompt - warm.tokens)
 
-    def holds_prefix(self, request: GatewayRequest, node: AttachedNode) -> bool:
-        """Whether `node` should hold the prefix of `request`. It may have restarted: then it asks for the rest."""
-        warm = self._sessions.get(request.session)
-        if warm is None or request.prefix is None:
-            return False
-        return warm.node_id == node.node_id and warm.tokens >= request.prefix.num_tokens
-
     # -- what happens --------------------------------------------------------------------------------------------
 
     def note_placed(self, request: GatewayRequest, node: AttachedNode, lease: int) -> Running:

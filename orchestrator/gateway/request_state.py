@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from composer_prime.wire.answer import NO_TOKENS, Answer
 from composer_prime.wire.node import Generate, Sampling
-from composer_prime.wire.packed_answer import NO_TOKENS, PackedAnswer
-from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import INT
 
 if TYPE_CHECKING:
@@ -44,13 +43,13 @@ class Running:
     """Requests that the node held then, this one included."""
     cold: int
     """Prompt tokens that the node had to compute, as far as this gateway knows."""
-    streamed: PackedAnswer = NO_TOKENS
+    streamed: Answer = NO_TOKENS
     """What the node has sampled so far, after what is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    outcome: PackedAnswer | BaseException
+    outcome: Answer | BaseException
 
 
 State = Queued | Running | Done
@@ -68,14 +67,14 @@ class Placed:
 class Streamed:
     """Its node delivered more checked tokens."""
 
-    part: PackedAnswer
+    part: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
     """Its node delivered all checked tokens."""
 
-    answer: PackedAnswer
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +129,11 @@ class GatewayRequest:
     sampling: Sampling
     since: float
     """When it arrived, monotonic seconds."""
-    done: asyncio.Future[PackedAnswer]
+    done: asyncio.Future[Answer]
     oldest_version: int = 0
     """Nodes with older weights may not answer it."""
-    prefix: Prefix | None = None
-    """The start of its prompt that the session's newest turn had."""
     state: State = QUEUED
-    kept: PackedAnswer = NO_TOKENS
+    kept: Answer = NO_TOKENS
     """What nodes that are gone sampled: its next node continues there."""
     tried: Attempts = field(default_factory=Attempts)
 
@@ -146,7 +143,7 @@ class GatewayRequest:
         return self.state.node if isinstance(self.state, Running) else None
 
     @property
-    def streamed(self) -> PackedAnswer:
+    def streamed(self) -> Answer:
         return self.state.streamed if isinstance(self.state, Running) else NO_TOKENS
 
     @property
@@ -189,15 +186,13 @@ class GatewayRequest:
             and node.node_id not in self.tried.refused_by
         )
 
-    def message(self, running: Running, prefix: Prefix | None) -> Generate:
-        """Return what the node of `running` is sent, without the tokens of `prefix`, which that one holds."""
-        num_held = 0 if prefix is None else prefix.num_tokens
+    def message(self, running: Running) -> Generate:
+        """Return what the node of `running` is sent."""
         max_tokens = self.tokens_on(running.node)
         return Generate(
             request_id=self.request_id,
             lease=running.lease,
-            prompt_ids=self.prompt_ids[num_held * INT.itemsize :] + self.kept.token_ids,
-            prefix=prefix,
+            prompt_ids=self.prompt_ids + self.kept.token_ids,
             sampling=msgspec.structs.replace(self.sampling, max_tokens=max_tokens, resumed=len(self.kept)),
             session=self.session,
         )

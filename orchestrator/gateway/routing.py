@@ -22,19 +22,9 @@ from dataclasses import dataclass
 
 from composer_prime.console import printable
 from composer_prime.errors import EngineError, RequestError, WireError
-from composer_prime.wire.node import (
-    CancelGenerate,
-    Generated,
-    GenerateFailed,
-    NodeHello,
-    Progress,
-    Sampling,
-    Status,
-    ToNode,
-)
-from composer_prime.wire.packed_answer import PackedAnswer
-from composer_prime.wire.turns import Prefix
-from orchestrator.gateway.answers import check_answer, check_progress
+from composer_prime.wire.answer import RUNNING, Answer
+from composer_prime.wire.node import CancelGenerate, GenerateFailed, NodeHello, Sampled, Sampling, Status, ToNode
+from orchestrator.gateway.answers import check_sampled
 from orchestrator.gateway.nodes import AttachedNode, Nodes, able_nodes, too_long
 from orchestrator.gateway.placing import Placing
 from orchestrator.gateway.request_queue import Needs, RequestQueue
@@ -81,10 +71,6 @@ class RequestCounters:
     """Tokens that nodes had streamed before they were gone, and after which others continued."""
     tokens_lost: int = 0
     """Streamed tokens that no answer has. What a node sampled and did not stream is not known."""
-    prompt_bytes_sent: int = 0
-    """Of token ids in prompts to nodes, 4 bytes each: without the prefixes that they held."""
-    prefixes_missing: int = 0
-    """Requests whose node wanted the whole prompt."""
 
 
 class Router:
@@ -162,12 +148,10 @@ class Router:
         sampling: Sampling,
         *,
         oldest_version: int = 0,
-        prefix: Prefix | None = None,
-    ) -> PackedAnswer:
+    ) -> Answer:
         """Return the checked answer of a node with `oldest_version` or newer weights.
 
-        `prefix`: the start of the prompt that the session's newest turn had. Cancelling the awaiting task cancels the
-        request on its node.
+        Cancelling the awaiting task cancels the request on its node.
 
         Raises DeadlineError when no node answered in time, EngineError when nodes failed several times, and
         RequestError when no node could serve it as it stands.
@@ -182,7 +166,6 @@ class Router:
             since=time.monotonic(),
             done=asyncio.get_running_loop().create_future(),
             oldest_version=oldest_version,
-            prefix=prefix,
         )
         self.counters.requests += 1
         self.open[request_id] = request
@@ -241,14 +224,14 @@ class Router:
     def _finish(self, request: GatewayRequest, done: Done) -> None:
         """Wake the caller."""
         self.open.pop(request.request_id, None)
-        if isinstance(done.outcome, PackedAnswer):
+        if isinstance(done.outcome, Answer):
             self.counters.answered += 1
             self.counters.tokens += len(done.outcome)
         elif not isinstance(done.outcome, asyncio.CancelledError):
             self.counters.failed += 1
         if request.done.done():  # Its caller was cancelled.
             return
-        if isinstance(done.outcome, PackedAnswer):
+        if isinstance(done.outcome, Answer):
             request.done.set_result(done.outcome)
         else:
             request.done.set_exception(done.outcome)
@@ -332,14 +315,13 @@ class Router:
         self.apply(request, Placed(running), cancel=False)
         node.leases[running.lease] = request
         self.placing.update(node)
-        message = request.message(running, request.prefix if self.placing.holds_prefix(request, node) else None)
-        self.counters.prompt_bytes_sent += len(message.prompt_ids)
-        if not self.send(node, message):
+        if not self.send(node, request.message(running)):
             self.leave(node, "unreachable")
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def on_generated(self, node: AttachedNode, message: Generated) -> None:
+    def on_sampled(self, node: AttachedNode, message: Sampled) -> None:
+        """Take in an answer or a part of one. What comes late, after its request was taken back, means nothing."""
         request = self._held(node, message)
         if request is None:
             return
@@ -351,18 +333,33 @@ class Router:
             self._retry(request, node, "the node cancelled it", cancel=False)
             return
         try:
-            answer = check_answer(
+            answer = check_sampled(
                 message,
+                running.streamed,
                 max_tokens=request.tokens_on(node),
                 vocab_size=self._vocab_size,
                 versions=range(request.least_version, self.newest_version + 1),
                 node_id=node.node_id,
                 swaps=node.reports.swaps_since(running.placed),
-                streamed=running.streamed,
             )
         except WireError as error:
-            self._refuse(request, node, error, cancel=False)
+            self._refuse(request, node, error, cancel=message.is_part)
             return
+        if message.is_part:
+            self._take_part(request, node, answer)
+        else:
+            self._take_answer(request, running, answer)
+
+    def _take_part(self, request: GatewayRequest, node: AttachedNode, part: Answer) -> None:
+        self.apply(request, Streamed(part))
+        node.speed.streams = True
+        node.heard.delivered = time.monotonic()
+        if node.speed.note_tokens(len(part)):
+            self.placing.update(node)
+            self.place()
+
+    def _take_answer(self, request: GatewayRequest, running: Running, answer: Answer) -> None:
+        node = running.node
         self.apply(request, Answered(answer), cancel=False)
         node.note_answer(len(answer))
         node.speed.note_tokens(len(answer) - len(running.streamed))
@@ -373,33 +370,6 @@ class Router:
             if refuser.node_id in request.tried.refused_by:
                 self.blame(refuser)
         self.place()
-
-    def on_progress(self, node: AttachedNode, message: Progress) -> None:
-        """Take in a part of an answer. A part that comes late, after its request was taken back, means nothing."""
-        request = node.leases.get(message.lease)
-        if request is None or request.request_id != message.request_id:
-            return
-        running = request.state
-        assert isinstance(running, Running), "a lease is of a running request"
-        try:
-            part = check_progress(
-                message,
-                running.streamed,
-                max_tokens=request.tokens_on(node),
-                vocab_size=self._vocab_size,
-                versions=range(request.least_version, self.newest_version + 1),
-                node_id=node.node_id,
-                swaps=node.reports.swaps_since(running.placed),
-            )
-        except WireError as error:
-            self._refuse(request, node, error)
-            return
-        self.apply(request, Streamed(part))
-        node.speed.streams = True
-        if node.speed.note_tokens(len(part)):
-            self.placing.update(node)
-            self.place()
-        node.heard.progress = node.heard.delivered = time.monotonic()
 
     def _refuse(self, request: GatewayRequest, node: AttachedNode, error: WireError, *, cancel: bool = True) -> None:
         """Take nothing of what `node` sampled for `request`."""
@@ -414,12 +384,7 @@ class Router:
             return
         node.heard.progress = time.monotonic()
         error = printable(message.error)
-        if message.prefix_missing and request.prefix is not None:
-            self.counters.prefixes_missing += 1
-            self.placing.forget(request.session)
-            request.prefix = None
-            self.assign(request, node)
-        elif not message.tried and not message.prefix_missing:
+        if not message.tried:
             node.draining = True
             self.apply(request, Lost(f"{node.node_id} is leaving: {error}"), cancel=False)
         elif message.retryable:
@@ -440,12 +405,12 @@ class Router:
             ended = Ended(RequestError(f"node {node.node_id}: {error}", code="refused_by_node"))
             self.apply(request, ended, cancel=False)
 
-    def _held(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
-        """Return the request that `node` holds under the message's lease; None for a late answer."""
+    def _held(self, node: AttachedNode, message: Sampled | GenerateFailed) -> GatewayRequest | None:
+        """Return the request that `node` holds under the message's lease; None for a late answer or part."""
         request = node.leases.get(message.lease)
         if request is not None and request.request_id == message.request_id:
             return request
-        if not (isinstance(message, Generated) and message.finish_reason == "cancelled"):
+        if not (isinstance(message, Sampled) and message.finish_reason in ("cancelled", RUNNING)):
             node.counters.late_answers += 1
             self.counters.late_answers += 1
         return None

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.errors import RolloutError
-from composer_prime.wire.packed_answer import joined
+from composer_prime.wire.answer import joined
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, pack_flags, pack_floats, pack_ints
 from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.rollouts.groups import CompiledRollout, GroupPlan

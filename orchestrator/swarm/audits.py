@@ -33,6 +33,7 @@ from composer_prime.config.orchestrator import AuditConfig
 from composer_prime.monitor.events import event
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
+from composer_prime.wire.answer import Answer
 from composer_prime.wire.audit import AuditFailed, AuditRequest, AuditVerdict, FromAuditor, PartVerdict, ToAuditor
 from composer_prime.wire.node import (
     ChunkRequest,
@@ -46,7 +47,6 @@ from composer_prime.wire.node import (
     Rejected,
     Status,
 )
-from composer_prime.wire.packed_answer import PackedAnswer
 from composer_prime.wire.sockets import NodeSocket
 from composer_prime.wire.types import pack_ints
 from orchestrator.event_loop import watched
@@ -82,7 +82,7 @@ class SampledAnswer(Protocol):
     def prompt_ids(self) -> Any: ...
 
     @property
-    def answer(self) -> PackedAnswer: ...
+    def answer(self) -> Answer: ...
 
     @property
     def sampling(self) -> Any: ...
@@ -196,14 +196,10 @@ class Audits:
         answer.request = AuditRequest(
             audit=self.counters["chosen"],
             prompt_ids=pack_ints(record.prompt_ids),
-            token_ids=record.answer.token_ids,
-            logprobs=record.answer.logprobs,
-            parts=counts,
-            version_spans=list(record.answer.version_spans),
-            finish_reason=record.answer.finish_reason,
             sampling=record.sampling,
             tolerance=self._config.tolerance,
             timeout_s=TIMEOUT_S,
+            **msgspec.structs.asdict(record.answer),
         )
         self._enqueue(answer)
         self._place()

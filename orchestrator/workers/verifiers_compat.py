@@ -20,7 +20,6 @@ import asyncio
 import functools
 import importlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,16 +30,12 @@ import msgspec
 from pydantic import Field
 from renderers import RendererConfig
 from renderers.client import MalformedGenerateResponseError
-from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 from verifiers.v1.errors import ProviderError, RolloutError
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 from verifiers.v1.types import AssistantMessage, Response
 from verifiers.v1.utils import loaders
-
-from composer_prime.wire.packed_answer import PackedAnswer
-from composer_prime.wire.turns import JSON, TurnClient
 
 _LOST = (aiohttp.ClientOSError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
 _ASK_AGAIN_S = (0.1, 1.0)
@@ -64,7 +59,6 @@ class GatewayHttp:
     def __init__(self, base_url: str, token: str) -> None:
         self.base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._turns = TurnClient()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -73,53 +67,32 @@ class GatewayHttp:
 
     async def get(self, path: str, *, cast_to: Any = None) -> Any:
         url = self.base_url + path
-        status, _, content = await self._send("GET", url, {}, None, {})
-        return json.loads(_checked(url, status, content))
+        return json.loads(await self._send("GET", url, {}, None))
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Any:
-        """Post `body` of /inference/v1/generate, packed where the gateway knows that form. Return its answer as JSON.
-
-        Images have no packed form, and the gateway refuses them in JSON.
-        """
-        headers = (options or {}).get("headers") or {}
-        if body.get("content_parts") or body.get("features"):
-            status, _, content = await self._send(
-                "POST", url, headers, msgspec.json.encode(body), {"Content-Type": JSON}
-            )
-        else:
-            send = functools.partial(self._send, "POST", url, headers)
-            try:
-                status, content = await self._turns.ask(headers.get(SESSION_ID_HEADER), body, send)
-            except msgspec.DecodeError as error:
-                raise MalformedGenerateResponseError(f"the packed answer cannot be decoded: {error}") from error
-        if isinstance(content, PackedAnswer):
-            content = msgspec.json.encode(content.to_json())
-        return SimpleNamespace(content=_checked(url, status, content))
+        """Post `body` of /inference/v1/generate, and return its answer."""
+        headers = {"Content-Type": "application/json", **((options or {}).get("headers") or {})}
+        return SimpleNamespace(content=await self._send("POST", url, headers, msgspec.json.encode(body)))
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _send(
-        self, method: str, url: str, headers: dict[str, str], data: bytes | None, more: Mapping[str, str]
-    ) -> tuple[int, str, bytes]:
-        """Return status, content type and body."""
-        headers = {**self._headers, **headers, **more}
+    async def _send(self, method: str, url: str, headers: dict[str, str], data: bytes | None) -> bytes:
+        """Return the body of a good answer. Raises ProviderError."""
+        headers = {**self._headers, **headers}
         for pause_s in (*_ASK_AGAIN_S, None):
             try:
                 async with self._session.request(method, url, data=data, headers=headers) as reply:
-                    return reply.status, reply.content_type, await reply.read()
+                    content = await reply.read()
             except (aiohttp.ClientError, OSError) as error:
                 if pause_s is None or not isinstance(error, _LOST):
                     raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
                 await asyncio.sleep(pause_s)
+                continue
+            if reply.status >= 400:
+                raise ProviderError(_message(content) or f"{url} answered {reply.status}", status_code=reply.status)
+            return content
         raise AssertionError("the last try returns or raises")
-
-
-def _checked(url: str, status: int, content: bytes) -> bytes:
-    """Return the body of a good answer. Raises ProviderError."""
-    if status >= 400:
-        raise ProviderError(_message(content) or f"{url} answered {status}", status_code=status)
-    return content
 
 
 def _message(content: bytes) -> str:

@@ -38,7 +38,7 @@ async def conversations_outlive_a_swap(subject: Subject) -> int:
     """
     options = sampling(8)
     first = subject.prompt(1, 60)
-    first += (await subject.generate(first, options, "talk")).token_ids
+    first += (await subject.generate(first, options, "talk")).ids.tolist()
     old = subject.engine.version
     new = await subject.next_version()
     second = first + subject.prompt(2, 10)
@@ -47,10 +47,10 @@ async def conversations_outlive_a_swap(subject: Subject) -> int:
     done = await subject.generate(second, options, "talk")
     cached = done.prompt_cached
     assert stranger.prompt_cached == 0 < cached < len(first)
-    rest = second[cached:] + done.token_ids
+    rest = second[cached:] + done.ids.tolist()
     spans = [VersionSpan(0, 1, old), VersionSpan(1, len(rest), new)]
-    expected = subject.reference.rescore(second[:cached], rest, spans, options)[0, -len(done.token_ids) :]
-    assert (expected - torch.tensor(done.logprobs)).abs().max() < TOLERANCE
+    expected = subject.reference.rescore(second[:cached], rest, spans, options)[0, -len(done) :]
+    assert (expected - torch.tensor(done.token_logprobs.tolist())).abs().max() < TOLERANCE
     await subject.load(old)
     for session in ("talk", "stranger", "another"):
         done = await subject.generate(second, options, session)
@@ -66,7 +66,7 @@ async def requests_of_many_lengths(subject: Subject) -> None:
     wanted = [(subject.prompt(seed, 1 + 7 * seed), sampling(3 + 5 * (seed % 6), seed=seed)) for seed in range(24)]
     done = await asyncio.gather(*(subject.generate(prompt, options) for prompt, options in wanted))
     for (prompt, options), completion in zip(wanted, done, strict=True):
-        assert len(completion.token_ids) == options.max_tokens and completion.finish_reason == "length"
+        assert len(completion) == options.max_tokens and completion.finish_reason == "length"
         assert [span.version for span in completion.version_spans] == [version]
         subject.verify(prompt, options, completion)
 
@@ -96,8 +96,8 @@ async def temperature_zero_is_greedy(subject: Subject) -> None:
     version = await subject.next_version()
     prompt, options = subject.prompt(7, 20), sampling(temperature=0.0)
     done = await subject.generate(prompt, options)
-    logits = subject.reference.logits(prompt + done.token_ids, version)[len(prompt) - 1 : -1]
-    assert done.token_ids == logits.argmax(-1).tolist()
+    logits = subject.reference.logits(prompt + done.ids.tolist(), version)[len(prompt) - 1 : -1]
+    assert done.ids.tolist() == logits.argmax(-1).tolist()
     subject.verify(prompt, options, done)
 
 
@@ -107,7 +107,7 @@ async def sampling_follows_the_distribution(subject: Subject) -> None:
     prompt, options = subject.prompt(11, 9), [sampling(1, seed=seed, temperature=1.3) for seed in range(400)]
     done = await asyncio.gather(*(subject.generate(prompt, one) for one in options))
     probs = warp(subject.reference.logits(prompt, version)[-1:], options[0]).softmax(-1)[0]
-    counts = torch.bincount(torch.tensor([one.token_ids[0] for one in done]), minlength=probs.numel()).double()
+    counts = torch.bincount(torch.tensor([one.ids[0] for one in done]), minlength=probs.numel()).double()
     top = probs.topk(6).indices
     expected = torch.cat([probs[top], 1 - probs[top].sum(0, keepdim=True)]).double() * len(done)
     seen = torch.cat([counts[top], counts.sum() - counts[top].sum(0, keepdim=True)])
@@ -126,10 +126,10 @@ async def seeds_fix_the_completion(subject: Subject) -> None:
         subject.generate(prompt, sampling(30, seed=6, temperature=1.2)),
         *others,
     )
-    assert amid.token_ids == alone.token_ids
-    assert other_seed.token_ids != alone.token_ids
+    assert amid.ids.tolist() == alone.ids.tolist()
+    assert other_seed.ids.tolist() != alone.ids.tolist()
     unseeded = await asyncio.gather(*(subject.generate(prompt, sampling(30, temperature=1.2)) for _ in range(2)))
-    assert unseeded[0].token_ids != unseeded[1].token_ids
+    assert unseeded[0].ids.tolist() != unseeded[1].ids.tolist()
 
 
 async def draws_follow_the_published_rule(subject: Subject) -> None:
@@ -143,7 +143,7 @@ async def draws_follow_the_published_rule(subject: Subject) -> None:
     ] * 2
     answers = await asyncio.gather(*(subject.generate(prompt, options) for options in settings))
     for options, done in zip(settings, answers, strict=True):
-        tokens, count = prompt + done.token_ids, len(done.token_ids)
+        tokens, count = prompt + done.ids.tolist(), len(done)
         rows = SamplingRows(
             temperature=np.full(count, options.temperature, np.float32),
             top_k=np.full(count, options.top_k, np.int64),
@@ -152,9 +152,9 @@ async def draws_follow_the_published_rule(subject: Subject) -> None:
             position=np.arange(len(prompt), len(tokens), dtype=np.uint64),
         )
         logits = subject.reference.logits(tokens, done.version_spans[0].version)[len(prompt) - 1 : -1]
-        misses, logprobs = draw_misses(logits, rows, np.array(done.token_ids))
+        misses, logprobs = draw_misses(logits, rows, done.ids)
         assert misses.max() < 1e-3
-        assert np.abs(logprobs - np.array(done.logprobs)).max() < 1e-2
+        assert np.abs(logprobs - done.token_logprobs).max() < 1e-2
 
 
 async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
@@ -167,7 +167,7 @@ async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
         await subject.load(old + 1)
         done = await asyncio.gather(*tasks)
         for (prompt, options), completion in zip(wanted, done, strict=True):
-            assert len(completion.token_ids) == options.max_tokens
+            assert len(completion) == options.max_tokens
             versions = [span.version for span in completion.version_spans]
             assert versions in ([old], [old, old + 1], [old + 1])
             subject.verify(prompt, options, completion)
@@ -221,7 +221,7 @@ async def a_conversation_reuses_its_prefix(subject: Subject) -> None:
     await subject.next_version()
     prompt, options = subject.prompt(23, 80), sampling(20)
     first = await subject.generate(prompt, options, "talk")
-    longer = prompt + first.token_ids + subject.prompt(24, 10)
+    longer = prompt + first.ids.tolist() + subject.prompt(24, 10)
     second = await subject.generate(longer, options, "talk")
     assert second.prompt_cached >= len(prompt) - 16
     subject.verify(longer, options, second)
@@ -236,7 +236,7 @@ async def a_swap_drops_cached_prefixes(subject: Subject) -> None:
     prompt, options = subject.prompt(29, 60), sampling(10)
     first = await subject.generate(prompt, options, "stale")
     await subject.next_version()
-    longer = prompt + first.token_ids + subject.prompt(30, 5)
+    longer = prompt + first.ids.tolist() + subject.prompt(30, 5)
     second = await subject.generate(longer, options, "stale")
     assert second.prompt_cached == 0
     subject.verify(longer, options, second)
@@ -247,16 +247,16 @@ async def stop_tokens_end_a_completion(subject: Subject) -> None:
     await subject.next_version()
     prompt = subject.prompt(31, 10)
     free = await subject.generate(prompt, sampling(20, seed=3))
-    stop = free.token_ids[6]
-    expected = free.token_ids[: free.token_ids.index(stop) + 1]
+    stop = free.ids.tolist()[6]
+    expected = free.ids.tolist()[: free.ids.tolist().index(stop) + 1]
     done = await subject.generate(prompt, sampling(20, seed=3, stop_token_ids=[stop]))
-    assert (done.token_ids, done.finish_reason) == (expected, "stop")
+    assert (done.ids.tolist(), done.finish_reason) == (expected, "stop")
     subject.verify(prompt, sampling(20), done)
     many = [sampling(150, seed=seed, temperature=2.5, ignore_eos=False) for seed in range(16)]
     ended = [one for one in await asyncio.gather(*(subject.generate(prompt, one) for one in many))]
     for one in ended:
-        assert EOS not in one.token_ids[:-1]
-        assert (one.finish_reason == "stop") == (one.token_ids[-1] == EOS)
+        assert EOS not in one.ids.tolist()[:-1]
+        assert (one.finish_reason == "stop") == (one.ids[-1] == EOS)
     assert any(one.finish_reason == "stop" for one in ended)
 
 
@@ -266,11 +266,11 @@ async def stop_strings_end_a_completion(subject: Subject) -> None:
     prompt, text = subject.prompt(37, 10), subject.reference.tokenizer.decode
     for seed in range(20):
         free = await subject.generate(prompt, sampling(24, seed=seed))
-        stop = text(free.token_ids[7:10])
-        if "�" not in stop and stop.strip() == stop and text(free.token_ids[:9]).find(stop) < 0:
+        stop = text(free.ids.tolist()[7:10])
+        if "�" not in stop and stop.strip() == stop and text(free.ids.tolist()[:9]).find(stop) < 0:
             break
     done = await subject.generate(prompt, sampling(24, seed=seed, stop=["never said", stop]))
-    assert (done.token_ids, done.finish_reason) == (free.token_ids[:10], "stop")
+    assert (done.ids.tolist(), done.finish_reason) == (free.ids.tolist()[:10], "stop")
     subject.verify(prompt, sampling(24), done)
 
 
@@ -279,7 +279,7 @@ async def a_full_context_ends_a_completion(subject: Subject) -> None:
     await subject.next_version()
     prompt, options = subject.prompt(41, MAX_CONTEXT - 5), sampling(50)
     done = await subject.generate(prompt, options)
-    assert (len(done.token_ids), done.finish_reason) == (5, "length")
+    assert (len(done), done.finish_reason) == (5, "length")
     subject.verify(prompt, options, done)
     with pytest.raises(ContextOverflowError, match=str(MAX_CONTEXT)):
         await subject.generate(subject.prompt(42, MAX_CONTEXT), sampling(1))
@@ -312,9 +312,9 @@ async def cancel_returns_what_there_is(subject: Subject) -> None:
         subject.verify(other_prompt, sampling(60), await other)
         if done.finish_reason == "cancelled":
             break
-    assert done.finish_reason == "cancelled" and len(done.token_ids) < options.max_tokens
-    assert len(done.token_ids) == len(done.logprobs)
-    if done.token_ids:
+    assert done.finish_reason == "cancelled" and len(done) < options.max_tokens
+    assert len(done) == len(done.token_logprobs)
+    if done.ids.tolist():
         subject.verify(prompt, options, done)
     await subject.engine.cancel("never-there")
     await subject.settled()
@@ -367,18 +367,20 @@ async def progress_tells_what_a_request_has_so_far(subject: Subject) -> None:
     running = asyncio.ensure_future(subject.engine.generate(name, prompt, options, "s"))
     while not running.done():
         for part in (await subject.engine.progress({name: len(tokens), "another": 0})).values():
-            assert part.finish_reason == "running" and part.token_ids
-            assert [(span.start, span.end, span.version) for span in part.version_spans] == [
-                (0, len(part.token_ids), version)
-            ]
-            tokens += part.token_ids
-            logprobs += part.logprobs
+            assert part.finish_reason == "running" and part.ids.tolist()
+            assert [(span.start, span.end, span.version) for span in part.version_spans] == [(0, len(part), version)]
+            tokens += part.ids.tolist()
+            logprobs += part.token_logprobs.tolist()
         await asyncio.sleep(0)
     done = await running
-    assert tokens and tokens == done.token_ids[: len(tokens)] and logprobs == done.logprobs[: len(tokens)]
+    assert (
+        tokens
+        and tokens == done.ids.tolist()[: len(tokens)]
+        and logprobs == done.token_logprobs.tolist()[: len(tokens)]
+    )
     cut = len(tokens) // 2
     rest = await subject.generate(prompt + tokens[:cut], sampling(20, seed=4, resumed=cut))
-    assert rest.token_ids == done.token_ids[cut : cut + 20]
+    assert rest.ids.tolist() == done.ids.tolist()[cut : cut + 20]
 
 
 async def a_stop_string_may_begin_before_the_seam(subject: Subject) -> None:
@@ -386,13 +388,13 @@ async def a_stop_string_may_begin_before_the_seam(subject: Subject) -> None:
     prompt, text = subject.prompt(73, 10), subject.reference.tokenizer.decode
     for seed in range(20):
         free = await subject.generate(prompt, sampling(24, seed=seed))
-        stop = text(free.token_ids[7:10])
-        if "�" not in stop and stop.strip() == stop and text(free.token_ids[:9]).find(stop) < 0:
+        stop = text(free.ids.tolist()[7:10])
+        if "�" not in stop and stop.strip() == stop and text(free.ids.tolist()[:9]).find(stop) < 0:
             break
     for seam in (8, 9):
         resumed = sampling(15, seed=seed, stop=["never said", stop], resumed=seam)
-        done = await subject.generate(prompt + free.token_ids[:seam], resumed)
-        assert (done.token_ids, done.finish_reason) == (free.token_ids[seam:10], "stop")
+        done = await subject.generate(prompt + free.ids.tolist()[:seam], resumed)
+        assert (done.ids.tolist(), done.finish_reason) == (free.ids.tolist()[seam:10], "stop")
 
 
 async def stats_say_what_runs(subject: Subject) -> None:

@@ -51,18 +51,18 @@ class Subject:
 
     def verify(self, prompt: list[int], sampling: Sampling, done: Answer) -> None:
         """Lengths agree, spans cover the completion, and every logprob is the reference's within TOLERANCE."""
-        count = len(done.token_ids)
-        assert count == len(done.logprobs) and 1 <= count <= sampling.max_tokens
-        assert all(0 <= token < self.reference.vocab for token in done.token_ids)
+        count = len(done)
+        assert count == len(done.token_logprobs) and 1 <= count <= sampling.max_tokens
+        assert all(0 <= token < self.reference.vocab for token in done.ids.tolist())
         edges = [0] + [span.end for span in done.version_spans]
         assert [span.start for span in done.version_spans] == edges[:-1] and edges[-1] == count
-        expected = self.reference.rescore(prompt, done.token_ids, done.version_spans, sampling)
+        expected = self.reference.rescore(prompt, done.ids.tolist(), done.version_spans, sampling)
         if self.preempts and len(done.version_spans) > 1:
             start, version = edges[-2], done.version_spans[-1].version
-            again = self.reference.rescore(prompt, done.token_ids, [VersionSpan(0, count, version)], sampling)
+            again = self.reference.rescore(prompt, done.ids.tolist(), [VersionSpan(0, count, version)], sampling)
             again[:, :start] = expected[:, :start]
             expected = torch.cat([expected, again])
-        error = (expected - torch.tensor(done.logprobs)).abs().amin(0).max().item()
+        error = (expected - torch.tensor(done.token_logprobs.tolist())).abs().amin(0).max().item()
         assert error < TOLERANCE, f"logprobs differ by {error:.2e}; spans {done.version_spans}"
 
     async def settled(self) -> None:

@@ -161,7 +161,7 @@ def test_conversations_outnumber_the_slots(folder):
                 options = sampling(5 + k % 7, seed=100 * k + turn, temperature=1.1)
                 done = await subject.generate(prompt, options, f"talk-{k}")
                 subject.verify(prompt, options, done)
-                prompt = prompt + done.token_ids + subject.prompt(1000 * k + turn, 6)
+                prompt = prompt + done.ids.tolist() + subject.prompt(1000 * k + turn, 6)
 
         await asyncio.gather(*(talk(k) for k in range(14)))
         await subject.engine.close()
@@ -180,7 +180,7 @@ def test_answers_that_are_checked_together(folder, monkeypatch):
         done = await asyncio.gather(*(subject.generate(*pair) for pair in wanted))
 
         async def check(index: int, **how):
-            (prompt, options), tokens = wanted[index], done[index].token_ids
+            (prompt, options), tokens = wanted[index], done[index].ids.tolist()
             whole = np.array(prompt + tokens, np.int32)
             return await subject.engine.check_draws(whole, len(prompt), len(whole), options, 0.01, **how)
 
@@ -189,7 +189,7 @@ def test_answers_that_are_checked_together(folder, monkeypatch):
             *(check(index) for index in range(6)), *(check(index, in_int8=True) for index in range(6))
         )
         for index, (misses, logprobs) in enumerate(alone):
-            assert len(misses) == len(done[index].token_ids) and misses.max() < 1e-4
+            assert len(misses) == len(done[index]) and misses.max() < 1e-4
             assert together[index][1] == pytest.approx(logprobs, abs=1e-5)
             gap = np.abs(together[6 + index][1] - logprobs)
             assert 1e-5 < gap[np.isfinite(gap)].mean() < 0.1
@@ -234,8 +234,8 @@ def test_recomputed_caches_forget_the_old_weights(folder):
             crossed = 0
             for (prompt, _), completion in zip(wanted, await asyncio.gather(*tasks), strict=True):
                 for span in completion.version_spans:
-                    scores = subject.reference.score(prompt + completion.token_ids, span.version)[len(prompt) - 1 :]
-                    claimed = torch.tensor(completion.logprobs)
+                    scores = subject.reference.score(prompt + completion.ids.tolist(), span.version)[len(prompt) - 1 :]
+                    claimed = torch.tensor(completion.token_logprobs.tolist())
                     assert (scores - claimed)[span.start : span.end].abs().max() < 1e-4
                 crossed += len(completion.version_spans) == 2
             if crossed >= 2:
@@ -302,9 +302,9 @@ def test_other_architectures(make, tmp_path):
         wanted += [(subject.prompt(0, 60), sampling(12 + k, seed=k)) for k in range(8)]
         done = await asyncio.gather(*(subject.generate(*pair) for pair in wanted))
         for (prompt, _), completion in zip(wanted, done, strict=True):
-            assert completion.version_spans == [VersionSpan(0, len(completion.token_ids), 0)]
-            scores = subject.reference.score(prompt + completion.token_ids, 0)[len(prompt) - 1 :]
-            assert (scores - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+            assert completion.version_spans == [VersionSpan(0, len(completion), 0)]
+            scores = subject.reference.score(prompt + completion.ids.tolist(), 0)[len(prompt) - 1 :]
+            assert (scores - torch.tensor(completion.token_logprobs.tolist())).abs().max() < 1e-4
         await share_a_context(subject)
         await subject.engine.close()
 
@@ -476,7 +476,7 @@ def test_memory_that_runs_out_is_told_with_the_remedy(folder, step_fails, alloca
             for asked in (engine.score(many), engine.score_answers([5], [many[1:]])):
                 with pytest.raises(EngineError, match=remedy):
                     await asked
-            assert len((await engine.generate("r", many, sampling(5), "s")).token_ids) == 5
+            assert len((await engine.generate("r", many, sampling(5), "s")).ids.tolist()) == 5
         await engine.close()
 
     run(scenario())

@@ -31,10 +31,10 @@ async def agrees(engine: VllmEngine, reference: Reference, version: int) -> None
     sampling = Sampling(max_tokens=24, seed=version, ignore_eos=True)
     done = await engine.generate(f"v{version}", prompt, sampling, "s")
     assert [span.version for span in done.version_spans] == [version]
-    expected = reference.rescore(prompt, done.token_ids, done.version_spans, sampling)
-    assert (expected - torch.tensor(done.logprobs)).abs().max() < TOLERANCE
-    scores = torch.tensor(await engine.score(prompt + done.token_ids))
-    assert (scores - reference.score(prompt + done.token_ids, version)).abs().max() < TOLERANCE
+    expected = reference.rescore(prompt, done.ids.tolist(), done.version_spans, sampling)
+    assert (expected - torch.tensor(done.token_logprobs.tolist())).abs().max() < TOLERANCE
+    scores = torch.tensor(await engine.score(prompt + done.ids.tolist()))
+    assert (scores - reference.score(prompt + done.ids.tolist(), version)).abs().max() < TOLERANCE
 
 
 def test_logprobs_hold_before_and_after_a_swap() -> None:

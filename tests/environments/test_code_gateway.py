@@ -26,7 +26,7 @@ from orchestrator.workers.pool import WorkerPool
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 from node_peer import PeerNode
 
-from composer_prime.wire.node import Generate, Generated
+from composer_prime.wire.node import Generate, Sampled
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from tests.scripted_node import POLICY, call
 
@@ -57,10 +57,10 @@ def scripted(texts: list[str]) -> tuple[Any, list[int]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(POLICY)
     waiting, counts = iter(texts), []
 
-    def answer(request: Generate) -> Generated:
+    def answer(request: Generate) -> Sampled:
         ids = tokenizer.encode(next(waiting) + "<|im_end|>", add_special_tokens=False)
         counts.append(len(ids))
-        return Generated(
+        return Sampled(
             request_id=request.request_id,
             lease=request.lease,
             token_ids=pack_ints(ids),

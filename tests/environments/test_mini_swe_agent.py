@@ -32,7 +32,7 @@ from orchestrator.workers.pool import WorkerPool
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 from node_peer import PeerNode
 
-from composer_prime.wire.node import Generate, Generated
+from composer_prime.wire.node import Generate, Sampled
 from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_floats, pack_ints
 from tests.scripted_node import POLICY, call
 
@@ -107,11 +107,11 @@ async def test_its_tokens_are_those_that_the_node_sampled(
     tokenizer: Any = AutoTokenizer.from_pretrained(POLICY)
     answers: list[list[int]] = []
 
-    def answer(request: Generate) -> Generated:
+    def answer(request: Generate) -> Sampled:
         text = call("bash", command=commands[len(answers)]) + "<|im_end|>"
         ids = tokenizer.encode(text, add_special_tokens=False)
         answers.append(ids)
-        return Generated(
+        return Sampled(
             request_id=request.request_id,
             lease=request.lease,
             token_ids=pack_ints(ids),

@@ -7,8 +7,7 @@ import asyncio
 import msgspec
 from node_peer import tokens_for
 
-from composer_prime.wire.node import CancelGenerate, Generate, Generated, NodeHello, Progress, Sampling, Status, ToNode
-from composer_prime.wire.turns import Prefix
+from composer_prime.wire.node import CancelGenerate, Generate, NodeHello, Sampled, Sampling, Status, ToNode
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.routing import Router
@@ -59,7 +58,6 @@ class Fleet:
         prompt: int = 1,
         session: str | None = None,
         max_tokens: int = 8,
-        prefix: Prefix | None = None,
         oldest_version: int = 0,
         **sampling,
     ) -> None:
@@ -67,16 +65,16 @@ class Fleet:
         for _ in range(count):
             name, settings = f"g{len(self.calls)}", Sampling(max_tokens=max_tokens, **sampling)
             work = self.router.generate(
-                name, session or name, pack_ints([5] * prompt), settings, oldest_version=oldest_version, prefix=prefix
+                name, session or name, pack_ints([5] * prompt), settings, oldest_version=oldest_version
             )
             self.calls.append(asyncio.create_task(work))
         await asyncio.sleep(0)
 
     def answer(self, name: str, request: Generate) -> None:
         ids, logprobs = tokens_for([5], 6)
-        self.router.on_generated(
+        self.router.on_sampled(
             self.node(name),
-            Generated(
+            Sampled(
                 request_id=request.request_id,
                 lease=request.lease,
                 token_ids=pack_ints(ids),
@@ -88,7 +86,7 @@ class Fleet:
 
     def stream(self, name: str, request: Generate, ids: list[int], start: int = 0, version: int = 0, **changes) -> None:
         """Have a node send tokens of an answer that is not complete."""
-        part = Progress(
+        part = Sampled(
             request_id=request.request_id,
             lease=request.lease,
             start=start,
@@ -96,13 +94,13 @@ class Fleet:
             logprobs=pack_floats([-0.5] * len(ids)),
             version_spans=[VersionSpan(0, len(ids), version)],
         )
-        self.router.on_progress(self.node(name), msgspec.structs.replace(part, **changes))
+        self.router.on_sampled(self.node(name), msgspec.structs.replace(part, **changes))
 
     def finish(self, name: str, request: Generate, ids: list[int], version: int = 0) -> None:
         """Have a node answer with these tokens, the last of them a stop."""
-        self.router.on_generated(
+        self.router.on_sampled(
             self.node(name),
-            Generated(
+            Sampled(
                 request_id=request.request_id,
                 lease=request.lease,
                 token_ids=pack_ints(ids),

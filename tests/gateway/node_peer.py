@@ -24,18 +24,17 @@ from composer_prime.wire.node import (
     Drain,
     FromNode,
     Generate,
-    Generated,
     GenerateFailed,
     Goodbye,
     HelloAgain,
     NodeHello,
     NodeWelcome,
     Rejected,
+    Sampled,
     Status,
     ToNode,
 )
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.turns import HeldPrompts
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 
 Answer = Callable[[Generate], FromNode | None]
@@ -73,10 +72,7 @@ class PeerNode:
         self.instance = instance or secrets.token_hex(8)
         self.answer = answer
         """Replaces the usual answer; returning None answers nothing."""
-        self.prompts = HeldPrompts()
-        self.on_the_wire: list[Generate] = []
         self.generates: list[Generate] = []
-        """With their whole prompts."""
         self.received: list[ToNode] = []
         """Everything but Generate."""
         self.running: set[str] = set()
@@ -139,9 +135,9 @@ class PeerNode:
         self.welcome = None
         self.send(Goodbye(reason="test"))
 
-    def usual_answer(self, request: Generate, **changes: Any) -> Generated:
+    def usual_answer(self, request: Generate, **changes: Any) -> Sampled:
         ids, logprobs = tokens_for(ints(request.prompt_ids), min(self.num_tokens, request.sampling.max_tokens))
-        usual = Generated(
+        usual = Sampled(
             request_id=request.request_id,
             lease=request.lease,
             token_ids=pack_ints(ids),
@@ -173,14 +169,6 @@ class PeerNode:
             self.received.append(message)
 
     def _take(self, message: Generate) -> None:
-        self.on_the_wire.append(message)
-        prompt = self.prompts.take(message.session, message.prefix, message.prompt_ids)
-        if prompt is None:
-            missing = failed(message, "no such prefix", retryable=True, tried=False)
-            self.send(msgspec.structs.replace(missing, prefix_missing=True))
-            return
-        self.prompts.add_answer(message.session, prompt, tokens_for(prompt, self.num_tokens)[0].tolist())
-        message = msgspec.structs.replace(message, prompt_ids=prompt.tobytes())
         self.generates.append(message)
         self.running.add(message.request_id)
         asyncio.get_running_loop().call_later(self.delay_s, self._respond, message)

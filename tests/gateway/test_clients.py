@@ -140,8 +140,8 @@ async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys
 
 @pytest.mark.process  # the tokenizer's import asks ldconfig
 @pytest.mark.timeout(240)
-async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, node_keys):
-    """The same conversation through verifiers' client and the workers': equal tokens and records, fewer sent."""
+async def test_the_workers_client_gets_what_verifiers_client_gets(open_gateway, node_keys):
+    """The same conversation through verifiers' client and the workers': equal tokens and records."""
     pytest.importorskip("verifiers.v1")
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.configs.client import TrainClientConfig
@@ -156,7 +156,7 @@ async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, no
     install_renderer(str(MODEL), renderer_config, renderer)
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
         saying(node, "The answer is 4.")
-        responses, records, received = {}, {}, {}
+        responses, records = {}, {}
         for make in (TrainClient, GatewayClient):
             client = make(
                 TrainClientConfig(
@@ -168,7 +168,6 @@ async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, no
             )
             name, messages, tokens = make.__name__, list(MESSAGES), []
             gateway.records.open(name)
-            before = gateway.metrics()["gateway/prompt_bytes_received"]
             for _ in range(3):
                 body = {"model": "policy", "messages": messages, "tools": TOOLS}
                 sampling = SamplingConfig(temperature=1.0, max_tokens=60, seed=5)
@@ -180,7 +179,6 @@ async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, no
                 messages = [*messages, answer, {"role": "user", "content": "Are you sure?"}]
             await client.close()
             responses[name] = [(each.prompt_ids, each.completion_ids, each.completion_logprobs) for each in tokens]
-            received[name] = gateway.metrics()["gateway/prompt_bytes_received"] - before
             records[name] = [
                 (
                     record.prompt_ids.tolist(),
@@ -192,8 +190,3 @@ async def test_the_workers_client_sends_a_turns_new_tokens_only(open_gateway, no
             ]
         assert responses["TrainClient"] == responses["GatewayClient"]
         assert records["TrainClient"] == records["GatewayClient"] and len(records["GatewayClient"]) == 3
-        prompts = [len(prompt_ids) for prompt_ids, _, _ in responses["GatewayClient"]]
-        answers = [len(completion_ids) for _, completion_ids, _ in responses["GatewayClient"]]
-        # Every token of the last prompt came once, but for the answers in it, which were sampled here.
-        expected = {"TrainClient": 4 * sum(prompts), "GatewayClient": 4 * (prompts[-1] - sum(answers[:-1]))}
-        assert received == expected

@@ -13,7 +13,7 @@ from http_calls import generate_body, post
 from node_peer import failed
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling
+from composer_prime.wire.node import Generate, NodeHello, Sampled, Sampling
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
@@ -217,9 +217,9 @@ def swapped(fleet: Fleet, name: str, request: Generate, swap: int, versions: tup
     """Have a node answer and claim that it swapped weights after `swap` tokens."""
     ids, (old, new) = [10, 11, 12, 13][:count], versions
     spans = [VersionSpan(0, swap, old), VersionSpan(swap, count, new)]
-    answer = Generated(request_id=request.request_id, lease=request.lease, token_ids=pack_ints(ids),
+    answer = Sampled(request_id=request.request_id, lease=request.lease, token_ids=pack_ints(ids),
                        logprobs=pack_floats([-0.25] * count), version_spans=spans, finish_reason="stop")  # fmt: skip
-    fleet.router.on_generated(fleet.node(name), answer)
+    fleet.router.on_sampled(fleet.node(name), answer)
 
 
 def report(fleet: Fleet, name: str, version: int) -> None:

@@ -25,14 +25,13 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import (
     ChunkRequest,
     FromNode,
-    Generated,
     GenerateFailed,
     Goodbye,
     Heard,
     NodeHello,
     NodeWelcome,
-    Progress,
     Rejected,
+    Sampled,
     Status,
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket, bind_router, dealer
@@ -166,7 +165,7 @@ async def test_the_longest_answer_is_one_frame(keys: RunKeys):
     link, count = GatewayLink(lambda: socket.endpoint, keys.client("node"), 1.0), 1 << 15
     link.reopen()
     spans = [VersionSpan(place, place + 1, place) for place in range(count)]
-    link.send(Generated(request_id="r", lease=1, token_ids=bytes(4 * count), logprobs=bytes(4 * count),
+    link.send(Sampled(request_id="r", lease=1, token_ids=bytes(4 * count), logprobs=bytes(4 * count),
                         version_spans=spans, finish_reason="length"))  # fmt: skip
     received = await asyncio.wait_for(socket.receive(), 100)
     assert received.num_frames == 1 and MAX_FRAMES >= 1000
@@ -263,8 +262,8 @@ _HELD_BY_NOBODY: dict[str, Any] = {"request_id": "g0", "lease": 1}
 _SAMPLED: dict[str, Any] = {"token_ids": b"", "logprobs": b"", "version_spans": []}
 _FLOODS: list[FromNode] = [
     Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None),
-    Generated(**_HELD_BY_NOBODY, **_SAMPLED, finish_reason="stop"),
-    Progress(**_HELD_BY_NOBODY, **_SAMPLED, start=0),
+    Sampled(**_HELD_BY_NOBODY, **_SAMPLED, finish_reason="stop"),
+    Sampled(**_HELD_BY_NOBODY, **_SAMPLED, start=0),
     GenerateFailed(**_HELD_BY_NOBODY, error="none", retryable=True),
     ChunkRequest(sha256="00" * 32, offset=0),
     NodeHello(node_id="a", engine="peer", run_id=None, version=0, max_concurrent=64, instance="a"),
@@ -338,7 +337,7 @@ async def test_only_messages_about_a_held_request_are_free(open_gateway, node_ke
 
         def costs(request_id: str) -> float:
             link._budgets = MessageBudgets(burst=10, per_s=0)
-            message = Progress(request_id=request_id, lease=request.lease, start=0, **_SAMPLED)
+            message = Sampled(request_id=request_id, lease=request.lease, start=0, **_SAMPLED)
             assert link._is_in_budget(received, node, message)
             return sum(used for used, _ in link._budgets._used.values())
 

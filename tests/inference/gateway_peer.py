@@ -14,18 +14,16 @@ from composer_prime.wire.node import (
     ChunkRequest,
     FromNode,
     Generate,
-    Generated,
     Heard,
     HelloAgain,
     NodeHello,
     NodeWelcome,
-    Progress,
+    Sampled,
     Sampling,
     Status,
     WeightChunk,
 )
 from composer_prime.wire.sockets import bind_router
-from composer_prime.wire.turns import Prefix
 from composer_prime.wire.types import pack_ints
 from tests.inference.publisher import RUN_ID
 
@@ -45,7 +43,7 @@ class GatewayPeer:
         self.node = b""
         self.hellos: list[NodeHello] = []
         self.statuses: list[Status] = []
-        self.parts: list[Progress] = []
+        self.parts: list[Sampled] = []
         self.chunk_requests: list[ChunkRequest] = []
         self.silent = False
         self.refusal: str | None = None
@@ -77,7 +75,7 @@ class GatewayPeer:
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))
-        elif isinstance(message, Generated) and identity in self.known:
+        elif isinstance(message, Sampled) and not message.is_part and identity in self.known:
             self.versions_at[message.request_id] = [status.version for status in self.statuses]
             self.inbox.put_nowait(message)
         elif identity not in self.known:
@@ -85,7 +83,7 @@ class GatewayPeer:
         elif isinstance(message, Status):
             self.statuses.append(message)
             self.send(Heard())
-        elif isinstance(message, Progress):
+        elif isinstance(message, Sampled):
             self.parts.append(message)
         else:
             self.inbox.put_nowait(message)
@@ -111,14 +109,12 @@ class GatewayPeer:
         *,
         lease: int = 1,
         session: str = "s",
-        prefix: Prefix | None = None,
         **options,
     ) -> None:
         sampling = Sampling(**{"max_tokens": 8, "ignore_eos": True, **options})
         self.send(
-            Generate(request_id=name, lease=lease, prompt_ids=pack_ints(prompt), sampling=sampling, session=session,
-                     prefix=prefix)
-        )  # fmt: skip
+            Generate(request_id=name, lease=lease, prompt_ids=pack_ints(prompt), sampling=sampling, session=session)
+        )
 
     async def next(self) -> FromNode:
         """The next message that is no heartbeat."""

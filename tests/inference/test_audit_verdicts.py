@@ -51,7 +51,7 @@ def verdicts(
             prompt_ids=pack_ints([1, 2]),
             token_ids=pack_ints(range(tokens)),
             logprobs=pack_floats(claimed),
-            parts=parts,
+            sampled_by=[(f"n{at}", count) for at, count in enumerate(parts)],
             version_spans=spans,
             finish_reason=finish,
             sampling=Sampling(max_tokens=tokens, seed=1),

@@ -55,7 +55,7 @@ def request(number: int, **changes: Any) -> Any:
         "prompt_ids": pack_ints([5]),
         "token_ids": pack_ints([6]),
         "logprobs": pack_floats([-1.0]),
-        "parts": [1],
+        "sampled_by": [("n", 1)],
         "version_spans": [VersionSpan(0, 1, 1)],
         "finish_reason": "length",
         "sampling": Sampling(max_tokens=1, seed=1),

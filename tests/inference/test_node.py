@@ -17,16 +17,15 @@ from composer_prime.run.weights import Canary
 from composer_prime.wire.node import (
     CancelGenerate,
     Drain,
-    Generated,
     GenerateFailed,
     Goodbye,
     HelloAgain,
     NewVersion,
     Rejected,
+    Sampled,
     Sampling,
 )
-from composer_prime.wire.turns import TokenHash
-from composer_prime.wire.types import floats, ints, pack_ints
+from composer_prime.wire.types import floats, ints
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from inference.gateway_link import GatewayLink
@@ -82,35 +81,10 @@ def test_a_request_is_answered_with_its_lease(loop, serving, reference):
 
     hello, done = loop.run(scenario())
     assert (hello.node_id, hello.engine, hello.run_id, hello.version) == ("node-a", "local", None, 0)
-    assert isinstance(done, Generated) and (done.request_id, done.lease, done.finish_reason) == ("r1", 41, "length")
+    assert isinstance(done, Sampled) and (done.request_id, done.lease, done.finish_reason) == ("r1", 41, "length")
     tokens = ints(done.token_ids).tolist()
     expected = reference.rescore(PROMPT, tokens, done.version_spans, Sampling(max_tokens=8, temperature=0.8))
     assert np.abs(floats(done.logprobs) - expected.numpy()).max() < 1e-4
-
-
-def test_a_turn_brings_its_new_tokens_only(loop, serving, publisher, reference):
-    # The answer is that to the whole prompt, after a weight swap too; a prefix that is not held is asked for.
-    async def scenario():
-        async with serving() as (gateway, _, _):
-            await gateway.until(lambda: gateway.statuses, "a heartbeat")
-            gateway.generate("r1", PROMPT, seed=3)
-            whole = PROMPT + ints((await gateway.next()).token_ids).tolist()
-            gateway.send(NewVersion(manifest=publisher.publish(1)))
-            await gateway.until(lambda: gateway.statuses[-1].version == 1, "version 1")
-            prefix = TokenHash().extended(pack_ints(whole)).prefix()
-            gateway.generate("r2", [7, 8], prefix=prefix, seed=3)
-            short = await gateway.next()
-            gateway.generate("r3", [7, 8], prefix=prefix, session="other")
-            missing = await gateway.next()
-            gateway.generate("r4", [*whole, 7, 8], session="other", seed=3)
-            return whole, short, missing, await gateway.next()
-
-    whole, short, missing, same = loop.run(scenario())
-    assert isinstance(short, Generated) and short.token_ids == same.token_ids
-    expected = reference.rescore([*whole, 7, 8], ints(short.token_ids).tolist(), short.version_spans,
-                                 Sampling(max_tokens=8))  # fmt: skip
-    assert np.abs(floats(short.logprobs) - expected.numpy()).max() < 1e-4
-    assert isinstance(missing, GenerateFailed) and missing.prefix_missing and not missing.tried
 
 
 def test_what_cannot_be_served_is_said(loop, serving):
@@ -127,7 +101,7 @@ def test_what_cannot_be_served_is_said(loop, serving):
     failures, fine = loop.run(scenario())
     assert all(isinstance(answer, GenerateFailed) and not answer.retryable for answer in failures)
     assert "context" in failures[0].error and "vocabulary" in failures[1].error
-    assert isinstance(fine, Generated)
+    assert isinstance(fine, Sampled)
 
 
 def test_a_cancelled_request_is_not_answered(loop, serving):
@@ -162,7 +136,7 @@ def test_weights_come_over_the_link(loop, serving, publisher, reference):
             return answer, seen, torch.tensor(await node._engine.score(CANARY))
 
     answer, seen, scores = loop.run(scenario())
-    assert isinstance(answer, Generated) and 3 not in seen
+    assert isinstance(answer, Sampled) and 3 not in seen
     assert (scores - reference.score(CANARY, 4)).abs().max() < 1e-4
 
 
@@ -196,7 +170,7 @@ def test_a_swap_is_reported_before_the_answers_that_show_it(loop, serving, publi
             return answers, gateway.versions_at
 
     answers, versions_at = loop.run(scenario())
-    assert all(isinstance(answer, Generated) for answer in answers)
+    assert all(isinstance(answer, Sampled) for answer in answers)
     for answer in answers:
         assert {span.version for span in answer.version_spans} <= set(versions_at[answer.request_id])
     swapped_to = {answer.version_spans[-1].version for answer in answers if len(answer.version_spans) > 1}
@@ -224,7 +198,7 @@ def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
             return meanwhile, gateway.statuses[-1]
 
     meanwhile, status = loop.run(scenario())
-    assert isinstance(meanwhile, Generated) and meanwhile.version_spans[0].version == 0
+    assert isinstance(meanwhile, Sampled) and meanwhile.version_spans[0].version == 0
     assert status.weight_error is None
 
 
@@ -244,7 +218,7 @@ def test_a_node_that_may_pull_no_more_serves_on(loop, serving, publisher):
             return meanwhile, gateway.statuses[-1]
 
     meanwhile, status = loop.run(scenario())
-    assert isinstance(meanwhile, Generated) and meanwhile.version_spans[0].version == 0
+    assert isinstance(meanwhile, Sampled) and meanwhile.version_spans[0].version == 0
     assert status.weight_error is None
 
 
@@ -276,7 +250,7 @@ def test_garbage_is_dropped(loop, serving):
             return await gateway.next(), node._link.garbage
 
     answer, garbage = loop.run(scenario())
-    assert isinstance(answer, Generated) and garbage == 5
+    assert isinstance(answer, Sampled) and garbage == 5
 
 
 def test_a_restarted_gateway_is_found_again(loop, serving, keys, publisher):
@@ -383,7 +357,7 @@ def test_drain_finishes_and_says_goodbye(loop, serving, by):
 
     answers = loop.run(scenario())
     by_kind = {type(answer): answer for answer in answers}
-    assert by_kind[Generated].request_id == "running"
+    assert by_kind[Sampled].request_id == "running"
     late = by_kind[GenerateFailed]
     assert (late.request_id, late.retryable, late.tried) == ("late", True, False)
     assert isinstance(answers[-1], Goodbye)

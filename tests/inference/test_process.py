@@ -15,7 +15,7 @@ from aiohttp import web
 
 from composer_prime.config import Config, load
 from composer_prime.run.run_dir import RunDir
-from composer_prime.wire.node import Generated, Goodbye
+from composer_prime.wire.node import Goodbye, Sampled
 from inference.main import _main
 from inference.serving import LOST, Assignment, _serve, run_node
 from tests.engines.models import MAX_CONTEXT
@@ -208,7 +208,7 @@ def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
 
     hello, answer, goodbye, status, text = loop.run(scenario())
     assert hello.node_id == "rented" and status == 0, text
-    assert isinstance(answer, Generated) and answer.version_spans[0].version == 1
+    assert isinstance(answer, Sampled) and answer.version_spans[0].version == 1
     assert isinstance(goodbye, Goodbye) and "SIGTERM" in goodbye.reason
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from composer_prime.wire.node import Generate, Progress, Sampling
+from composer_prime.wire.node import Generate, Sampled, Sampling
 from composer_prime.wire.types import ints, pack_ints
 from inference.progress import ProgressStreams
 from inference.receiver import Receiver
@@ -18,7 +18,7 @@ def test_only_tokens_of_proven_weights_are_streamed(loop, engine, folder):
     """Nothing leaves while a swap is unproven or after weights were taken back; else the parts are the answer's."""
 
     async def scenario():
-        sent: list[Progress] = []
+        sent: list[Sampled] = []
         receiver = Receiver(engine, None, folder, 1e-3)  # type: ignore[arg-type]
         streams = ProgressStreams(engine, receiver, sent.append)
         sampling = Sampling(max_tokens=240, seed=3, ignore_eos=True)
@@ -45,7 +45,7 @@ def test_only_tokens_of_proven_weights_are_streamed(loop, engine, folder):
         assert (part.request_id, part.lease, part.start) == ("r", 4, len(streamed))
         assert part.version_spans[0].start == 0 and part.version_spans[-1].end == len(ints(part.token_ids))
         streamed += ints(part.token_ids).tolist()
-    assert streamed == done.token_ids[: len(streamed)]
+    assert streamed == done.ids.tolist()[: len(streamed)]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -55,11 +55,11 @@ def test_a_stop_string_that_begins_before_the_seam_is_found_after_it(loop, engin
     async def scenario():
         sampling = Sampling(max_tokens=12, seed=5, ignore_eos=True)
         whole = await engine.generate("whole", PROMPT, sampling, "s")
-        first, rest = whole.token_ids[:6], whole.token_ids[6:]
-        stop = engine._computer._decode_text(whole.token_ids[4:7])
+        first, rest = whole.ids.tolist()[:6], whole.ids.tolist()[6:]
+        stop = engine._computer._decode_text(whole.ids.tolist()[4:7])
         resumed = Sampling(max_tokens=6, seed=5, ignore_eos=True, stop=[stop], resumed=6 if known else 0)
         return stop, rest, await engine.generate("rest", PROMPT + first, resumed, "t")
 
     stop, rest, done = loop.run(scenario())
-    assert stop and done.token_ids == (rest[:1] if known else rest)
+    assert stop and done.ids.tolist() == (rest[:1] if known else rest)
     assert done.finish_reason == ("stop" if known else "length")

@@ -109,7 +109,7 @@ def record(node: str, *parts: tuple[str, int], tokens: int = 8, version: int = 0
 
 def verdict(request: AuditRequest, wrong: tuple[int, ...] = ()) -> AuditVerdict:
     """`wrong`: positions in the first part."""
-    parts = [PartVerdict(tokens=count, wrong=[]) for count in request.parts]
+    parts = [PartVerdict(tokens=count, wrong=[]) for _, count in request.sampled_by]
     parts[0] = msgspec.structs.replace(parts[0], wrong=list(wrong))
     return AuditVerdict(audit=request.audit, parts=parts, seconds=0.01)
 

@@ -28,11 +28,11 @@ from composer_prime.wire.audit import FromAuditor, ToAuditor
 from composer_prime.wire.node import (
     CancelGenerate,
     Generate,
-    Generated,
     HelloAgain,
     NewVersion,
     NodeHello,
     NodeWelcome,
+    Sampled,
     Status,
     ToNode,
 )
@@ -162,7 +162,7 @@ class PeerNode:
         random = np.random.default_rng(int(draw(request.prompt_ids, request.sampling.seed) * 2**40))
         count = int(random.integers(2, 9))
         self._send(
-            Generated(
+            Sampled(
                 request_id=request.request_id,
                 lease=request.lease,
                 token_ids=pack_ints(random.integers(3, 200, count)),

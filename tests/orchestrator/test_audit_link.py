@@ -115,7 +115,7 @@ async def test_each_node_answers_for_its_own_tokens(audited):
         auditor = connect()
         auditor.hello("a")
         request = await auditor.next(AuditRequest)
-        assert request.parts == [4, 4]
+        assert [count for _, count in request.sampled_by] == [4, 4]
         auditor.send(verdict(request, wrong=(0, 1, 2, 3)))
         objection = await audits.cleared("r1") or ""
         assert "node n0: 4 of 4 tokens" in objection and "n1" not in objection

@@ -32,7 +32,7 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
-from composer_prime.wire.answer import Answer
+from composer_prime.wire.answer import RUNNING, Answer
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import ReadBack
@@ -87,13 +87,7 @@ class EngineRequest:
             end = start + len(list(tokens))
             spans.append(VersionSpan(start, end, version))
             start = end
-        return Answer(
-            token_ids=token_ids,
-            logprobs=self.logprobs[first:],
-            version_spans=spans,
-            finish_reason=reason,
-            prompt_cached=self.cached,
-        )
+        return Answer.of(token_ids, self.logprobs[first:], spans, reason, self.cached)
 
 
 class Computer:
@@ -174,7 +168,7 @@ class Computer:
             if first is not None and first < len(request.logprobs):
                 start, end = len(request.prompt) + first, int(self._table.known[slot])
                 tokens = self._table.tokens[slot, start:end].tolist()
-                parts[request.request_id] = request.completion(tokens, "running", first)
+                parts[request.request_id] = request.completion(tokens, RUNNING, first)
         self._resolve(future, parts)
 
     def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.model_source import tensor_shapes
-from composer_prime.wire.answer import Answer
+from composer_prime.wire.answer import RUNNING, Answer, joined
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.vllm.messages import EngineProgress, GenerateTokens, Score, Setup
@@ -124,7 +124,7 @@ class Core:
             return None
         state = self._state(running)
         answer = _part(state, 0, "cancelled") if state and isinstance(running.question, GenerateTokens) else None
-        self._finished_tokens += len(answer.token_ids) if answer else 0
+        self._finished_tokens += len(answer) if answer else 0
         self._llm.abort_request([running.internal_id], internal=True)
         return answer
 
@@ -161,7 +161,7 @@ class Core:
         """Return by call what each GenerateTokens has sampled beyond its first `sent[call]` tokens, if anything."""
         states = {call: self._state(self._calls[call]) for call in sent if call in self._calls}
         return {
-            call: _part(state, sent[call], "running")
+            call: _part(state, sent[call], RUNNING)
             for call, state in states.items()
             if state and state.detokenizer.num_output_tokens() > sent[call]
         }
@@ -191,12 +191,12 @@ class Core:
             return call, list(output.prompt_logprobs.logprobs)
         token_ids = list(completion.token_ids)
         self._finished_tokens += len(token_ids)
-        return call, Answer(
-            token_ids=token_ids,
-            logprobs=list(completion.logprobs.logprobs) if token_ids else [],
-            version_spans=_spans(completion.weight_versions),
-            finish_reason=_REASONS[completion.finish_reason],
-            prompt_cached=output.num_cached_tokens or 0,
+        return call, Answer.of(
+            token_ids,
+            completion.logprobs.logprobs if token_ids else [],
+            _spans(completion.weight_versions),
+            _REASONS[completion.finish_reason],
+            output.num_cached_tokens or 0,
         )
 
     def _resume_text(self, internal_id: str, question: GenerateTokens) -> None:
@@ -217,12 +217,13 @@ class Core:
 
 def _part(state: Any, first: int, reason: str) -> Answer:
     """Return what the request of a RequestState has from token number `first` on."""
-    return Answer(
-        token_ids=list(state.detokenizer.output_token_ids[first:]),
-        logprobs=list(state.logprobs_processor.logprobs.logprobs[first:]) if state.logprobs_processor.logprobs else [],
-        version_spans=_spans(state._weight_version_spans(), first),
-        finish_reason=reason,
-        prompt_cached=state.num_cached_tokens or 0,
+    logprobs = state.logprobs_processor.logprobs
+    return Answer.of(
+        state.detokenizer.output_token_ids[first:],
+        logprobs.logprobs[first:] if logprobs else [],
+        _spans(state._weight_version_spans(), first),
+        reason,
+        state.num_cached_tokens or 0,
     )
 
 
@@ -267,11 +268,5 @@ def _params(sampling: Sampling) -> SamplingParams:
 
 def _spans(labels: list[WeightVersionSpan] | None, first: int = 0) -> list[VersionSpan]:
     """Return the spans of an answer's tokens from number `first` on."""
-    spans: list[VersionSpan] = []
-    for label in labels or []:
-        start, end, version = max(0, label.start - first), label.end - first, int(label.version)
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(spans[-1].start, end, version)
-        elif end > start:
-            spans.append(VersionSpan(start, end, version))
-    return spans
+    spans = (VersionSpan(max(0, label.start - first), label.end - first, int(label.version)) for label in labels or [])
+    return joined([], spans)
