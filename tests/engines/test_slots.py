@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engines.local.slots import MIN_COLUMNS, MIN_GAIN, SlotPlace, SlotTable
+from inference.engines.local.slots import SlotPlace, SlotTable
 
 CONTEXT = 160
 
@@ -98,10 +97,6 @@ def test_only_what_is_there_is_reused(capacity, reuse, keep_idle, actions):
             case ("swap", chosen, taken_back):
                 mirror.swap([slot for slot in running if chosen >> slot & 1], taken_back=taken_back)
         assert mirror.table.high <= capacity
-        for family in mirror.table.families(np.array(mirror.running, dtype=np.int64)):
-            slots = [mirror.running[row] for row in family.rows]
-            prefixes = [mirror.columns[slot][: family.columns] for slot in slots]
-            assert all(len(prefix) == family.columns and prefix == prefixes[0] for prefix in prefixes)
 
 
 def test_a_conversation_keeps_its_columns_over_a_swap():
@@ -148,44 +143,3 @@ def test_the_longest_idle_slot_goes_first():
         mirror.release(slot)
     mirror.place([5000 + k for k in range(50)], "c")
     assert mirror.table.session == ["c", "b"]
-
-
-def families_of(prompts: list[list[int]]) -> list[tuple[tuple[int, ...], int]]:
-    table = SlotTable(len(prompts), CONTEXT)
-    for index, prompt in enumerate(prompts):
-        found = place(table, prompt, str(index))
-        assert found is not None
-        table.computed[found.slot] = len(prompt)
-        table.append(found.slot, 7)
-    return [(family.rows, family.columns) for family in table.families(np.arange(len(prompts)))]
-
-
-def test_families_are_the_groups_not_the_template():
-    # Groups that also share a template become one family each: that saves each member most.
-    template = list(range(10, 50))
-    groups = [template + [1000 * g + k for k in range(100)] for g in range(3)]
-    prompts = [[*group, 9000 + member] for group in groups for member in range(12)]
-    found = families_of(prompts)
-    assert [rows for rows, _ in found] == [tuple(range(12 * g, 12 * g + 12)) for g in range(3)]
-    assert {columns for _, columns in found} == {140}
-
-
-@pytest.mark.parametrize(("count", "shared"), [(1, 120), (2, MIN_COLUMNS - 1), (3, 40)])
-def test_small_families_are_not_worth_it(count, shared):
-    # Too few sequences, or too short a prefix, are left alone.
-    assert count * shared < 2 * MIN_GAIN
-    assert families_of([[*list(range(10, 10 + shared)), 500 + k] for k in range(count)]) == []
-
-
-def test_families_are_remembered_until_something_changes():
-    # The same decoding slots get the same families without a new search; a request that ends brings one.
-    table = SlotTable(20, CONTEXT)
-    for index in range(20):
-        found = place(table, [*range(10, 130), 900 + index], str(index))
-        table.computed[found.slot] = 121
-        table.append(found.slot, 7)
-    slots = np.arange(20)
-    first = table.families(slots)
-    assert len(first) == 1 and table.families(slots) is first
-    table.release(3)
-    assert table.families(np.delete(slots, 3)) is not first

@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from inference.engines.base import ReadBack
 from inference.engines.local.attention import Segment, StepPlan
-from inference.engines.local.given import DrawCheck, GivenTokens, in_int8
+from inference.engines.local.given import DrawCheck, GivenTokens
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.loading import (
     check_context,
@@ -186,30 +186,22 @@ class Computer:
         """Called by any thread but while no swap is under way: only swaps write the parameters."""
         return read_back(self._targets, names)
 
-    def score(self, future: asyncio.Future, token_ids: list[int]) -> None:
-        """Resolve with the log-probability of each token after the first."""
-        self._resolve(future, self._given.scores([], [token_ids], start=1)[0])
-
-    def score_answers(self, future: asyncio.Future, context: list[int], answers: list[list[int]]) -> None:
-        """Resolve with the log-probabilities of each answer's tokens behind `context`."""
-        self._resolve(future, self._given.scores(context, answers, start=0))
-
     def check_draws(self, future: asyncio.Future, check: DrawCheck) -> None:
         """Resolve with misses and logprobs, each [end - start], together with the checks that are in the inbox too."""
         self._checks.append((future, check))
 
     def _check_waiting(self) -> None:
         """Carry out what `check_draws` was asked, in as few passes as fit."""
-        waiting, self._checks = sorted(self._checks, key=_kind_of_check), []
-        for _, group in groupby(waiting, _kind_of_check):
+        waiting, self._checks = sorted(self._checks, key=_tolerance), []
+        for _, group in groupby(waiting, _tolerance):
             futures, checks = zip(*group, strict=True)
             for future, outcome in zip(futures, self._checked(checks), strict=True):
                 self._resolve(future, outcome)
 
     def _checked(self, checks: Sequence[DrawCheck]) -> list[object]:
-        """Return the outcome of each of several checks of one kind, done one by one where memory runs out for all."""
+        """Return the outcome of each of several checks, done one by one where memory runs out for all."""
         try:
-            with _memory_errors(), in_int8(self._model) if checks[0].in_int8 else nullcontext():
+            with _memory_errors():
                 return [*self._given.misses(checks)]
         except ComposerError as error:
             if len(checks) == 1:
@@ -244,14 +236,7 @@ class Computer:
                 while self._open:
                     self._execute_commands()
                     self._admit()
-                    step = plan_step(
-                        self._table,
-                        self._cache,
-                        list(self._running),
-                        self.prefill_tokens,
-                        self._device,
-                        self._share,
-                    )
+                    step = plan_step(self._table, self._cache, list(self._running), self.prefill_tokens, self._device)
                     if step is not None:
                         self._compute(step)
                     self._after_step()
@@ -281,7 +266,6 @@ class Computer:
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, len(self._cache.layers))
         self._targets = published_views(self._model)
-        self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
         room = self.prefill_tokens
         self._given = GivenTokens(
             forward=self._forward, cache=self._cache, device=self._device, vocab=self.vocab, tokens=room
@@ -438,9 +422,8 @@ def _memory_errors() -> Iterator[None]:
         ) from error
 
 
-def _kind_of_check(waiting: tuple[asyncio.Future, DrawCheck]) -> tuple[bool, float]:
-    """What checks of one pass have in common."""
-    return waiting[1].in_int8, waiting[1].tolerance
+def _tolerance(waiting: tuple[asyncio.Future, DrawCheck]) -> float:
+    return waiting[1].tolerance
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:

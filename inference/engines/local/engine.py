@@ -114,19 +114,8 @@ class LocalEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Raises BadRequestError or ContextOverflowError."""
-        computer = self._serving()
-        check_prompt(token_ids, vocab=computer.vocab, max_context=self._context, new_tokens=0)
-        return await computer.submit(computer.score, token_ids)
-
-    async def score_answers(self, context: list[int], answers: list[list[int]]) -> list[list[float]]:
-        """Return the log-probabilities of the tokens of each answer behind `context`; none of them is empty.
-
-        Raises BadRequestError or ContextOverflowError.
-        """
-        computer = self._serving()
-        for answer in answers:
-            check_prompt([*context, *answer], vocab=computer.vocab, max_context=self._context, new_tokens=0)
-        return await computer.submit(computer.score_answers, context, answers)
+        _, logprobs = await self.check_draws(np.array(token_ids, np.int64), 1, len(token_ids), Sampling(max_tokens=1))
+        return logprobs.tolist()
 
     async def check_draws(
         self,
@@ -135,21 +124,16 @@ class LocalEngine:
         end: int,
         sampling: Sampling,
         tolerance: float = 0.0,
-        *,
-        in_int8: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return misses and logprobs, each [end - start], of tokens start..end - 1 of `token_ids`, int32 [T].
 
-        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. `in_int8`: as if the
-        linear layers were in int8. Calls at the same time share passes. Raises BadRequestError or
-        ContextOverflowError.
+        inference.engines.sampling.draw_misses says what a miss is, and what `tolerance` is for. Calls at the same
+        time share passes. Raises BadRequestError or ContextOverflowError.
         """
         computer = self._serving()
         check_prompt(token_ids.tolist(), vocab=computer.vocab, max_context=self._context, new_tokens=0)
         check_sampling(sampling)
-        check = DrawCheck(
-            token_ids=token_ids, start=start, end=end, sampling=sampling, tolerance=tolerance, in_int8=in_int8
-        )
+        check = DrawCheck(token_ids=token_ids, start=start, end=end, sampling=sampling, tolerance=tolerance)
         return await computer.submit(computer.check_draws, check)
 
     async def find_stop(self, completion: np.ndarray, sampling: Sampling) -> int | None:

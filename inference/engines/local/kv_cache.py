@@ -22,8 +22,6 @@ class KvCache:
     def __init__(self) -> None:
         self.slots = 1
         self.columns = _COLUMNS_STEP
-        self.windowed = False
-        """Whether some layer attends to a sliding window only."""
         self._limits = (1 << 62, 1 << 62)
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values of each layer, [heads, slots, columns, head size]."""

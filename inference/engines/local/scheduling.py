@@ -33,16 +33,11 @@ class EngineStep:
 
 
 def plan_step(
-    table: SlotTable,
-    cache: KvCache,
-    order: list[int],
-    prefill_tokens: int,
-    device: torch.device,
-    share: bool,
+    table: SlotTable, cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device
 ) -> EngineStep | None:
     """Return the next step over the running slots in `order` (of admission), None when nothing runs.
 
-    At most `prefill_tokens` prompt tokens are computed, oldest request first. `share` allows families.
+    At most `prefill_tokens` prompt tokens are computed, oldest request first.
     """
     if not order:
         return None
@@ -51,10 +46,6 @@ def plan_step(
     decoding = np.sort(slots[missing == 1])
     pieces = _prefill_pieces(slots[missing > 1], table, prefill_tokens)
     lengths = table.known[decoding]
-    families = table.families(decoding) if share else []
-    starts = np.zeros_like(lengths)
-    for family in families:
-        starts[list(family.rows)] = family.columns
     segments, rows, sampled = [], list(range(len(decoding))), decoding.tolist()
     row = len(decoding)
     for slot, start, count in pieces:
@@ -70,11 +61,8 @@ def plan_step(
         cache=cache,
         segments=segments,
         places=_tensor(owners * cache.columns + positions, device),
-        groups=_groups(decoding, starts, lengths),
+        groups=_groups(decoding, lengths),
         lengths=_tensor(lengths, device),
-        families=families,
-        starts=_tensor(starts, device) if families else None,
-        members=_tensor(np.concatenate([family.rows for family in families]), device) if families else None,
     )
     return EngineStep(
         input_ids=_tensor(table.tokens[owners, positions], device)[None],
@@ -103,21 +91,18 @@ def _prefill_pieces(slots: np.ndarray, table: SlotTable, budget: int) -> list[tu
     return pieces
 
 
-def _groups(slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
-    """Group neighboring slots whose padding to common columns costs less than another attention call.
-
-    A row needs columns [start, length); a group reads those from the lowest start to the greatest length.
-    """
+def _groups(slots: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
+    """Group neighboring slots whose padding to common columns costs less than another attention call."""
     groups: list[DecodeGroup] = []
-    first = low = high = 0
+    first = longest = 0
     at = slots.tolist()
-    for row, (slot, start, length) in enumerate(zip(at, starts.tolist(), lengths.tolist(), strict=True)):
-        together = (row - first + 1) * (max(high, length) - min(low, start))
-        apart = (row - first) * (high - low) + length - start
+    for row, (slot, length) in enumerate(zip(at, lengths.tolist(), strict=True)):
+        together = (row - first + 1) * max(longest, length)
+        apart = (row - first) * longest + length
         if row > first and (slot != at[row - 1] + 1 or together - apart > GROUP_WASTE):
-            groups.append(DecodeGroup(first, row - first, at[first], low, high))
-            first = row
-        low, high = (start, length) if row == first else (min(low, start), max(high, length))
+            groups.append(DecodeGroup(first, row - first, at[first], longest))
+            first, longest = row, 0
+        longest = max(longest, length)
     if at:
-        groups.append(DecodeGroup(first, len(at) - first, at[first], low, high))
+        groups.append(DecodeGroup(first, len(at) - first, at[first], longest))
     return groups
