@@ -22,7 +22,7 @@ import zmq.asyncio
 from composer_prime.errors import DeadlineError, PullRefusedError
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.audit import FromAuditor
-from composer_prime.wire.node import ChunkMissing, ChunkRefused, ChunkRequest, FromNode, ToNode, WeightChunk
+from composer_prime.wire.node import ChunkRequest, FromNode, Piece, ToNode
 from composer_prime.wire.sockets import dealer
 from inference.versions import CHUNK_TIMEOUT_S, ChunkSource
 
@@ -94,8 +94,8 @@ class GatewayLink(ChunkSource):
                                    sum(map(len, frames)), error, self.garbage)  # fmt: skip
                 continue
             self.last_heard = time.monotonic()
-            if isinstance(message, WeightChunk | ChunkMissing | ChunkRefused):
-                self._take_chunk(message)
+            if isinstance(message, Piece):
+                self._take_piece(message)
             return message
         return None
 
@@ -112,14 +112,14 @@ class GatewayLink(ChunkSource):
         finally:
             self._chunks.pop((sha256, offset), None)
 
-    def _take_chunk(self, message: WeightChunk | ChunkMissing | ChunkRefused) -> None:
-        is_part = isinstance(message, WeightChunk)
-        for (sha256, offset), future in self._chunks.items():
-            if sha256 == message.sha256 and not future.done() and (not is_part or offset == message.offset):
-                if isinstance(message, ChunkRefused):
-                    future.set_exception(PullRefusedError(message.reason))
-                else:
-                    future.set_result(message.data if is_part else None)
+    def _take_piece(self, piece: Piece) -> None:
+        future = self._chunks.get((piece.sha256, piece.offset))
+        if future is None or future.done():
+            return
+        if piece.refusal is not None:
+            future.set_exception(PullRefusedError(piece.refusal))
+        else:
+            future.set_result(piece.data)
 
     def close(self) -> None:
         """Close the socket; queued messages get half a second."""

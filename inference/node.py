@@ -36,15 +36,12 @@ from composer_prime.errors import (
 )
 from composer_prime.wire.node import (
     CancelGenerate,
-    ChunkMissing,
-    ChunkRefused,
     ComputeDevice,
     Drain,
     Generate,
     GenerateFailed,
     Goodbye,
     Heard,
-    HelloAgain,
     NewVersion,
     NodeHello,
     NodeWelcome,
@@ -52,7 +49,6 @@ from composer_prime.wire.node import (
     Sampled,
     Status,
     ToNode,
-    WeightChunk,
     cut_text,
 )
 from composer_prime.wire.types import ints
@@ -235,13 +231,11 @@ class InferenceNode:
             case CancelGenerate(request_id=request_id, lease=lease):
                 if task := self._requests.get((request_id, lease)):
                     task.cancel()
-            case Heard() | WeightChunk() | ChunkMissing() | ChunkRefused():
-                pass  # The link has noted them.
             case NewVersion():
                 self._learn(message)
             case NodeWelcome():
                 self._attach(message)
-            case HelloAgain():
+            case Heard(known=False):
                 self._repeat_hello()
             case Rejected(reason=reason, may_return=may_return):
                 if self._stop_reason.done():  # By Drain, to evict it. A Hello was on its way.
@@ -252,7 +246,7 @@ class InferenceNode:
                 self.drain(reason)
 
     def _repeat_hello(self) -> None:
-        """Say hello again, once: the gateway sends a HelloAgain for each message that it cannot attribute."""
+        """Say hello again, once: the gateway may answer several messages that it cannot attribute."""
         if self._attached or time.monotonic() - self._hello_at > 1.0:
             self._detach()
             self._say_hello()

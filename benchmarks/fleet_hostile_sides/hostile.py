@@ -26,7 +26,7 @@ from composer_prime.wire.node import (
     ChunkRequest,
     Generate,
     Goodbye,
-    HelloAgain,
+    Heard,
     NodeHello,
     Rejected,
     Sampled,
@@ -88,7 +88,7 @@ class Hostile:
                         if draw.random() < LIES:
                             own.send(false_answer(request, draw, whole=life % 2 == 1))
                             halves += life % 2 == 0
-                    case HelloAgain():
+                    case Heard(known=False):
                         own.send(self.hello(self.name))
                     case Rejected():  # Cut off: try again.
                         break

@@ -26,7 +26,7 @@ from composer_prime.wire.node import (
     CancelGenerate,
     Drain,
     Generate,
-    HelloAgain,
+    Heard,
     NodeHello,
     Rejected,
     Sampled,
@@ -73,7 +73,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
                 heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message.request_id))
             case CancelGenerate():
                 cancelled.add(message.lease)
-            case HelloAgain():
+            case Heard(known=False):
                 socket.send(encode(hello))
             case Drain() | Rejected():
                 return

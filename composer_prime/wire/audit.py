@@ -2,7 +2,7 @@
 
     auditor --NodeHello--> orchestrator --NodeWelcome|Rejected, NewVersion for each kept version--> auditor
     orchestrator --AuditRequest|NewVersion|Drain--> auditor --AuditVerdict|AuditFailed--> orchestrator
-    auditor --Status|ChunkRequest--> orchestrator --Heard|HelloAgain|WeightChunk|ChunkMissing--> auditor
+    auditor --Status|ChunkRequest--> orchestrator --Heard|Piece--> auditor
 
 The listener admits the trainer's key only, which nodes do not have. AuditRequest, AuditVerdict and AuditFailed are
 below. The other messages are those of a node (node.py), with the same meaning.
@@ -16,19 +16,17 @@ import msgspec
 
 from composer_prime.wire.answer import Answer
 from composer_prime.wire.node import (
-    ChunkMissing,
     ChunkRequest,
     Drain,
     Goodbye,
     Heard,
-    HelloAgain,
     NewVersion,
     NodeHello,
     NodeWelcome,
+    Piece,
     Rejected,
     Sampling,
     Status,
-    WeightChunk,
 )
 
 
@@ -79,4 +77,4 @@ class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed")
 
 
 FromAuditor = NodeHello | AuditVerdict | AuditFailed | Status | ChunkRequest | Goodbye
-ToAuditor = NodeWelcome | Rejected | AuditRequest | NewVersion | Drain | Heard | HelloAgain | WeightChunk | ChunkMissing
+ToAuditor = NodeWelcome | Rejected | AuditRequest | NewVersion | Drain | Heard | Piece

@@ -3,8 +3,8 @@
     node --Enroll--> gateway --Enrolled|Rejected--> node             once, by an invite (wire/enrollment.py)
     node --NodeHello--> gateway --NodeWelcome|Rejected--> node
     gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Sampled|GenerateFailed|Status--> gateway
-    node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other is alive
-    node --ChunkRequest--> gateway --WeightChunk|ChunkMissing|ChunkRefused--> node      weights, through the same link
+    node --Status--> gateway --Heard--> node                          each side learns that the other is alive
+    node --ChunkRequest--> gateway --Piece--> node                    weights, through the same link
 
 Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
 Hello the gateway holds no lease of that node: earlier requests are reissued.
@@ -171,11 +171,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
-    """Answers every Status: the gateway is alive and knows this node."""
+    """Answers a Status: the gateway is alive."""
 
-
-class HelloAgain(msgspec.Struct, frozen=True, kw_only=True, tag="hello_again"):
-    """The gateway does not know this connection (it restarted, or the node counted as lost): send NodeHello."""
+    known: bool = True
+    """False when the gateway does not know this connection (it restarted, or the node counted as lost): send NodeHello.
+    Then it answers any message."""
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request"):
@@ -184,23 +184,16 @@ class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request
     """Resume position within the chunk."""
 
 
-class WeightChunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
+class Piece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
+    """Answers a ChunkRequest."""
+
     sha256: str
     offset: int
-    data: bytes
-    last: bool
-
-
-class ChunkMissing(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_missing"):
-    sha256: str
-
-
-class ChunkRefused(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_refused"):
-    """The node has pulled all that it may through this link for now."""
-
-    sha256: str
-    reason: str
-    """What it pulled, what it may, and the remedy."""
+    data: bytes | None = None
+    """None when the gateway lacks the chunk, or gives no more."""
+    last: bool = False
+    refusal: str | None = None
+    """Why the node gets no more through this link for now: what it pulled, what it may, and the remedy."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -213,17 +206,4 @@ def cut_text(error: object) -> str:
 
 
 FromNode = Enroll | NodeHello | Sampled | GenerateFailed | Status | ChunkRequest | Goodbye
-ToNode = (
-    Enrolled
-    | NodeWelcome
-    | Rejected
-    | Generate
-    | CancelGenerate
-    | NewVersion
-    | Drain
-    | Heard
-    | HelloAgain
-    | WeightChunk
-    | ChunkMissing
-    | ChunkRefused
-)
+ToNode = Enrolled | NodeWelcome | Rejected | Generate | CancelGenerate | NewVersion | Drain | Heard | Piece

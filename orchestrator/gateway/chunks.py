@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from composer_prime.run.weights import Manifest, WeightStore
-from composer_prime.wire.node import ChunkMissing, ChunkRequest, ToNode, WeightChunk
+from composer_prime.wire.node import ChunkRequest, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ _LEAST_ALLOWED = 64 << 20
 """Of a model so small that restarts and model files count."""
 
 NameT = TypeVar("NameT")
-Piece = tuple[bytes, str, int]
+Place = tuple[bytes, str, int]
 """Connection, sha256 of the chunk and offset in it."""
-SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
+SendPiece = Callable[[bytes, Piece], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
 
@@ -142,7 +142,7 @@ class ChunkServer:
         self._store = store
         self._other = other
         self._readers = asyncio.Semaphore(_READERS)
-        self._under_way: UnderWay[Piece] = UnderWay()
+        self._under_way: UnderWay[Place] = UnderWay()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(self, account: bytes, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
@@ -150,34 +150,34 @@ class ChunkServer:
 
         `account`: the node, which may have several connections.
         """
-        pieces, piece = self._under_way.to(account), (identity, request.sha256, request.offset)
-        if piece in pieces:
+        pieces, place = self._under_way.to(account), (identity, request.sha256, request.offset)
+        if place in pieces:
             return
         if len(pieces) >= _MAX_UNSENT:
             self.dropped += 1
             return
-        pieces[piece] = None
-        task = asyncio.create_task(self._answer(pieces, piece, request, send))
+        pieces[place] = None
+        task = asyncio.create_task(self._answer(pieces, place, request, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(
-        self, pieces: dict[Piece, zmq.MessageTracker | None], piece: Piece, request: ChunkRequest, send: SendPiece
+        self, pieces: dict[Place, zmq.MessageTracker | None], place: Place, request: ChunkRequest, send: SendPiece
     ) -> None:
         sent = None
         try:
             async with self._readers:
                 message = await asyncio.to_thread(self._read, request)
-                sent = send(piece[0], message)
-            if sent is not None and isinstance(message, WeightChunk):
+                sent = send(place[0], message)
+            if sent is not None and message.data is not None:
                 self.bytes_sent += len(message.data)
         finally:
             if sent is None:
-                del pieces[piece]
+                del pieces[place]
             else:
-                pieces[piece] = sent
+                pieces[place] = sent
 
-    def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
+    def _read(self, request: ChunkRequest) -> Piece:
         piece = None
         if 0 <= request.offset < _MAX_OFFSET:
             try:
@@ -188,9 +188,9 @@ class ChunkServer:
             except OSError as error:
                 logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
         if piece is None:
-            return ChunkMissing(sha256=request.sha256)
+            return Piece(sha256=request.sha256, offset=request.offset)
         last = len(piece) <= PIECE_BYTES
-        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
+        return Piece(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
 
     async def close(self) -> None:
         for task in list(self._tasks):

@@ -1,7 +1,7 @@
 """The encrypted link to inference nodes: one bound ROUTER socket.
 
     NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
-                                      +--> ChunkServer (chunks.py): read in one of 4 threads --> WeightChunk
+                                      +--> ChunkServer (chunks.py): read in one of 4 threads --> Piece
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
@@ -30,20 +30,17 @@ from composer_prime.run.weights import Manifest
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled
 from composer_prime.wire.node import (
     MAX_PLACES,
-    ChunkRefused,
     ChunkRequest,
     FromNode,
     GenerateFailed,
     Goodbye,
     Heard,
-    HelloAgain,
     NodeHello,
     NodeWelcome,
+    Piece,
     Rejected,
     Sampled,
     Status,
-    ToNode,
-    WeightChunk,
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
@@ -226,7 +223,7 @@ class NodeLink:
         if refusal is None:
             self._chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
             return
-        self._socket.send(identity, ChunkRefused(sha256=request.sha256, reason=refusal))
+        self._socket.send(identity, Piece(sha256=request.sha256, offset=request.offset, refusal=refusal))
         if self._allowance.tell_once(account):
             name = node.node_id if node is not None else self._admission.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
@@ -239,13 +236,13 @@ class NodeLink:
         """Return the bytes of weights that went through the link to the holder of the node's key."""
         return self._allowance.total(self._account(node.identity, node.key))
 
-    def _send_piece(self, identity: bytes, key: bytes, message: ToNode) -> zmq.MessageTracker | None:
+    def _send_piece(self, identity: bytes, key: bytes, piece: Piece) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
-        if isinstance(message, WeightChunk):
+        if piece.data is not None:
             account = self._account(identity, key)
             self._budgets.refund(account, 1)
-            self._allowance.charge(account, len(message.data))
-        return self._socket.send_large(identity, message)
+            self._allowance.charge(account, len(piece.data))
+        return self._socket.send_large(identity, piece)
 
     def _send_with_manifest(self, identity: bytes, key: bytes, reply: Enrolled | NodeWelcome) -> None:
         """Send a reply that may be large, unless its node has not read the former ones."""
@@ -261,7 +258,7 @@ class NodeLink:
         if len(self._hello_requested) >= _MAX_UNKNOWN:
             self._hello_requested.clear()
         self._hello_requested[identity] = now
-        self._socket.send(identity, HelloAgain())
+        self._socket.send(identity, Heard(known=False))
 
     def _drop_garbage(self, received: FromConnection, node: AttachedNode | None, error: Exception) -> None:
         """Count garbage. Empty frames cost time too, so each frame counts as some bytes."""

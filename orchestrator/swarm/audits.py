@@ -40,7 +40,6 @@ from composer_prime.wire.node import (
     Drain,
     Goodbye,
     Heard,
-    HelloAgain,
     NewVersion,
     NodeHello,
     NodeWelcome,
@@ -392,7 +391,7 @@ class Audits:
             case ChunkRequest():
                 self._chunks.serve(identity, identity, message, self._socket.send_large)
             case _ if auditor is None:
-                self._send(identity, HelloAgain())
+                self._send(identity, Heard(known=False))
             case AuditVerdict() | AuditFailed():
                 if (held := auditor.held.pop(message.audit, None)) is not None:
                     answer, since = held

@@ -26,7 +26,7 @@ from composer_prime.wire.node import (
     Generate,
     GenerateFailed,
     Goodbye,
-    HelloAgain,
+    Heard,
     NodeHello,
     NodeWelcome,
     Rejected,
@@ -162,7 +162,7 @@ class PeerNode:
                     continue
                 case NodeWelcome() | Rejected():
                     self.welcome = message
-                case HelloAgain():
+                case Heard(known=False):
                     self.say_hello()
                 case CancelGenerate():
                     self.running.discard(message.request_id)

@@ -9,19 +9,16 @@ import msgspec
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
-    ChunkMissing,
-    ChunkRefused,
     ChunkRequest,
     FromNode,
     Generate,
     Heard,
-    HelloAgain,
     NodeHello,
     NodeWelcome,
+    Piece,
     Sampled,
     Sampling,
     Status,
-    WeightChunk,
 )
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import pack_ints
@@ -79,7 +76,7 @@ class GatewayPeer:
             self.versions_at[message.request_id] = [status.version for status in self.statuses]
             self.inbox.put_nowait(message)
         elif identity not in self.known:
-            self._server.socket.send_multipart([identity, msgspec.msgpack.encode(HelloAgain())])
+            self._server.socket.send_multipart([identity, msgspec.msgpack.encode(Heard(known=False))])
         elif isinstance(message, Status):
             self.statuses.append(message)
             self.send(Heard())
@@ -88,13 +85,12 @@ class GatewayPeer:
         else:
             self.inbox.put_nowait(message)
 
-    def _chunk(self, request: ChunkRequest) -> WeightChunk | ChunkMissing | ChunkRefused:
+    def _chunk(self, request: ChunkRequest) -> Piece:
         if self.refusal is not None:
-            return ChunkRefused(sha256=request.sha256, reason=self.refusal)
+            return Piece(sha256=request.sha256, offset=request.offset, refusal=self.refusal)
         piece = self._store.chunk(request.sha256, request.offset, 100_000)
-        if piece is None:
-            return ChunkMissing(sha256=request.sha256)
-        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece, last=len(piece) < 100_000)
+        last = piece is not None and len(piece) < 100_000
+        return Piece(sha256=request.sha256, offset=request.offset, data=piece, last=last)
 
     def send(self, message) -> None:
         self.send_raw(msgspec.msgpack.encode(message))

@@ -19,7 +19,7 @@ from composer_prime.wire.node import (
     Drain,
     GenerateFailed,
     Goodbye,
-    HelloAgain,
+    Heard,
     NewVersion,
     Rejected,
     Sampled,
@@ -281,7 +281,7 @@ def test_hello_is_said_again_when_asked(loop, serving):
             gateway.generate("old", PROMPT, max_tokens=240)
             gateway.known.clear()
             await gateway.until(lambda: len(gateway.hellos) >= 2, "a second Hello")
-            gateway.send(HelloAgain())
+            gateway.send(Heard(known=False))
             await gateway.until(lambda: len(gateway.hellos) >= 3, "a third Hello")
             gateway.generate("new", PROMPT)
             return await gateway.next(), gateway.inbox.empty()

@@ -28,7 +28,7 @@ from composer_prime.wire.audit import FromAuditor, ToAuditor
 from composer_prime.wire.node import (
     CancelGenerate,
     Generate,
-    HelloAgain,
+    Heard,
     NewVersion,
     NodeHello,
     NodeWelcome,
@@ -147,7 +147,7 @@ class PeerNode:
                     loop.call_later(self.swap_s, self._swap, manifest)
                 case NewVersion(manifest=manifest):
                     loop.call_later(self.swap_s, self._swap, manifest)
-                case HelloAgain():
+                case Heard(known=False):
                     self._send(self._hello())
 
     def _swap(self, manifest: bytes) -> None:

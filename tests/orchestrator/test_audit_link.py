@@ -15,7 +15,7 @@ from orch_peers import PeerAuditor, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.audit import AuditFailed, AuditRequest
-from composer_prime.wire.node import HelloAgain, NodeWelcome, Rejected
+from composer_prime.wire.node import Heard, NodeWelcome, Rejected
 from composer_prime.wire.types import VersionSpan
 
 DEADLINE_S = 100.0
@@ -235,10 +235,10 @@ async def test_a_batch_takes_only_rollouts_that_were_audited(open_run, run_dir, 
         async def answer() -> None:
             auditor.hello("a", max_concurrent=64)
             while True:
-                match await auditor.next((AuditRequest, HelloAgain)):
-                    case HelloAgain():
+                match await auditor.next((AuditRequest, Heard)):
+                    case Heard(known=False):
                         auditor.hello("a", max_concurrent=64)
-                    case request:
+                    case AuditRequest() as request:
                         wrong = () if refused else (0,)
                         refused.extend([request] if wrong else [])
                         auditor.send(verdict(request, wrong))
