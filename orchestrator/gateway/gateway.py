@@ -38,7 +38,7 @@ from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import Generator, RolloutRecords
-from orchestrator.gateway.http import HttpServer, state_routes
+from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
 from orchestrator.gateway.routing import Router
@@ -115,7 +115,6 @@ class Gateway:
         self.records = RolloutRecords(self.router, self.audits)
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._generator = self._build_generator(vocab_size)
-        self._token = os.environ.get(GATEWAY_TOKEN_VARIABLE)
         self._http = self._build_http()
         self._port: HeldPort | None = None
         """Where turns are asked for; None before `start`."""
@@ -146,14 +145,15 @@ class Gateway:
         )
 
     def _build_http(self) -> HttpServer:
-        control = self._swarm.control.routes(self._run_id)
         return HttpServer(
             self._generator,
             self._chat,
             model_names=(POLICY, self._config.model.path),
             max_context=self._config.model.max_context,
-            token=self._token,
-            others=state_routes(token=self._token, health=self._health, metrics=self.state, control=control),
+            token=os.environ.get(GATEWAY_TOKEN_VARIABLE),
+            health=self._health,
+            metrics=self.state,
+            control=self._swarm.control.routes(self._run_id),
         )
 
     async def start(self) -> None:

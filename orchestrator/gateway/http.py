@@ -36,7 +36,6 @@ _BACKLOG = 4096
 _SHUTDOWN_S = 2.0
 """Time for replies on their way. Requests without an answer have been ended by then."""
 BodyT = TypeVar("BodyT")
-Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -79,11 +78,14 @@ class HttpServer:
         model_names: Sequence[str],
         max_context: int,
         token: str | None,
-        others: Sequence[web.RouteDef],
+        health: Callable[[], tuple[int, dict[str, Any]]],
+        metrics: Callable[[], dict[str, Any]],
+        control: Sequence[web.RouteDef],
     ) -> None:
         """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens.
 
-        `token`: bearer token that every request must carry, None for no check. `others`: routes that take no turns.
+        `token`: bearer token that requests must carry, None for no check. `health` returns status and body. `control`:
+        routes with a check of their own.
         """
         self.url = ""
         self._generator = generator
@@ -91,19 +93,22 @@ class HttpServer:
         self._model_names = model_names
         self._max_context = max_context
         self._token = token
-        self._others = others
+        self._health = health
+        self._metrics = metrics
+        self._control = control
         self._runner: web.AppRunner | None = None
 
     async def start(self, listener: socket.socket) -> None:
         """Serve at a bound socket."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_with_error_bodies])
-        with_token = lambda handle: _with_token(self._token, handle)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
-                web.post("/inference/v1/generate", with_token(self._generate)),
-                web.post("/v1/chat/completions", with_token(self._chat_complete)),
-                web.get("/v1/models", with_token(self._get_models)),
-                *self._others,
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/v1/chat/completions", self._chat_complete),
+                web.get("/v1/models", self._get_models),
+                web.get("/health", self._get_health),
+                web.get("/metrics", self._get_metrics),
+                *self._control,
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -156,47 +161,47 @@ class HttpServer:
                 param="model",
             )
 
-
-def state_routes(
-    *,
-    token: str | None,
-    health: Callable[[], tuple[int, dict[str, Any]]],
-    metrics: Callable[[], dict[str, Any]],
-    control: Sequence[web.RouteDef] = (),
-) -> list[web.RouteDef]:
-    """Return the routes that take no turns, and the 404 for any other. `health` returns status and body.
-
-    `control`: routes with a check of their own.
-    """
-
-    async def get_health(_: web.Request) -> web.Response:
-        status, body = health()
+    async def _get_health(self, _: web.Request) -> web.Response:
+        status, body = self._health()
         return _reply(body, status)
 
-    async def get_metrics(_: web.Request) -> web.Response:
-        return _reply(metrics())
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        return _reply(self._metrics())
 
-    async def refuse_path(request: web.Request) -> web.Response:
-        raise RequestError(
-            f"there is no {request.method} {request.path[:200]}: the routes are POST /inference/v1/generate, "
-            "/v1/chat/completions and GET /v1/models, /health, /metrics",
-            status=404,
-            code="not_found",
-        )
+    # -- around every route --------------------------------------------------------------------------------------
 
-    return [
-        web.get("/health", get_health),
-        web.get("/metrics", _with_token(token, get_metrics)),
-        *control,
-        web.route("*", "/{path:.*}", _with_token(token, refuse_path)),
-    ]
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Check the token, and give every error OpenAI's body."""
+        try:
+            if request.path != "/health" and not request.path.startswith("/control/"):
+                self._authorize(request)
+            return await handler(request)
+        except web.RequestPayloadError:
+            # aiohttp would read on after the reply and log this as its own error. Its parser takes no further request.
+            request.content.feed_eof()
+            encoding = request.headers.get("Content-Encoding", "")
+            reply = _error(RequestError(f"the body does not decode as its Content-Encoding says: {encoding[:40]!a}"))
+            reply.force_close()
+            return reply
+        except Exception as error:
+            return _error(_to_request_error(error, request))
+
+    def _authorize(self, request: web.Request) -> None:
+        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if self._token is not None and not hmac.compare_digest(header, f"Bearer {self._token}".encode()):
+            raise RequestError(
+                "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
+                "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
+                status=401,
+                code="unauthorized",
+            )
 
 
-# -- around every route --------------------------------------------------------------------------------------------
-
-
-def to_request_error(error: Exception, request: str) -> RequestError:
-    """Return what the client learns of `request`, a name for the log, that ended with `error`."""
+def _to_request_error(error: Exception, request: web.Request) -> RequestError:
+    """Return what the client learns of a request that ended with `error`."""
     match error:
         case RequestError():
             return error
@@ -204,46 +209,18 @@ def to_request_error(error: Exception, request: str) -> RequestError:
             return RequestError(str(error), status=503, code="deadline")
         case EngineError():
             return RequestError(str(error), status=502, code="node_failed")
-    logger.error("%s failed", request, exc_info=error)
+        case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
+            return RequestError(
+                f"there is no {request.method} {request.path[:200]}: the routes are POST /inference/v1/generate, "
+                "/v1/chat/completions and GET /v1/models, /health, /metrics",
+                status=404,
+                code="not_found",
+            )
+    logger.error("%s %a failed", request.method, request.path[:200], exc_info=error)
     return RequestError("the gateway failed; see the orchestrator's log", status=500, code="internal")
 
 
-@web.middleware
-async def _with_error_bodies(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.RequestPayloadError:
-        # aiohttp would read on after the reply and log this as its own error. Its parser takes no further request.
-        request.content.feed_eof()
-        encoding = request.headers.get("Content-Encoding", "")
-        reply = _error(RequestError(f"the body does not decode as its Content-Encoding says: {encoding[:40]!a}"))
-        reply.force_close()
-        return reply
-    except Exception as error:
-        return _error(to_request_error(error, f"{request.method} {request.path[:200]!a}"))
-
-
-def _with_token(token: str | None, handle: Handler) -> Handler:
-    async def answer(request: web.Request) -> web.Response:
-        _authorize(request, token)
-        return await handle(request)
-
-    return answer
-
-
-def _authorize(request: web.Request, token: str | None) -> None:
-    if token is None:
-        return
-    header = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(header.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
-        raise RequestError(
-            "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
-            "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
-            status=401,
-            code="unauthorized",
-        )
+# -- input ---------------------------------------------------------------------------------------------------------
 
 
 async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:

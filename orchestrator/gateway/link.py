@@ -121,8 +121,6 @@ class NodeLink:
         """When each unknown connection was last asked to say Hello."""
         self._garbage_bytes: dict[bytes, int] = {}
         """By connection; beyond the budget nothing from it is looked at."""
-        self._impostors: set[bytes] = set()
-        """Keys under which somebody spoke for another node's connection."""
         self._budgets = MessageBudgets(_UNASKED_MESSAGES, _UNASKED_PER_S)
         self._replies: UnderWay[zmq.MessageTracker] = UnderWay()
         """With a manifest; they have no other name."""
@@ -145,7 +143,7 @@ class NodeLink:
             return False
         node = self._router.nodes.at(identity)
         if node is not None and node.key != key:
-            self._drop_of_impostor(node, key)
+            self.garbage += 1
             return False
         try:
             if received.num_frames != 1:
@@ -189,11 +187,10 @@ class NodeLink:
     def _charge(self, received: FromConnection, node: AttachedNode | None, cost: int) -> bool:
         """Return whether the sender's account had as much left as a message of this cost and size takes."""
         cost += received.num_bytes // _UNASKED_BYTES
-        account = received.key if self._admission.is_own(received.key) else received.identity
-        return self._budgets.charge(account, cost, extra=_late_answers(node))
+        return self._budgets.charge(self._account(received.identity, received.key), cost, extra=_late_answers(node))
 
     def _account(self, identity: bytes, key: bytes) -> bytes:
-        return key if self._admission.is_own(key) and self._admission.is_node(key) else identity
+        return key if self._admission.is_own(key) else identity
 
     def _dispatch(self, identity: bytes, key: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
@@ -276,13 +273,6 @@ class NodeLink:
                         "; install the same release on both sides", "cut off for garbage")  # fmt: skip
         elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
-
-    def _drop_of_impostor(self, node: AttachedNode, key: bytes) -> None:
-        """Count a message that came by the connection of `node` under another key."""
-        self.garbage += 1
-        if key not in self._impostors:
-            self._impostors.add(key)
-            logger.warning("dropped what key %s sent in the name of node %s's connection", key.decode(), node.node_id)
 
     def _cut_off(self, received: FromConnection, node: AttachedNode | None, reason: str, why: str) -> None:
         """Ignore a connection from now on. An invite's key also makes no new one for a while."""
