@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from gateway_config import MODEL
-from node_peer import PeerNode, tokens_for
+from node_peer import PeerNode
 
 from composer_prime.wire.node import Generate
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
@@ -70,82 +68,15 @@ async def test_the_openai_client_chats_with_tools(open_gateway, node_keys):
         await client.close()
 
 
-async def test_renderers_client_gets_ids_and_logprobs(open_gateway, node_keys):
-    """renderers.client.generate over openai's AsyncOpenAI: what verifiers' TrainClient stands on."""
-    from openai import AsyncOpenAI
-    from renderers.client import generate
-
-    from orchestrator.chat_renderer import build_renderer
-
-    _, renderer = build_renderer(str(MODEL), None)
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
-        client = AsyncOpenAI(base_url=gateway.http_url + "/v1", api_key="EMPTY")
-        gateway.records.open("r1")
-        result = await generate(
-            client=client,
-            renderer=renderer,
-            messages=MESSAGES,
-            model="policy",
-            tools=TOOLS,
-            sampling_params={"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 3, "max_tokens": 6},
-            extra_headers={"X-Session-ID": "r1"},
-        )
-        ids, logprobs = tokens_for(result["prompt_ids"], 6)
-        assert result["completion_ids"] == ids.tolist()
-        assert result["completion_logprobs"] == logprobs.tolist()
-        [record] = gateway.records.take("r1")
-        assert record.prompt_ids.tolist() == result["prompt_ids"]
-        assert (record.sampling.top_k, record.sampling.seed, record.sampling.temperature) == (20, 3, 0.7)
-        await client.close()
-
-
 @pytest.mark.process  # the tokenizer's import asks ldconfig
 @pytest.mark.timeout(240)
-async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys):
-    """verifiers 0.4's TrainClient: a typed response with the node's ids and logprobs, recorded under its session."""
+async def test_the_workers_client_gets_what_verifiers_client_gets(open_gateway, node_keys):
+    """verifiers 0.4's TrainClient, unchanged, and the workers': the tokens of the records, over three turns."""
     pytest.importorskip("verifiers.v1")
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.dialects.chat import ChatDialect
     from verifiers.v1.errors import ProviderError
-    from verifiers.v1.types import SamplingConfig
-
-    from orchestrator.chat_renderer import build_renderer
-
-    assert Path(MODEL).is_dir()
-    config, _ = build_renderer(str(MODEL), None)
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
-        client = TrainClient(
-            TrainClientConfig(
-                base_url=gateway.http_url + "/v1",
-                api_key_var="COMPOSER_GATEWAY_TOKEN",
-                renderer=config,
-                renderer_model_name=str(MODEL),
-            )
-        )
-        gateway.records.open("r7")
-        body = {"model": "policy", "messages": MESSAGES, "tools": TOOLS}
-        response = await client.get_response(
-            ChatDialect(), body, SamplingConfig(temperature=1.0, max_tokens=6), session_id="r7"
-        )
-        [record] = gateway.records.take("r7")
-        assert response.tokens.prompt_ids == record.prompt_ids.tolist()
-        assert response.tokens.completion_ids == record.answer.ids.tolist()
-        assert response.tokens.completion_logprobs == record.answer.token_logprobs.tolist()
-        with pytest.raises(ProviderError, match="maximum context length"):
-            long = {"model": "policy", "messages": [{"role": "user", "content": "word " * 3000}]}
-            await client.get_response(ChatDialect(), long, SamplingConfig(max_tokens=6), session_id="r7")
-        await client.close()
-
-
-@pytest.mark.process  # the tokenizer's import asks ldconfig
-@pytest.mark.timeout(240)
-async def test_the_workers_client_gets_what_verifiers_client_gets(open_gateway, node_keys):
-    """The same conversation through verifiers' client and the workers': equal tokens and records."""
-    pytest.importorskip("verifiers.v1")
-    from verifiers.v1.clients.train import TrainClient
-    from verifiers.v1.configs.client import TrainClientConfig
-    from verifiers.v1.dialects.chat import ChatDialect
     from verifiers.v1.graph import message_hash
     from verifiers.v1.types import AssistantMessage, SamplingConfig
 
@@ -156,7 +87,7 @@ async def test_the_workers_client_gets_what_verifiers_client_gets(open_gateway, 
     install_renderer(str(MODEL), renderer_config, renderer)
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
         saying(node, "The answer is 4.")
-        responses, records = {}, {}
+        records = {}
         for make in (TrainClient, GatewayClient):
             client = make(
                 TrainClientConfig(
@@ -177,16 +108,14 @@ async def test_the_workers_client_gets_what_verifiers_client_gets(open_gateway, 
                 assert message_hash(response.message) == message_hash(plain), "a later prompt continues this turn"
                 answer = {"role": "assistant", "content": response.message.content}
                 messages = [*messages, answer, {"role": "user", "content": "Are you sure?"}]
+            with pytest.raises(ProviderError, match="maximum context length"):
+                long = {"model": "policy", "messages": [{"role": "user", "content": "word " * 3000}]}
+                await client.get_response(ChatDialect(), long, SamplingConfig(max_tokens=6), session_id=name)
             await client.close()
-            responses[name] = [(each.prompt_ids, each.completion_ids, each.completion_logprobs) for each in tokens]
+            taken = gateway.records.take(name)
             records[name] = [
-                (
-                    record.prompt_ids.tolist(),
-                    record.answer.ids.tolist(),
-                    record.answer.token_logprobs.tolist(),
-                    record.sampling,
-                )
-                for record in gateway.records.take(name)
+                (one.prompt_ids.tolist(), one.answer.ids.tolist(), one.answer.token_logprobs.tolist()) for one in taken
             ]
-        assert responses["TrainClient"] == responses["GatewayClient"]
-        assert records["TrainClient"] == records["GatewayClient"] and len(records["GatewayClient"]) == 3
+            assert records[name] == [(one.prompt_ids, one.completion_ids, one.completion_logprobs) for one in tokens]
+            records[name] += [one.sampling for one in taken]
+        assert records["TrainClient"] == records["GatewayClient"] and len(records["GatewayClient"]) == 6

@@ -24,6 +24,7 @@ from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.weights import Canary, Manifest, sign
 from composer_prime.wire.enrollment import PROTOCOL
 from composer_prime.wire.node import (
+    MAX_PLACES,
     Drain,
     Generate,
     Heard,
@@ -107,20 +108,20 @@ async def test_a_node_that_comes_back_takes_its_name_at_once(open_gateway, node_
                 assert (described["attachments"], described["answers"]) == (2, 1)
 
 
-async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_keys):
+@pytest.mark.parametrize("instance", ["another", ""])
+async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_keys, instance):
     """Another process under an attached node's name is turned away with the remedy; the node goes on."""
-    async with (
-        open_gateway() as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "a") as holder,
-        PeerNode(gateway.node_endpoint, node_keys, "a") as other,
-    ):
-        assert isinstance(other.welcome, Rejected)
-        assert "its own name" in other.welcome.reason and "lost_after_s" in other.welcome.reason
-        assert other.welcome.may_return  # the holder may vanish
-        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
-        assert (len(holder.generates), len(other.generates)) == (1, 0)
-        [described] = gateway.state()["nodes"]
-        assert described["attachments"] == 1
+    other = PeerNode("", node_keys, "a")
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as holder:
+        other.endpoint, other.instance = gateway.node_endpoint, instance
+        async with other:
+            assert isinstance(other.welcome, Rejected)
+            assert "its own name" in other.welcome.reason and "lost_after_s" in other.welcome.reason
+            assert other.welcome.may_return  # the holder may vanish
+            assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+            assert (len(holder.generates), len(other.generates)) == (1, 0)
+            [described] = gateway.state()["nodes"]
+            assert described["attachments"] == 1
 
 
 async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_gateway, node_keys):
@@ -271,7 +272,7 @@ async def test_raw_bytes_on_the_node_port_do_no_harm(open_gateway, node_keys):
         ({"protocol": 1}, f"the node speaks protocol 1, this run {PROTOCOL}"),
         ({"run_id": "another"}, "'another'"),
         ({"node_id": ""}, "node id"),
-        ({"max_concurrent": 0}, "max_concurrent"),
+        *(({"max_concurrent": places}, f"max_concurrent is {places}") for places in (-1, 0, MAX_PLACES + 1, 2**40)),
     ],
 )
 async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gateway, node_keys, changes, complaint):
@@ -389,17 +390,6 @@ async def test_a_flood_from_one_node_does_not_stop_the_others(open_gateway, node
             await asyncio.sleep(0)  # one turn of the event loop
         assert (await reply)[0] == 200
         assert 0 < max(later - earlier for earlier, later in itertools.pairwise(counts)) < 2_000
-
-
-async def test_a_dealer_that_never_says_hello_is_asked_to(open_gateway, node_keys):
-    """A heartbeat on an unknown connection is answered with a request for a Hello."""
-    async with open_gateway() as gateway:
-        context = zmq.asyncio.Context()
-        socket = dealer(context, gateway.node_endpoint, node_keys)
-        await socket.send(msgspec.msgpack.encode({"type": "goodbye", "reason": "x"}))
-        raw = await asyncio.wait_for(socket.recv(), 100)
-        assert msgspec.msgpack.decode(raw, type=Heard) == Heard(known=False)
-        context.destroy(linger=0)
 
 
 async def test_closing_ends_waiting_requests_at_once(open_gateway, node_keys):

@@ -11,7 +11,7 @@ from fleet import Fleet, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.node import MAX_PLACES, NodeHello
+from composer_prime.wire.node import NodeHello
 from orchestrator.gateway.nodes import AttachedNode, able_nodes
 from orchestrator.gateway.placing import Conversations, Placing, WarmPrefix
 from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
@@ -290,16 +290,6 @@ async def test_placing_compares_few_nodes_however_many_there_are():
         looks[num_nodes] = count[0]
         await fleet.close()
     assert looks[1000] <= looks[10]
-
-
-async def test_claims_do_not_change_a_nodes_pace():
-    """Only the gateway's clock counts: a node that claims places and tokens a second is ranked as before."""
-    fleet = Fleet(a={"max_concurrent": MAX_PLACES}, b={})
-    before = fleet.router.placing.pace(fleet.node("a"))
-    fleet.router.update_status(fleet.node("a"), status(tokens_per_s=1e12))
-    assert fleet.router.placing.pace(fleet.node("a")) == before == fleet.router.placing.pace(fleet.node("b"))
-    await asyncio.sleep(0)
-    await fleet.close()
 
 
 @given(

@@ -8,7 +8,7 @@ import time
 import pytest
 from fleet import Fleet, status
 from http_calls import generate_body, post
-from node_peer import PeerNode, failed, tokens_for
+from node_peer import PeerNode, failed
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import NodeHello
@@ -262,19 +262,6 @@ async def test_a_request_that_every_node_refuses_is_no_nodes_fault():
     await fleet.close()
 
 
-async def test_one_nodes_refusal_does_not_end_a_request(open_gateway, node_keys):
-    """A node that does not say its context refuses; the request goes to a larger one."""
-    async with (
-        open_gateway() as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "a") as small,
-        PeerNode(gateway.node_endpoint, node_keys, "b") as large,
-    ):
-        small.answer = lambda request: failed(request, "the context length is exceeded", retryable=False)
-        code, reply = await post(gateway.http_url, generate_body(5, 6))
-        assert code == 200 and reply["choices"][0]["token_ids"] == tokens_for([5, 6], 6)[0].tolist()
-        assert (len(small.generates), len(large.generates)) == (1, 1)
-
-
 async def test_a_request_goes_only_where_it_fits():
     """It waits for the node with room for prompt and answer; others overtake it; free small nodes are not asked."""
     fleet = Fleet(small={"max_context": 100}, large={"max_context": 1000, "max_concurrent": 1})
@@ -324,16 +311,4 @@ async def test_a_long_conversation_waits_for_a_node_that_is_away_for_a_while():
     fleet.router.place()
     with pytest.raises(RequestError, match=r"Prompt length \(300\) exceeds maximum context length \(100\)"):
         await fleet.calls[0]
-    await fleet.close()
-
-
-async def test_every_node_refusing_ends_the_request():
-    """With no other node left, the caller gets the last node's words."""
-    fleet = Fleet(a={}, b={})
-    await fleet.ask()
-    for name in ("a", "b"):
-        [request] = fleet.sent[name]
-        fleet.router.on_failed(fleet.node(name), failed(request, f"{name} refuses", retryable=False))
-    with pytest.raises(RequestError, match="node b: b refuses"):
-        await fleet.calls[-1]
     await fleet.close()
