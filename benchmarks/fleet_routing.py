@@ -65,10 +65,6 @@ _MAX_TOKENS = 4096
 class LeastLoaded(Placing):
     """The node with the fewest requests for its places."""
 
-    def free(self, request: GatewayRequest, now: float, oldest: int, newest: int) -> list[AttachedNode]:
-        with_room = (node for node in self._nodes.values() if len(node.leases) < node.standing.places)
-        return [node for node in with_room if node.cannot_serve(now, oldest, newest) is None]
-
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         def load(node: AttachedNode) -> float:
             """A node that claims many places gets more than others only after it has answered that many."""

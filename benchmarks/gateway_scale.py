@@ -10,16 +10,16 @@ turns     CPU of the gateway's process a turn, its threads included, with prompt
           conversation of 100 turns. The median run counts. A tool takes .1 s and rollouts begin evenly over that time,
           so that short and long prompts come at one rate, one by one: the more turns the gateway handles at a wake-up,
           the less each costs. What it takes without any request is measured before and left out.
-placing   CPU from a request's arrival at the router to its answer, with 1, 256 and 1000 nodes and no network.
+placing   CPU from a request's arrival at the router to its answer, with 1, 64 and 256 nodes and no network.
 flood     turns per second with and without a second node that floods the link, and the growth of resident memory.
 open      lag of the router's event loop with that many rollouts open, each with a request at the node or on its way:
           as it is, and with everything that existed at the start exempted from garbage collections, as the
           orchestrator does.
 
-The exit status is 1 when a turn costs more than 4 times as much at 32k as at 205, when placing at 1000 nodes is above
-twice that at 1, when a flood costs more than 15 % of the turns per second or more than 32 MiB, or when the lag's 99th
-percentile reaches 50 ms. On a busy machine the loop is also late because
-others hold the CPU: `own` is what the gateway's work explains of the lag.
+The exit status is 1 when a turn costs more than 4 times as much at 32k as at 205, when placing takes more than 2 ms
+with the most nodes, when a flood costs more than 15 % of the turns per second or more than 32 MiB, or when the lag's
+99th percentile reaches 50 ms. On a busy machine the loop is also late because others hold the CPU: `own` is what the
+gateway's work explains of the lag.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from orchestrator.event_loop import freeze_startup
 from orchestrator.gateway.nodes import AttachedNode, Nodes
 from orchestrator.gateway.routing import Router
 
-FLAT_TARGET, PLACING_TARGET, LAG_TARGET_S = 4.0, 2.0, 0.05
+FLAT_TARGET, PLACING_TARGET_US, LAG_TARGET_S = 4.0, 2000.0, 0.05
 FLOOD_TARGET, GROWTH_TARGET_MIB = 0.85, 32
 OPEN_STATES = {"as it is": False, "frozen": True}
 """Whether what exists at the start is exempted from garbage collections."""
@@ -252,10 +252,9 @@ def verdicts(figures: dict[str, Any]) -> list[tuple[str, bool]]:
         flat = turns["32k"] / turns["205"]
         answers.append((f"32k over 205: {flat:.2f}, at most {FLAT_TARGET}", flat <= FLAT_TARGET))
     if placing := figures.get("placing"):
-        few, many = min(placing), max(placing)
-        ratio = placing[many] / placing[few]
-        answers.append((f"placing, {many} nodes over {few}: {ratio:.2f}, at most {PLACING_TARGET}",
-                        ratio <= PLACING_TARGET))  # fmt: skip
+        many = max(placing)
+        text = f"placing with {many} nodes: {placing[many]:.0f} us, at most {PLACING_TARGET_US:.0f}"
+        answers.append((text, placing[many] <= PLACING_TARGET_US))
     if flood := figures.get("flood"):
         share, grown = flood["flooded"] / flood["calm"], flood["grown_mib"]
         text = f"flooded over calm: {share:.0%} of the turns a second, at least {FLOOD_TARGET:.0%}"
@@ -288,7 +287,7 @@ def main() -> int:
     parts = ("turns", "placing", "flood", "open")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case and form")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 256, 1000])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--placed", type=int, default=3200, help="requests that are placed at each number of nodes")
     parser.add_argument("--open-rollouts", type=int, default=10_000)
     parser.add_argument("--delay-s", type=float, default=30.0, help="in the part open the node answers after this long")

@@ -260,7 +260,7 @@ class RolloutRecords:
             return []
         del self._oldest_versions[rollout_id]
         if self._router is not None:
-            for session in {rollout_id, *sessions}:
+            for session in dict.fromkeys((rollout_id, *sessions)):
                 self._router.forget(session)
         turns = sorted((turn for turns in sessions.values() for turn in turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}

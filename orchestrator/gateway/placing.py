@@ -1,12 +1,4 @@
-"""Which node a request should go to, without a look at every node.
-
-    free nodes, sorted by the seconds that an average request would take there   (bisect: a few microseconds each)
-        first few that can serve it, and the node where its conversation is warm
-            least expected seconds for this request's own prompt
-
-A node's position changes with its requests, its reports and its answers: the router calls `update`. Nodes that cannot
-serve for now (old weights, draining, suspended) leave the order when they are met, and return when that may have
-changed. So a placement costs the logarithm of the number of nodes, however many of them wait for weights.
+"""Which node a request should go to: where it would take the least time, by the nodes' measured pace.
 
 A conversation stays where its prompt is cached, until a turn there would take much longer than elsewhere with the whole
 prompt to compute. When a KV cache cannot hold all conversations of its node, they push one another out of it, and each
@@ -15,10 +7,9 @@ turn computes its whole prompt again. So a node without room counts as many time
 
 from __future__ import annotations
 
-import math
 import time
-from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.gateway.nodes import UNPROVEN_PLACES, AttachedNode
@@ -27,8 +18,6 @@ from orchestrator.gateway.speed import FleetPace, Pace
 
 _MAX_SESSIONS = 1 << 16
 """Sessions whose node is remembered."""
-_CANDIDATES = 4
-"""Free nodes whose expected time is compared for a request."""
 _STAY_FACTOR, _STAY_S = 1.5, 1.0
 """A conversation leaves its node when a turn there takes this many times as long as elsewhere plus this many seconds:
 loads fluctuate, and leaving loses the cache."""
@@ -39,7 +28,7 @@ _FULL_FROM, _CROWDED = 0.9, 16.0
 _MEAN_OVER, _MEAN_CONTEXT_OVER = 0.05, 0.005
 """Weight of the newest answer in the running means. Turns of one conversation are alike in their contexts."""
 _UPDATE_EVERY = 32
-"""The order is updated to the fleet's current pace after this many answers, or as many as there are nodes."""
+"""The fleet's pace is taken again after so many answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +58,18 @@ _NONE = Conversations()
 
 
 class Placing:
-    """The order of the free nodes, and where conversations are warm."""
+    """What the choice of a node rests on: the pace of all, and where conversations are warm."""
 
     def __init__(self) -> None:
         self.fleet = FleetPace()
         self.mean_sampled = 256.0
         """Tokens of an answer; a running mean."""
-        self.mean_cold = 512.0
-        """Prompt tokens that an answer needs computed; a running mean."""
         self.mean_context = 0.0
         """Tokens of a conversation after a turn; a running mean."""
         self.warm_tokens = self.prompt_tokens = 0
         """Over all placements: prompt tokens, and those of them that were cached where the request went."""
         self.moved = 0
         """Turns that went elsewhere though their conversation's node was free."""
-        self._nodes: dict[str, AttachedNode] = {}
-        self._order: list[tuple[float, str]] = []
-        """(expected seconds, more without room in the KV cache; node id) of the nodes with a free place."""
-        self._keys: dict[str, tuple[float, str]] = {}
-        self._aside: set[str] = set()
-        """Nodes with a free place that could not serve when they were met."""
-        self._look_again = math.inf
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
         self._conversations: dict[str, Conversations] = {}
@@ -101,34 +81,6 @@ class Placing:
         """Share of all prompt tokens that were cached where their requests went, as far as this gateway knows."""
         return self.warm_tokens / max(1, self.prompt_tokens)
 
-    # -- the order -----------------------------------------------------------------------------------------------
-
-    def update(self, node: AttachedNode) -> None:
-        """Put `node` where it belongs now. Call it after any change of the node."""
-        self._remove(node.node_id)
-        self._nodes[node.node_id] = node
-        if node.has_room:
-            seconds = self._hopeful_pace(node).seconds(self.mean_cold, self.mean_sampled, len(node.leases) + 1)
-            key = self._keys[node.node_id] = (seconds * self._crowding(node, 1), node.node_id)
-            insort(self._order, key)
-
-    def drop(self, node: AttachedNode) -> None:
-        """Forget a node that is away."""
-        self._remove(node.node_id)
-        self._nodes.pop(node.node_id, None)
-
-    def look_again(self) -> None:
-        """Consider nodes again that could not serve: the versions that are wanted have changed."""
-        self._look_again = math.inf
-        for node_id in list(self._aside):
-            self.update(self._nodes[node_id])
-
-    def _remove(self, node_id: str) -> None:
-        self._aside.discard(node_id)
-        key = self._keys.pop(node_id, None)
-        if key is not None:
-            del self._order[bisect_left(self._order, key)]
-
     def pace(self, node: AttachedNode) -> Pace:
         """Return the pace to reckon with for `node`."""
         return self.fleet.of(node.speed, min(node.hello.max_concurrent, UNPROVEN_PLACES) / UNPROVEN_PLACES)
@@ -138,67 +90,29 @@ class Placing:
         pace, speed = self.pace(node), node.speed
         return Pace(pace.prompt_s, pace.token_s) if speed.pace is None and speed.is_hopeful else pace
 
-    def _crowding(self, node: AttachedNode, new: int) -> float:
-        """Return how many times as slow `node` counts for lack of room in its KV cache; 1 where all fits.
+    def crowding(self, request: GatewayRequest, node: AttachedNode) -> float:
+        """Return how many times as slow `node` counts for `request` for lack of room in its KV cache; 1 where all fits.
 
-        `new`: tokens of a conversation that would join those that are there, 0 for one of them. Where one joins, some
-        room is left, and together they count as long as so many average ones: conversations grow.
+        Where a conversation joins those that are there, some room is left, and together they count as long as so many
+        average ones: conversations grow.
         """
         room = node.status.kv_tokens if node.status is not None else 0
-        lack = float(node.cache_is_full and (new > 0 or not room))
+        warm = self._sessions.get(request.session)
+        joins = warm is None or warm.node_id != node.node_id
+        lack = float(node.cache_is_full and (joins or not room))
         if room:
             held = self._conversations.get(node.node_id, _NONE)
-            expected = float(new)
+            expected = float(request.num_prompt)
             if held.count:  # Else it pushes nobody out.
-                expected = max(held.size, held.count * self.mean_context) + max(new, self.mean_context)
-            lack = max(lack, expected / (_FULL_FROM * room) - 1.0 if new else held.size / room - 1.0)
+                expected = max(held.size, held.count * self.mean_context) + max(expected, self.mean_context)
+            lack = max(lack, expected / (_FULL_FROM * room) - 1.0 if joins else held.size / room - 1.0)
         return _CROWDED * (1.0 + lack) if lack > 0 else 1.0
-
-    def crowding(self, request: GatewayRequest, node: AttachedNode) -> float:
-        """Return how many times as slow `node` counts for `request` for lack of room in its KV cache."""
-        warm = self._sessions.get(request.session)
-        return self._crowding(node, 0 if warm is not None and warm.node_id == node.node_id else request.num_prompt)
 
     def is_measured(self, node: AttachedNode) -> bool:
         """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
         return self.fleet.median is not None and node.speed.pace is not None
 
     # -- the choice ----------------------------------------------------------------------------------------------
-
-    def free(self, request: GatewayRequest, now: float, oldest: int, newest: int) -> list[AttachedNode]:
-        """Return the best nodes with a free place and room for the whole answer, best first, and the warm one.
-
-        Only a node that `request` should avoid comes alone. `oldest` and `newest` bound the versions that may serve.
-        """
-        if now >= self._look_again:
-            self.look_again()
-        fitting: list[AttachedNode] = []
-        avoided: list[AttachedNode] = []
-        unable: list[AttachedNode] = []
-        for _, node_id in self._order:
-            node = self._nodes[node_id]
-            if node.cannot_serve(now, oldest, newest) is not None:
-                unable.append(node)
-            elif request.fits(node):
-                (avoided if node_id == request.tried.avoid else fitting).append(node)
-                if len(fitting) == _CANDIDATES:
-                    break
-        for node in unable:
-            self._remove(node.node_id)
-            self._aside.add(node.node_id)
-            if node.standing.suspended_until > now:
-                self._look_again = min(self._look_again, node.standing.suspended_until)
-        warm = self._sessions.get(request.session)
-        if warm is not None and warm.node_id in self._keys and fitting:
-            node = self._nodes[warm.node_id]
-            can_serve = node.cannot_serve(now, oldest, newest) is None and node.node_id != request.tried.avoid
-            if can_serve and request.fits(node) and node not in fitting:
-                fitting.append(node)
-        return fitting or avoided
-
-    def any_free(self, now: float) -> bool:
-        """Whether a node may have a free place. `free` finds out whether it can serve."""
-        return bool(self._order) or now >= self._look_again
 
     def choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         """Return the node of `free` on which `request` takes the least time, or its conversation's own."""
@@ -252,48 +166,40 @@ class Placing:
             self._remember(request.session, replace(warm, size=max(warm.size, size), since=now))
         return Running(node, lease, now, load=len(node.leases) + 1, cold=cold)
 
-    def note_answer(self, request: GatewayRequest, running: Running, sampled: int) -> None:
-        """Take in an answer of `sampled` tokens. Its node, by `running`, no longer holds the request."""
+    def note_answer(
+        self, request: GatewayRequest, running: Running, sampled: int, nodes: Iterable[AttachedNode]
+    ) -> None:
+        """Take in an answer of `sampled` tokens. Its node, one of `nodes`, no longer holds the request."""
         node = running.node
         load = (running.load + len(node.leases) + 1) / 2
         elapsed_s = time.monotonic() - running.placed
         node.speed.note(max(elapsed_s, 1e-6), cold=running.cold, sampled=sampled, load=load)
         self.mean_sampled += _MEAN_OVER * (sampled - self.mean_sampled)
-        self.mean_cold += _MEAN_OVER * (running.cold - self.mean_cold)
         self._answers += 1
         size = request.num_prompt + sampled
         self.mean_context += max(_MEAN_CONTEXT_OVER, 1 / self._answers) * (size - self.mean_context)
         if request.session == request.request_id:  # It is of no conversation.
-            self._take_off(request.session)
+            self.forget(request.session)
         else:
             self._remember(request.session, WarmPrefix(node.node_id, size, size, node.version, time.monotonic()))
-        if self._answers % max(_UPDATE_EVERY, len(self._nodes)) == 0:
-            self.fleet.update(other.speed for other in self._nodes.values())
-            for other in list(self._nodes.values()):
-                self.update(other)
+        if self._answers % _UPDATE_EVERY == 0:
+            self.fleet.update(other.speed for other in nodes)
 
     def _remember(self, session: str, warm: WarmPrefix) -> None:
-        self._take_off(session)
+        self.forget(session)
         self._sessions[session] = warm
         held = self._conversations.get(warm.node_id, _NONE)
         self._conversations[warm.node_id] = Conversations(held.count + 1, held.size + warm.size)
         oldest = next(iter(self._sessions))
         while len(self._sessions) > _MAX_SESSIONS or self._sessions[oldest].since < warm.since - _IDLE_S:
-            self._take_off(oldest)
+            self.forget(oldest)
             oldest = next(iter(self._sessions))
-
-    def _take_off(self, session: str) -> str | None:
-        """Take a conversation off its node, and return that node's id."""
-        warm = self._sessions.pop(session, None)
-        if warm is None:
-            return None
-        held = self._conversations.pop(warm.node_id)
-        if held.count > 1:
-            self._conversations[warm.node_id] = Conversations(held.count - 1, held.size - warm.size)
-        return warm.node_id
 
     def forget(self, session: str) -> None:
         """Forget a conversation that is over."""
-        node = self._nodes.get(self._take_off(session) or "")
-        if node is not None:
-            self.update(node)
+        warm = self._sessions.pop(session, None)
+        if warm is None:
+            return
+        held = self._conversations.pop(warm.node_id)
+        if held.count > 1:
+            self._conversations[warm.node_id] = Conversations(held.count - 1, held.size - warm.size)

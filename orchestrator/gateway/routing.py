@@ -99,7 +99,8 @@ class Router:
         self.queue = RequestQueue()
         self.open: dict[str, GatewayRequest] = {}
         """Every request without an answer, by id."""
-        self._oldest_version = 0
+        self.oldest_version = 0
+        """Nodes with older weights get no request: they are catching up."""
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
@@ -111,16 +112,6 @@ class Router:
         self._closed: RequestError | None = None
 
     @property
-    def oldest_version(self) -> int:
-        """Nodes with older weights get no request: they are catching up."""
-        return self._oldest_version
-
-    @oldest_version.setter
-    def oldest_version(self, version: int) -> None:
-        self._oldest_version = version
-        self.placing.look_again()
-
-    @property
     def newest_version(self) -> int:
         """Nodes with newer weights get no request: they belong to a future that was rewound."""
         return self.nodes.newest_version
@@ -128,7 +119,6 @@ class Router:
     @newest_version.setter
     def newest_version(self, version: int) -> None:
         self.nodes.newest_version = version
-        self.placing.look_again()
 
     @property
     def queued(self) -> int:
@@ -207,10 +197,7 @@ class Router:
         """Take the lease from the node."""
         node = running.node
         node.leases.pop(running.lease, None)
-        if not node.attached:
-            return
-        self.placing.update(node)
-        if cancel:
+        if cancel and node.attached:
             self.send(node, CancelGenerate(request_id=request.request_id, lease=running.lease))
 
     def _requeue(self, request: GatewayRequest, *, was_running: bool) -> None:
@@ -255,12 +242,13 @@ class Router:
 
     def place(self) -> None:
         """Hand waiting requests to nodes, oldest first, until no node has a free place."""
-        if self._placing or self._closed is not None:
+        if self._placing or self._closed is not None or not self.queue:
             return
         self._placing = True
         unmet: set[Needs] = set()
+        serving = self.serving()
         try:
-            while (placement := self._next_placement(unmet)) is not None:
+            while (placement := self._next_placement(serving, unmet)) is not None:
                 request, node = placement
                 if isinstance(node, RequestError):
                     self.end(request, node)
@@ -274,35 +262,29 @@ class Router:
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _next_placement(self, unmet: set[Needs]) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
+    def _next_placement(
+        self, serving: list[AttachedNode], unmet: set[Needs]
+    ) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
         """Return the first request that a free node can take, or whose prompt no known node has room for.
 
         Requests that need a node that is not free, or that is away for a while, keep their position. What they need
         goes into `unmet`: nodes only fill up while requests are placed, so others with the same needs are passed over.
         """
-        now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
-        serving: list[AttachedNode] | None = None
-        for needs, request in self.queue.heads():
-            if not self.placing.any_free(now):
-                return None
+        roomy = [node for node in serving if node.attached and node.has_room]
+        for needs, request in self.queue.heads() if roomy else []:
             if needs in unmet:
                 continue
             self.queue.looked_at += 1
-            free = self.placing.free(request, now, oldest, newest)
-            if free:
+            if free := [node for node in roomy if request.fits(node)]:
                 return request, self.placing.choose(request, free)
-            serving = self.serving() if serving is None else serving
-            if not any(node.has_room for node in serving):
-                return None
             able = able_nodes(request, serving)
             if request.kept and not able:
                 self.apply(request, Restarted())
-                return self._next_placement(unmet)
+                return self._next_placement(serving, unmet)
             largest_known = self.nodes.largest_context(self.no_node_timeout_s)
             if request.num_prompt >= largest_known:
                 return request, too_long(request, int(largest_known))
-            free = [node for node in able if node.has_room]
-            if free:
+            if free := [node for node in able if node in roomy]:
                 return request, self.placing.choose(request, free)
             unmet.add(needs)
         return None
@@ -314,7 +296,6 @@ class Router:
         running = self.placing.note_placed(request, node, next(self._leases))
         self.apply(request, Placed(running), cancel=False)
         node.leases[running.lease] = request
-        self.placing.update(node)
         if not self.send(node, request.message(running)):
             self.leave(node, "unreachable")
 
@@ -355,7 +336,6 @@ class Router:
         node.speed.streams = True
         node.heard.delivered = time.monotonic()
         if node.speed.note_tokens(len(part)):
-            self.placing.update(node)
             self.place()
 
     def _take_answer(self, request: GatewayRequest, running: Running, answer: Answer) -> None:
@@ -363,8 +343,7 @@ class Router:
         self.apply(request, Answered(answer), cancel=False)
         node.note_answer(len(answer))
         node.speed.note_tokens(len(answer) - len(running.streamed))
-        self.placing.note_answer(request, running, len(answer))
-        self.placing.update(node)
+        self.placing.note_answer(request, running, len(answer), self.nodes.attached())
         # Other nodes refused a request that can be answered. If all refuse, no node is at fault.
         for refuser in self.nodes.attached() if request.tried.refused_by else ():
             if refuser.node_id in request.tried.refused_by:
@@ -433,7 +412,6 @@ class Router:
     def blame(self, node: AttachedNode) -> None:
         """Count a failure of an attached node, which may suspend it."""
         node.note_failure(self._suspend_s)
-        self.placing.update(node)
 
     def blame_node_of(self, request: GatewayRequest) -> None:
         """Count a failure of the node that had `request` for long, when it ended, and delivered nothing meanwhile."""
@@ -454,19 +432,16 @@ class Router:
             self.leave(former, "came back on a new connection")
         node = self.nodes.add(identity, hello, key)
         self.queue.use_contexts(self.nodes.contexts)
-        self.placing.update(node)
         return node
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
         """Take in a heartbeat."""
         node.note_status(status, self.newest_version)
-        self.placing.update(node)
 
     def leave(self, node: AttachedNode, reason: str) -> None:
         """Mark `node` as away, and place elsewhere what it held."""
         if not self.nodes.remove(node, reason):
             return
-        self.placing.drop(node)
         if node.leases and node.heard.delivered <= min(node.placed_at()):
             node.note_failure(self._suspend_s)  # Else it could come back for them again and again.
         for request in reversed(list(node.leases.values())):

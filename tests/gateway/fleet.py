@@ -36,7 +36,6 @@ class Fleet:
             hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
             node = self.router.attach(name.encode(), msgspec.structs.replace(hello, **changes))
             node.speed.note_tokens(1 << 20)  # So that it gets all of its places at once.
-            self.router.placing.update(node)
         self.calls: list[asyncio.Task] = []
 
     def _send(self, identity: bytes, message) -> bool:

@@ -49,7 +49,6 @@ def test_no_answer_makes_a_node_faster_than_sixteen_times_the_median():
 def set_pace(node: AttachedNode, pace: Pace, fleet: Fleet) -> None:
     node.speed.pace = pace
     fleet.router.placing.fleet.median = Pace(1e-3, 1e-2)
-    fleet.router.placing.update(node)
 
 
 async def test_a_fast_node_gets_as_many_more_requests_as_it_is_faster():
@@ -76,7 +75,6 @@ async def test_a_node_that_comes_back_is_tried_beside_faster_ones_with_room(was_
     set_pace(fleet.node("fast"), Pace(1e-4, 5e-4, 1e-2), fleet)
     set_pace(fleet.node("slow"), Pace(6e-4, 3e-3, 6e-2), fleet)
     fleet.router.placing.fleet.median = Pace(6e-4, 3e-3, 6e-2)
-    fleet.router.placing.update(fleet.node("back"))
     await fleet.ask(28)
     assert (len(fleet.sent["fast"]), len(fleet.sent["back"]), len(fleet.sent["slow"])) == expected
     await fleet.close()
@@ -91,10 +89,8 @@ async def test_a_conversation_leaves_when_waiting_costs_more_than_its_prompt_els
     for name in "ab":
         set_pace(fleet.node(name), Pace(1e-3, 1e-3), fleet)
     fleet.node("b").standing.places = 0
-    fleet.router.placing.update(fleet.node("b"))
     await fleet.ask(others, max_tokens=2000)
     fleet.node("b").standing.places = 64
-    fleet.router.placing.update(fleet.node("b"))
     await fleet.ask(prompt=4010, session="s", max_tokens=2000)
     assert fleet.sent["a" if stays else "b"][-1].session == "s"
     assert fleet.router.placing.moved == (0 if stays else 1)
@@ -107,10 +103,8 @@ async def test_a_conversation_stays_until_the_fleet_is_measured():
     await fleet.ask(session="s")
     fleet.answer("a", fleet.sent["a"][0])
     fleet.node("b").standing.places = 0
-    fleet.router.placing.update(fleet.node("b"))
     await fleet.ask(8)
     fleet.node("b").standing.places = 64
-    fleet.router.placing.update(fleet.node("b"))
     for name in "ab":
         fleet.node(name).speed.pace = Pace(1e-4, 1e-3)
     await fleet.ask(session="s")
@@ -239,59 +233,6 @@ async def test_a_prompt_is_warm_only_for_the_weights_that_read_it(keeps, warm):
     await fleet.close()
 
 
-async def test_nodes_that_cannot_serve_are_looked_at_once_and_come_back():
-    """Outdated nodes leave the order when they are met, and return with their report or with another version wanted."""
-    fleet = Fleet(**{f"n{i}": {} for i in range(20)})
-    router = fleet.router
-    router.newest_version = router.oldest_version = 1
-    await fleet.ask(2)
-    assert router.queued == 2 and not router.placing._order
-    router.update_status(fleet.node("n3"), status(version=1))
-    router.place()
-    assert router.queued == 0 and len(fleet.sent["n3"]) == 2
-    router.oldest_version = 0
-    await fleet.ask(19)
-    assert all(fleet.sent[f"n{i}"] for i in range(20))
-    await fleet.close()
-
-
-async def test_nodes_that_wait_for_weights_cost_requests_nothing(monkeypatch):
-    """With 64 outdated nodes and 350 queued requests, each node is asked about itself a few times, not per request."""
-    fleet, asked, usual = Fleet(**{f"n{i}": {} for i in range(64)}), [0], AttachedNode.cannot_serve
-
-    def counted(node, *args):
-        asked[0] += 1
-        return usual(node, *args)
-
-    fleet.router.newest_version = fleet.router.oldest_version = 1
-    monkeypatch.setattr(AttachedNode, "cannot_serve", counted)
-    await fleet.ask(350)
-    fleet.router.place()
-    fleet.router.update_status(fleet.node("n0"), status())
-    fleet.router.place()
-    assert fleet.router.queued == 350 and asked[0] <= 64 + 350
-    await fleet.close()
-
-
-async def test_placing_compares_few_nodes_however_many_there_are():
-    """A request and its answer touch the order at a logarithm of places: 1,000 nodes cost no more looks than 10."""
-    looks = {}
-    for num_nodes in (10, 1000):
-        fleet = Fleet(**{f"n{i:04d}": {} for i in range(num_nodes)})
-        placing, count = fleet.router.placing, [0]
-        usual = placing.seconds
-
-        def counted(request, node, count=count, usual=usual):
-            count[0] += 1
-            return usual(request, node)
-
-        placing.seconds = counted
-        await fleet.ask(10)
-        looks[num_nodes] = count[0]
-        await fleet.close()
-    assert looks[1000] <= looks[10]
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from([8, 16, 64, None]), st.integers(0, 3), st.integers(1, 2)), min_size=1, max_size=6
@@ -321,35 +262,16 @@ def test_nothing_waits_that_a_free_node_may_answer(nodes, requests):
     asyncio.run(scenario())
 
 
-async def test_requests_with_the_same_needs_are_looked_at_once():
-    """200 requests of all lengths wait for new weights: a heartbeat asks the nodes once, not 200 times."""
-    fleet = Fleet(**{f"n{index}": {} for index in range(20)})
-    fleet.router.newest_version = 1
-    for prompt in range(1, 201):
-        await fleet.ask(prompt=prompt, oldest_version=1)
-    asked = []
-    free = fleet.router.placing.free
-    fleet.router.placing.free = lambda *words: asked.append(words) or free(*words)
-    fleet.router.place()
-    assert len(asked) == 1 and fleet.router.queued == 200
-    fleet.router.update_status(fleet.node("n3"), status(version=1))
-    fleet.router.place()
-    assert len(fleet.sent["n3"]) == 64
-    await fleet.close()
-
-
-async def test_begun_requests_with_the_same_needs_are_looked_at_once_too():
+async def test_begun_requests_with_the_same_needs_are_looked_at_once():
     """The node of many answers leaves; another one is full, and the free one has too short a context to go on."""
     fleet = Fleet(a={}, full={}, small={"max_context": 8})
     await fleet.ask(128, prompt=10, max_tokens=100)
     for request in fleet.sent["a"]:
         fleet.stream("a", request, [10] * 16)
     fleet.router.leave(fleet.node("a"), "test")
-    asked = []
-    free = fleet.router.placing.free
-    fleet.router.placing.free = lambda *words: asked.append(words) or free(*words)
+    looked_at = fleet.router.queue.looked_at
     fleet.router.place()
-    assert fleet.router.queued == 64 == len(fleet.sent["a"]) and len(asked) == 1
+    assert fleet.router.queued == 64 == len(fleet.sent["a"]) and fleet.router.queue.looked_at == looked_at + 1
     await fleet.close()
 
 
@@ -358,7 +280,6 @@ async def test_a_node_gets_few_requests_until_its_pace_is_measured():
     fleet = Fleet(new={})
     new = fleet.node("new")
     new.speed.tokens = 0
-    fleet.router.placing.update(new)
     await fleet.ask(64, max_tokens=100)
     assert len(new.leases) == 4
     fleet.stream("new", fleet.sent["new"][0], [10] * 64)

@@ -20,6 +20,6 @@ def test_gateway_scale_measures_and_can_lose(tmp_path):
                "128", "--out", str(out)]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == int("MISSED" in done.stdout), done.stderr
-    assert "placing, 8 nodes over 1" in done.stdout
+    assert "placing with 8 nodes" in done.stdout
     placing = json.loads(out.read_text())["placing"]
     assert set(placing) == {"1", "8"} and all(cpu_us > 0 for cpu_us in placing.values())

@@ -57,7 +57,6 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     assert node.cannot_serve(time.monotonic(), 0, 1) is not None, "a claim ends no suspension"
     fleet.router.update_status(node, status())
     node.standing.suspended_until = 0.0
-    fleet.router.placing.look_again()
     fleet.router.update_status(fleet.node("b"), status(kv_used=0.97))
     await fleet.ask(6)
     assert len(node.leases) == 1
@@ -81,7 +80,6 @@ async def test_a_suspension_has_a_longest_time(stall_s, longest_s):
         suspended_s = node.standing.suspended_until - time.monotonic()
         assert 0 < suspended_s <= longest_s
         node.standing.suspended_until = 0.0
-        fleet.router.placing.look_again()
     assert node.standing.stalls_in_row == 8 and suspended_s == pytest.approx(longest_s, abs=longest_s / 4)
     await fleet.close()
 
