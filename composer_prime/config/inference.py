@@ -17,10 +17,10 @@ class LocalEngineConfig(BaseConfig):
     """Keep the KV cache of a conversation for its next turn (until a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Maximum size of the KV cache, in GiB. It grows with the sequences and limits how many decode together."""
-    kv_at_swap: Literal["keep", "recompute", "keep_conversations"] = "keep"
-    """What to do with the KV cache of running requests at a weight swap: keep it, or recompute it. keep_conversations
-    also keeps the cache of conversations between turns, so long sessions are not recomputed after each swap. It cannot
-    be combined with audits (docs/explanation/routing.md).
+    kv_at_swap: Literal["keep", "keep_conversations"] = "keep"
+    """What to keep at a weight swap: the KV cache of running requests; keep_conversations also keeps that of
+    conversations between turns, so long sessions are not computed again. It cannot be combined with audits
+    (docs/explanation/routing.md).
     """
 
 

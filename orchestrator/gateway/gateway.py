@@ -42,15 +42,12 @@ from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Nodes
 from orchestrator.gateway.routing import Router
-from orchestrator.gateway.waits import Waits, reclaim_lost, reclaim_quarantined, reclaim_stalled
+from orchestrator.gateway.waits import Waits, reclaim_quarantined, reclaim_stalled
 from orchestrator.swarm import Admission, build_swarm
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_IDLE_FACTOR = 3
-"""A node that reports no work for this many lost_after_s has lost what the router thinks it holds. Generous: an answer
-that waits for a weight swap to be proven is in no engine's count."""
 _BEHIND_FACTOR = 4
 """For how many lost_after_s a node's heartbeats may wait behind messages of many frames."""
 _STALL_SHARE = 0.25
@@ -269,7 +266,6 @@ class Gateway:
             self._link.end_revoked()
             is_behind = now - self._node_socket.behind_at < inference.lost_after_s
             router.lose_silent(inference.lost_after_s * (_BEHIND_FACTOR if is_behind else 1))
-            reclaim_lost(router, _IDLE_FACTOR * inference.lost_after_s)
             reclaim_stalled(router, max(inference.lost_after_s, _STALL_SHARE * self.router.request_timeout_s))
             if (error := self.waits.enforce()) is not None:
                 self._fail(error)

@@ -77,8 +77,6 @@ class NodeTimes:
     """It gave an answer, reported sampled tokens or installed weights."""
     delivered: float = field(default_factory=time.monotonic)
     """It gave an answer or a part of one."""
-    idle_since: float | None = None
-    """When its heartbeats began to report no request at all; None while it has some."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,16 +186,12 @@ class AttachedNode:
 
     def note_status(self, status: Status, newest_version: int) -> None:
         """Take in a heartbeat."""
-        now, heard = time.monotonic(), self.heard
-        heard.anything = now
+        heard = self.heard
+        heard.anything = time.monotonic()
         if status.tokens_per_s > 0 or status.version != self.version:
-            heard.progress = now
+            heard.progress = heard.anything
         self.status, self.version = status, status.version
         self.reports.note(min(self.version, newest_version))
-        if status.running or status.waiting:
-            heard.idle_since = None
-        elif heard.idle_since is None:
-            heard.idle_since = now
 
     def placed_at(self) -> list[float]:
         """Return when it was given each request that it holds, monotonic seconds."""

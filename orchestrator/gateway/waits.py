@@ -2,7 +2,6 @@
 
     Waits.enforce         past request_timeout_s -> 503, the run continues
                           without a node for no_node_timeout_s -> 503, the run ends
-    reclaim_lost          the node reports no request at all: the request or its answer was lost on the way
     reclaim_stalled       the node sends heartbeats, but neither answers nor tokens
     reclaim_quarantined   an audit found that the node's answers are wrong
 
@@ -18,7 +17,7 @@ from typing import Any
 
 from composer_prime.errors import DeadlineError
 from orchestrator.gateway.nodes import able_nodes
-from orchestrator.gateway.request_state import Discarded, GatewayRequest, Lost, Running
+from orchestrator.gateway.request_state import Discarded, GatewayRequest, Lost
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
@@ -103,19 +102,6 @@ class Waits:
             }
             for request in oldest
         ]
-
-
-def reclaim_lost(router: Router, lost_after_s: float) -> None:
-    """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
-    now = time.monotonic()
-    for node in router.nodes.attached():
-        idle_since = node.heard.idle_since
-        if idle_since is None:
-            continue
-        for request in list(node.leases.values()):
-            if isinstance(request.state, Running) and now - max(idle_since, request.state.placed) >= lost_after_s:
-                router.apply(request, Lost(f"node {node.node_id} reports no request for {now - idle_since:.1f} s"))
-    router.place()
 
 
 def reclaim_stalled(router: Router, stall_s: float) -> None:

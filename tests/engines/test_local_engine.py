@@ -1,4 +1,4 @@
-"""What is particular to the local engine: shared prompts, recomputed caches, architectures, its limits and failures."""
+"""What is particular to the local engine: shared prompts, architectures, its limits and failures."""
 
 from __future__ import annotations
 
@@ -182,31 +182,6 @@ def test_checks_that_find_no_memory_together_are_done_one_by_one(folder):
         assert [isinstance(one, EngineError) for one in found] == [False, True, False]
         assert [len(one[0]) for one in found if isinstance(one, tuple)] == [35, 36]
         await engine.close()
-
-    run(scenario())
-
-
-def test_recomputed_caches_forget_the_old_weights(folder):
-    # With kv_at_swap = recompute, tokens after a swap are exactly what the new weights alone give.
-    async def scenario():
-        subject = await start(folder, kv_at_swap="recompute", prefill_tokens=32)
-        for attempt in range(8):
-            version = subject.engine.version
-            wanted = [(subject.prompt(k, 20 + 9 * k), sampling(120, seed=k)) for k in range(5)]
-            tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
-            await asyncio.sleep(0.05 * (attempt + 1))
-            await subject.load(version + 1)
-            crossed = 0
-            for (prompt, _), completion in zip(wanted, await asyncio.gather(*tasks), strict=True):
-                for span in completion.version_spans:
-                    scores = subject.reference.score(prompt + completion.ids.tolist(), span.version)[len(prompt) - 1 :]
-                    claimed = torch.tensor(completion.token_logprobs.tolist())
-                    assert (scores - claimed)[span.start : span.end].abs().max() < 1e-4
-                crossed += len(completion.version_spans) == 2
-            if crossed >= 2:
-                break
-        assert crossed >= 2
-        await subject.engine.close()
 
     run(scenario())
 

@@ -124,23 +124,6 @@ async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_key
             assert described["attachments"] == 1
 
 
-async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_gateway, node_keys):
-    """A node that reports no work for a while has lost its requests: they are sent again."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
-        lost: list[Generate] = []
-
-        def lose_first(request: Generate):
-            if not lost:
-                lost.append(request)
-                node.running.clear()
-                return None
-            return node.usual_answer(request)
-
-        node.answer = lose_first
-        status, _ = await post(gateway.http_url, generate_body(5))
-        assert status == 200 and len(node.generates) == 2
-
-
 async def test_a_session_stays_on_its_node_and_others_go_to_the_least_loaded(open_gateway, node_keys):
     """Turns of one conversation find their prefix cache; parallel conversations spread."""
     async with (

@@ -176,9 +176,8 @@ class Computer:
         swap_weights(self._model, self._targets, tensors)
         taken_back = version <= self.version
         self.version = version
-        kv_policy = self._config.local.kv_at_swap
-        begun = () if kv_policy == "keep_conversations" else self._running.items()
-        again = [slot for slot, request in begun if kv_policy == "recompute" or not request.logprobs]
+        begun = () if self._config.local.kv_at_swap == "keep_conversations" else self._running.items()
+        again = [slot for slot, request in begun if not request.logprobs]
         self._table.weights_changed(again, taken_back=taken_back)
         self._resolve(future, None)
 
