@@ -55,24 +55,26 @@ class RequestQueue:
     def _rank(self, request: GatewayRequest) -> int:
         return self._places[request.request_id][1]
 
-    def needs(self, request: GatewayRequest) -> Needs:
-        return Needs(
+    def add(self, request: GatewayRequest, *, first: bool = False) -> None:
+        """Queue a request at the end, or before all others."""
+        self.discard(request)
+        group = self._join(request, next(self._first if first else self._last))
+        if first:
+            group.move_to_end(request.request_id, last=False)
+
+    def _join(self, request: GatewayRequest, rank: int) -> OrderedDict[str, GatewayRequest]:
+        """Put a request at the end of the group with its needs, which is returned."""
+        needs = Needs(
             request.least_version,
             bisect_left(self._contexts, request.num_wanted),
             bisect_left(self._contexts, request.num_prompt + 1),
             frozenset(request.tried.refused_by),
             bool(request.kept),
         )
-
-    def add(self, request: GatewayRequest, *, first: bool = False) -> None:
-        """Queue a request at the end, or before all others."""
-        self.discard(request)
-        needs = self.needs(request)
+        self._places[request.request_id] = needs, rank
         group = self._groups.setdefault(needs, OrderedDict())
         group[request.request_id] = request
-        if first:
-            group.move_to_end(request.request_id, last=False)
-        self._places[request.request_id] = needs, next(self._first if first else self._last)
+        return group
 
     def discard(self, request: GatewayRequest) -> None:
         place = self._places.pop(request.request_id, None)
@@ -83,29 +85,16 @@ class RequestQueue:
         if not group:
             del self._groups[place[0]]
 
-    def regroup(self, request: GatewayRequest) -> None:
-        """Note that what a queued request needs has changed. It keeps its rank."""
-        _, rank = self._places[request.request_id]
-        self.discard(request)
-        needs = self.needs(request)
-        later = list(self._groups.pop(needs, {}).values())
-        self._places[request.request_id] = needs, rank
-        group = sorted([request, *later], key=self._rank)
-        self._groups[needs] = OrderedDict((each.request_id, each) for each in group)
+    def use_contexts(self, contexts: Sequence[float]) -> None:
+        """Group by these contexts of nodes, ascending."""
+        if list(contexts) == self._contexts:
+            return
+        waiting = [(request, self._rank(request)) for request in self]
+        self._contexts, self._groups = list(contexts), {}
+        for request, rank in waiting:
+            self._join(request, rank)
 
     def heads(self) -> list[tuple[Needs, GatewayRequest]]:
         """Return the first request of each group, the next one first."""
         heads = [(needs, next(iter(group.values()))) for needs, group in self._groups.items()]
         return sorted(heads, key=lambda head: self._rank(head[1]))
-
-    def use_contexts(self, contexts: Sequence[float]) -> None:
-        """Group by these contexts of nodes, ascending."""
-        if list(contexts) == self._contexts:
-            return
-        self._contexts = list(contexts)
-        waiting, ranks = list(self), {request_id: rank for request_id, (_, rank) in self._places.items()}
-        self._groups, self._places = {}, {}
-        for request in waiting:
-            needs = self.needs(request)
-            self._groups.setdefault(needs, OrderedDict())[request.request_id] = request
-            self._places[request.request_id] = needs, ranks[request.request_id]

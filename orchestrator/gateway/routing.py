@@ -187,7 +187,8 @@ class Router:
         if isinstance(before, Running) and after is not before:
             self._release(request, before, cancel=cancel)
         if isinstance(after, Queued):
-            self._requeue(request, was_running=isinstance(before, Running))
+            self.counters.reissued += isinstance(before, Running)
+            self.queue.add(request, first=True)  # It has waited before.
         else:
             self.queue.discard(request)
         if isinstance(after, Done) and not isinstance(before, Done):
@@ -199,14 +200,6 @@ class Router:
         node.leases.pop(running.lease, None)
         if cancel and node.attached:
             self.send(node, CancelGenerate(request_id=request.request_id, lease=running.lease))
-
-    def _requeue(self, request: GatewayRequest, *, was_running: bool) -> None:
-        """Put it at the front, because it has waited before; one that waits still may have other needs now."""
-        if was_running:
-            self.counters.reissued += 1
-            self.queue.add(request, first=True)
-        else:
-            self.queue.regroup(request)
 
     def _finish(self, request: GatewayRequest, done: Done) -> None:
         """Wake the caller."""
