@@ -108,9 +108,8 @@ def test_a_conversation_goes_on_with_its_old_cache(run: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(900)
-def test_a_swap_in_two_workers_is_proven(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_in_two_workers_is_proven(run: Run, tmp_path: Path) -> None:
     """Each holds a part of the model. All parameters can be read back, and answers are the reference's."""
-    monkeypatch.setenv("TEST_WORKER", str(tmp_path))
 
     async def scenario() -> None:
         folder = make_model(tmp_path / "model", tied=False)

@@ -15,37 +15,23 @@ import pytest
 import zmq
 import zmq.asyncio
 from gateway_config import MODEL
+from invites import MACHINE, invite_for
 from node_peer import PeerNode
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_model_files, sign
-from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, NodeMachine, release
+from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, release
 from composer_prime.wire.node import ChunkRequest, NodeHello, NodeWelcome, Piece, Rejected, ToNode
 from composer_prime.wire.sockets import dealer
 from inference.joining import join_config, join_parser
-
-MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 30, disk=1 << 30, cores=2)
 
 
 @pytest.fixture
 def invite(keys: RunKeys) -> Invite:
     """An invite for two nodes."""
-    public, secret = zmq.curve_keypair()
-    expires = time.time() + 1000
-    keys.registry.invite(public, uses=2, expires=expires)
-    return Invite(
-        addresses=["127.0.0.1:1"],
-        server=z85.decode(keys.curve("server").public),
-        secret=z85.decode(secret),
-        verify_key=keys.verifier().public_bytes_raw(),
-        run_id="run-1",
-        release=release(),
-        protocol=PROTOCOL,
-        expires=int(expires),
-    )
+    return invite_for(keys, uses=2)
 
 
 class Joiner:

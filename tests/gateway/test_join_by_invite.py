@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,11 @@ import pytest
 import zmq
 from gateway_config import MODEL
 from http_calls import generate_body, post
-from zmq.utils import z85
+from invites import MACHINE, invite_for, joining
 
 from composer_prime.errors import ConfigError, DeadlineError, InviteError
 from composer_prime.host import module_file
-from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
-from composer_prime.wire.enrollment import PROTOCOL, Invite, NodeMachine, release
+from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.node import Rejected
 from composer_prime.wire.sockets import NodeSocket
 from inference.enrolling import NodeState, enroll
@@ -31,22 +31,7 @@ from inference.machine import NodeShare
 from tests.engines.reference import Reference
 from tests.inference.publisher import Publisher
 
-MACHINE = NodeMachine(gpus=[], driver="", memory=1 << 30, disk=1 << 30, cores=2)
-
-
-def invite_for(keys: RunKeys, address: str, *, uses: int = 1, valid_s: float = 1000.0) -> Invite:
-    public, secret = zmq.curve_keypair()
-    keys.registry.invite(public, uses=uses, expires=time.time() + valid_s)
-    return Invite(
-        addresses=[address.removeprefix("tcp://")],
-        server=z85.decode(keys.curve("server").public),
-        secret=z85.decode(secret),
-        verify_key=keys.verifier().public_bytes_raw(),
-        run_id="run-1",
-        release=release(),
-        protocol=PROTOCOL,
-        expires=int(time.time() + valid_s),
-    )
+PATIENT = {"heartbeat_s": 0.2, "lost_after_s": 5.0}
 
 
 async def until(condition, what: str, timeout_s: float = 150.0) -> None:
@@ -60,12 +45,9 @@ async def until(condition, what: str, timeout_s: float = 150.0) -> None:
 async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
     """The node proves the newest weights before it attaches, answers a request, and leaves when it is asked to."""
     publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
-    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+    async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
-        invite = invite_for(keys, gateway.node_endpoint)
-        command = ["-m", "inference.main", "join", invite.text(), "--state-dir", str(tmp_path), "--name", "box"]
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, "--threads", "1", "--device", "cpu")
-        try:
+        async with joining(invite_for(keys, gateway.node_endpoint), tmp_path, "--name", "box") as process:
             nodes = lambda: [node for node in gateway.state()["nodes"] if node["attached"]]
             await until(nodes, "the node to attach")
             assert [(node["node_id"], node["version"]) for node in nodes()] == [("box", 3)]
@@ -73,71 +55,52 @@ async def test_a_string_is_enough(open_gateway, keys, store, tmp_path):
             assert status == 200
             assert [node.name for node in keys.registry.list()] == ["box"]
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 100) == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            await asyncio.wait_for(process.communicate(), 100)
+            assert process.returncode == 0
 
 
 @pytest.mark.process
-async def test_a_node_that_is_turned_away_is_not_started_again(open_gateway, keys, store, tmp_path, monkeypatch):
-    """The command ends with the gateway's reason: another start would load the model to be refused again."""
+@pytest.mark.parametrize(
+    ("part", "method", "refusal", "words", "told"),
+    [
+        ("_link", "_refusal", "this node is slow", (), "turned this node away: this node is slow"),
+        ("_link._allowance", "refusal", "it pulled 9 MB", ("--wait", "1s"), "within 1 s (--wait): it pulled 9 MB"),
+    ],
+)
+async def test_a_node_that_is_turned_away_is_not_started_again(
+    open_gateway, keys, store, tmp_path, part, method, refusal, words, told
+):
+    """The command ends with the gateway's reason: another start would load the model to be refused again.
+
+    So it does where the run gives no weights for as long as it waits.
+    """
     publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
-    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+    async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
-        monkeypatch.setattr(gateway._link, "_refusal", lambda hello: "this node answers too slowly")
-        invite = invite_for(keys, gateway.node_endpoint)
-        command = ["-m", "inference.main", "join", invite.text(), "--state-dir", str(tmp_path), "--threads", "1"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, "--device", "cpu", stderr=asyncio.subprocess.PIPE
-        )
-        _, said = await asyncio.wait_for(process.communicate(), 250)
+        setattr(attrgetter(part)(gateway), method, lambda _: refusal)
+        async with joining(invite_for(keys, gateway.node_endpoint), tmp_path, *words) as process:
+            _, said = await asyncio.wait_for(process.communicate(), 250)
         assert process.returncode == 2
-        assert b"turned this node away: this node answers too slowly" in said and b"restarting it" not in said
+        assert told.encode() in said and b"restarting it" not in said
 
 
 @pytest.mark.process
 async def test_a_machine_that_may_pull_no_more_waits_for_the_next_version(open_gateway, keys, store, tmp_path):
     """One that lost its disk again and again is refused for now. It asks again, and starts with the newest version."""
     publisher, asked = Publisher(store.root, keys, Reference(MODEL, scale=0.01)), []
-    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
+    async with open_gateway(inference=PATIENT) as gateway:
         gateway.publish(publisher.publish(3))
-        usual, refusal = gateway._link._allowance.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
-        gateway._link._allowance.refusal = refusal
-        words = ["join", invite_for(keys, gateway.node_endpoint).text(), "--state-dir", str(tmp_path), "--threads", "1"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "inference.main", *words, "--device", "cpu", stderr=asyncio.subprocess.PIPE
-        )
-        said = asyncio.create_task(process.communicate())
-        try:
+        allowance = gateway._link._allowance
+        usual, allowance.refusal = allowance.refusal, lambda account: asked.append(account) or "it pulled 9 MB"
+        async with joining(invite_for(keys, gateway.node_endpoint), tmp_path) as process:
+            said = asyncio.create_task(process.communicate())
             await until(lambda: len(asked) >= 3, "the node to ask again")
-            gateway._link._allowance.refusal = usual
+            allowance.refusal = usual
             gateway.publish(publisher.publish(4))
             await until(lambda: list(gateway.versions().values()) == [4], "the node to attach")
             process.send_signal(signal.SIGTERM)
             _, text = await asyncio.wait_for(said, 100)
             assert b"it pulled 9 MB" in text and b"restarting it" not in text and process.returncode == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-
-
-@pytest.mark.process
-async def test_a_machine_that_gets_no_weights_gives_up_after_wait(open_gateway, keys, store, tmp_path):
-    """The command ends with what it waited for, for how long, and the gateway's reason. It is not started again."""
-    publisher = Publisher(store.root, keys, Reference(MODEL, scale=0.01))
-    async with open_gateway(inference={"heartbeat_s": 0.2, "lost_after_s": 5.0}) as gateway:
-        gateway.publish(publisher.publish(3))
-        gateway._link._allowance.refusal = lambda account: "it pulled 9 MB"
-        words = ["join", invite_for(keys, gateway.node_endpoint).text(), "--state-dir", str(tmp_path), "--threads", "1"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "inference.main", *words, "--device", "cpu", "--wait", "1s",
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        _, said = await asyncio.wait_for(process.communicate(), 250)
-        assert process.returncode == 2
-        assert b"no weights for this machine within 1 s (--wait): it pulled 9 MB" in said
-        assert b"restarting it" not in said
 
 
 @pytest.mark.process
@@ -272,7 +235,7 @@ async def test_a_machine_that_cannot_serve_leaves_the_invite_unused(keys, tmp_pa
     """It is refused before it asks the run for anything."""
     if words[0] == "--engine" and module_file("vllm") is not None:
         pytest.skip("vllm is installed")
-    invite = invite_for(keys, "127.0.0.1:1")
+    invite = invite_for(keys)
     machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
     with pytest.raises(ConfigError, match=message):
         await machine._start(MACHINE)
@@ -304,20 +267,20 @@ async def test_the_plan_waits_for_the_first_version(open_gateway, keys, store, t
 
 
 def test_a_state_folder_that_cannot_be_written_is_named(keys):
-    state = NodeState(Path("/proc/x"), invite_for(keys, "127.0.0.1:1"))
+    state = NodeState(Path("/proc/x"), invite_for(keys))
     with pytest.raises(ConfigError, match=r"/proc/x/run-1-.* cannot be written .*--state-dir"), state.locked("join"):
         pass
 
 
 def test_a_blank_before_an_invite_does_no_harm(keys, tmp_path, monkeypatch):
-    text = invite_for(keys, "127.0.0.1:1").text()
+    text = invite_for(keys).text()
     monkeypatch.setenv("COMPOSER_INVITE", f" {text}\n")
     assert _invite(join_parser().parse_args(["--state-dir", str(tmp_path)]))[0].text() == text
 
 
 def test_the_price_of_a_node_is_that_of_its_gpus(keys, tmp_path):
     """--price is that of one GPU; of the machine where it has none. Unknown stays unknown."""
-    invite = invite_for(keys, "127.0.0.1:1")
+    invite = invite_for(keys)
     prices = []
     for words, gpus in ((["--price", "2.5"], (2, 3)), (["--price", "2.5"], (1,)), (["--price", "2.5"], ()), ([], (1,))):
         machine = _Machine(join_parser().parse_args(words), words, invite, NodeState(tmp_path, invite))
@@ -332,7 +295,7 @@ async def test_what_cannot_be_reached_is_named_with_the_time(keys, tmp_path):
         other.curve_server = True
         other.curve_publickey, other.curve_secretkey = zmq.curve_keypair()
         port = other.bind_to_random_port("tcp://127.0.0.1")
-        invite = invite_for(keys, "127.0.0.1:1")
+        invite = invite_for(keys)
         with pytest.raises(DeadlineError, match=r"tried for 0\.5 s .* 127\.0\.0\.1:1 took no connection within 0\.5 s"):
             await enroll(invite, NodeState(tmp_path, invite), 0, "box", MACHINE, 0.5)
         invite = invite_for(keys, f"127.0.0.1:{port}")
@@ -376,7 +339,7 @@ async def test_a_refusal_for_now_is_forgotten_once_the_run_is_gone(keys, tmp_pat
 
 async def test_a_node_keeps_its_key_in_a_private_file(keys, tmp_path):
     """The same after a restart, another one for each node of the machine and for each run."""
-    invite = invite_for(keys, "127.0.0.1:1")
+    invite = invite_for(keys)
     state = NodeState(tmp_path, invite)
     pair = state.own_pair(0)
     assert NodeState(tmp_path, invite).own_pair(0) == pair != state.own_pair(1)
