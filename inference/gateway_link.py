@@ -22,7 +22,7 @@ import zmq.asyncio
 from composer_prime.errors import DeadlineError, PullRefusedError
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.audit import FromAuditor
-from composer_prime.wire.node import ChunkRequest, FromNode, Piece, ToNode
+from composer_prime.wire.node import ChunkRequest, FromNode, ToNode, WeightPiece
 from composer_prime.wire.sockets import dealer
 from inference.versions import CHUNK_TIMEOUT_S, ChunkSource
 
@@ -94,7 +94,7 @@ class GatewayLink(ChunkSource):
                                    sum(map(len, frames)), error, self.garbage)  # fmt: skip
                 continue
             self.last_heard = time.monotonic()
-            if isinstance(message, Piece):
+            if isinstance(message, WeightPiece):
                 self._take_piece(message)
             return message
         return None
@@ -112,7 +112,7 @@ class GatewayLink(ChunkSource):
         finally:
             self._chunks.pop((sha256, offset), None)
 
-    def _take_piece(self, piece: Piece) -> None:
+    def _take_piece(self, piece: WeightPiece) -> None:
         future = self._chunks.get((piece.sha256, piece.offset))
         if future is None or future.done():
             return

@@ -2,7 +2,7 @@
 
     auditor --NodeHello--> orchestrator --NodeWelcome|Rejected, NewVersion for each kept version--> auditor
     orchestrator --AuditRequest|NewVersion|Drain--> auditor --AuditVerdict|AuditFailed--> orchestrator
-    auditor --Status|ChunkRequest--> orchestrator --Heard|Piece--> auditor
+    auditor --Status|ChunkRequest--> orchestrator --Heard|WeightPiece--> auditor
 
 The listener admits the trainer's key only, which nodes do not have. AuditRequest, AuditVerdict and AuditFailed are
 below. The other messages are those of a node (node.py), with the same meaning.
@@ -23,10 +23,10 @@ from composer_prime.wire.node import (
     NewVersion,
     NodeHello,
     NodeWelcome,
-    Piece,
     Rejected,
     Sampling,
     Status,
+    WeightPiece,
 )
 
 
@@ -77,4 +77,4 @@ class AuditFailed(msgspec.Struct, frozen=True, kw_only=True, tag="audit_failed")
 
 
 FromAuditor = NodeHello | AuditVerdict | AuditFailed | Status | ChunkRequest | Goodbye
-ToAuditor = NodeWelcome | Rejected | AuditRequest | NewVersion | Drain | Heard | Piece
+ToAuditor = NodeWelcome | Rejected | AuditRequest | NewVersion | Drain | Heard | WeightPiece

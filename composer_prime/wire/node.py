@@ -4,7 +4,7 @@
     node --NodeHello--> gateway --NodeWelcome|Rejected--> node
     gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Sampled|GenerateFailed|Status--> gateway
     node --Status--> gateway --Heard--> node                          each side learns that the other is alive
-    node --ChunkRequest--> gateway --Piece--> node                    weights, through the same link
+    node --ChunkRequest--> gateway --WeightPiece--> node                    weights, through the same link
 
 Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
 Hello the gateway holds no lease of that node: earlier requests are reissued.
@@ -184,7 +184,7 @@ class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request
     """Resume position within the chunk."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
+class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
     """Answers a ChunkRequest."""
 
     sha256: str
@@ -206,4 +206,4 @@ def cut_text(error: object) -> str:
 
 
 FromNode = Enroll | NodeHello | Sampled | GenerateFailed | Status | ChunkRequest | Goodbye
-ToNode = Enrolled | NodeWelcome | Rejected | Generate | CancelGenerate | NewVersion | Drain | Heard | Piece
+ToNode = Enrolled | NodeWelcome | Rejected | Generate | CancelGenerate | NewVersion | Drain | Heard | WeightPiece

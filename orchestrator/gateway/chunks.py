@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from composer_prime.run.weights import Manifest, WeightStore
-from composer_prime.wire.node import ChunkRequest, Piece
+from composer_prime.wire.node import ChunkRequest, WeightPiece
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _LEAST_ALLOWED = 64 << 20
 NameT = TypeVar("NameT")
 Place = tuple[bytes, str, int]
 """Connection, sha256 of the chunk and offset in it."""
-SendPiece = Callable[[bytes, Piece], zmq.MessageTracker | None]
+SendPiece = Callable[[bytes, WeightPiece], zmq.MessageTracker | None]
 """Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
 
@@ -177,7 +177,7 @@ class ChunkServer:
             else:
                 pieces[place] = sent
 
-    def _read(self, request: ChunkRequest) -> Piece:
+    def _read(self, request: ChunkRequest) -> WeightPiece:
         piece = None
         if 0 <= request.offset < _MAX_OFFSET:
             try:
@@ -188,9 +188,9 @@ class ChunkServer:
             except OSError as error:
                 logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
         if piece is None:
-            return Piece(sha256=request.sha256, offset=request.offset)
+            return WeightPiece(sha256=request.sha256, offset=request.offset)
         last = len(piece) <= PIECE_BYTES
-        return Piece(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
+        return WeightPiece(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
 
     async def close(self) -> None:
         for task in list(self._tasks):

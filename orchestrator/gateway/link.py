@@ -1,7 +1,7 @@
 """The encrypted link to inference nodes: one bound ROUTER socket.
 
     NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
-                                      +--> ChunkServer (chunks.py): read in one of 4 threads --> Piece
+                                      +--> ChunkServer (chunks.py): read in one of 4 threads --> WeightPiece
     NodeSocket.send (wire/sockets.py): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key or one of their own, so a stranger never gets a byte in here. The holder of an invite may
@@ -37,10 +37,10 @@ from composer_prime.wire.node import (
     Heard,
     NodeHello,
     NodeWelcome,
-    Piece,
     Rejected,
     Sampled,
     Status,
+    WeightPiece,
 )
 from composer_prime.wire.sockets import MAX_FRAMES, FromConnection, MessageBudgets, NodeSocket
 from composer_prime.wire.unread import FRAME_OVERHEAD
@@ -220,7 +220,7 @@ class NodeLink:
         if refusal is None:
             self._chunks.serve(account, identity, request, lambda to, piece: self._send_piece(to, key, piece))
             return
-        self._socket.send(identity, Piece(sha256=request.sha256, offset=request.offset, refusal=refusal))
+        self._socket.send(identity, WeightPiece(sha256=request.sha256, offset=request.offset, refusal=refusal))
         if self._allowance.tell_once(account):
             name = node.node_id if node is not None else self._admission.name_of(key) or "of a connection"
             logger.warning("node %s gets no more weights through its link for now: %s", name, refusal)
@@ -233,7 +233,7 @@ class NodeLink:
         """Return the bytes of weights that went through the link to the holder of the node's key."""
         return self._allowance.total(self._account(node.identity, node.key))
 
-    def _send_piece(self, identity: bytes, key: bytes, piece: Piece) -> zmq.MessageTracker | None:
+    def _send_piece(self, identity: bytes, key: bytes, piece: WeightPiece) -> zmq.MessageTracker | None:
         """Send a piece of a chunk. Its request was due: how fast a node pulls is bounded by the pieces under way."""
         if piece.data is not None:
             account = self._account(identity, key)

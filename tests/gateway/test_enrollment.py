@@ -23,7 +23,7 @@ from composer_prime.config.inference import VllmEngineConfig
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import ChunkRef, ModelFile, ModelFiles, open_model_files, sign
 from composer_prime.wire.enrollment import PROTOCOL, Enroll, Enrolled, Invite, release
-from composer_prime.wire.node import ChunkRequest, NodeHello, NodeWelcome, Piece, Rejected, ToNode
+from composer_prime.wire.node import ChunkRequest, NodeHello, NodeWelcome, Rejected, ToNode, WeightPiece
 from composer_prime.wire.sockets import dealer
 from inference.joining import join_config, join_parser
 
@@ -105,12 +105,12 @@ async def test_a_node_enrolls_pulls_the_model_files_and_attaches_under_its_own_k
         for file in files:
             assert file.size == (MODEL / file.name).stat().st_size
             pieces = [await node.ask(ChunkRequest(sha256=ref.sha256, offset=0)) for ref in file.chunks]
-            assert all(isinstance(piece, Piece) and piece.last for piece in pieces)
+            assert all(isinstance(piece, WeightPiece) and piece.last for piece in pieces)
             assert b"".join(piece.data for piece in pieces) == (MODEL / file.name).read_bytes()
         [ref] = next(file for file in files if file.name == "config.json").chunks
         rest = await node.ask(ChunkRequest(sha256=ref.sha256, offset=ref.size - 3))
         assert rest.data == (MODEL / "config.json").read_bytes()[-3:]
-        assert await node.ask(ChunkRequest(sha256="0" * 64, offset=0)) == Piece(sha256="0" * 64, offset=0)
+        assert await node.ask(ChunkRequest(sha256="0" * 64, offset=0)) == WeightPiece(sha256="0" * 64, offset=0)
         assert isinstance(await joined(gateway, own).ask(enroll(own)), Enrolled)  # to learn the newest version
         assert isinstance(await node.ask(hello("box")), NodeWelcome)
         node.close()  # It crashed: it enrolls again at its next start, at once.

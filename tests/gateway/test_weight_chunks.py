@@ -13,7 +13,7 @@ from test_nodes import signed_manifest
 
 from composer_prime.run.keys import ClientKeys, CurvePair, RunKeys
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, Manifest
-from composer_prime.wire.node import ChunkRequest, Piece
+from composer_prime.wire.node import ChunkRequest, WeightPiece
 from orchestrator.gateway.chunks import MAX_ACCOUNTS, PIECE_BYTES, PullAllowance
 
 
@@ -24,11 +24,11 @@ async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, 
     [ref], [exact_ref] = store.put_chunks(data), store.put_chunks(exact)
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
 
-        async def pull(sha256: str, offset: int) -> Piece:
+        async def pull(sha256: str, offset: int) -> WeightPiece:
             before = len(node.received)
             node.send(ChunkRequest(sha256=sha256, offset=offset))
-            await node.until(lambda: any(isinstance(m, Piece) for m in node.received[before:]))
-            return next(m for m in node.received[before:] if isinstance(m, Piece))
+            await node.until(lambda: any(isinstance(m, WeightPiece) for m in node.received[before:]))
+            return next(m for m in node.received[before:] if isinstance(m, WeightPiece))
 
         got, offset, last = b"", 0, False
         while not last:
@@ -41,7 +41,7 @@ async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, 
         whole = await pull(exact_ref.sha256, 0)
         assert whole.data == exact and whole.last
         for sha256, offset in (("0" * 64, 0), ("../../keys/server.curve", 0), (ref.sha256, -1), (ref.sha256, 1 << 63)):
-            assert await pull(sha256, offset) == Piece(sha256=sha256, offset=offset)
+            assert await pull(sha256, offset) == WeightPiece(sha256=sha256, offset=offset)
 
 
 async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gateway, node_keys, store):
@@ -76,7 +76,7 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
             for _ in range(queued):
                 await asyncio.wait_for(slow.recv(), 100)
             await ask((count - 1) * PIECE_BYTES)
-            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 100), type=Piece)
+            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 100), type=WeightPiece)
             assert (last.offset, last.last) == ((count - 1) * PIECE_BYTES, True)
 
 
@@ -102,9 +102,9 @@ async def pull_all(node: PeerNode, refs: list[ChunkRef]) -> str | None:
         for offset in range(0, ref.size, PIECE_BYTES):
             node.received.clear()
             node.send(ChunkRequest(sha256=ref.sha256, offset=offset))
-            await node.until(lambda: any(isinstance(m, Piece) for m in node.received))
+            await node.until(lambda: any(isinstance(m, WeightPiece) for m in node.received))
             for message in node.received:
-                if isinstance(message, Piece) and message.refusal is not None:
+                if isinstance(message, WeightPiece) and message.refusal is not None:
                     return message.refusal
     return None
 

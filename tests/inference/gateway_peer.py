@@ -15,10 +15,10 @@ from composer_prime.wire.node import (
     Heard,
     NodeHello,
     NodeWelcome,
-    Piece,
     Sampled,
     Sampling,
     Status,
+    WeightPiece,
 )
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import pack_ints
@@ -85,12 +85,12 @@ class GatewayPeer:
         else:
             self.inbox.put_nowait(message)
 
-    def _chunk(self, request: ChunkRequest) -> Piece:
+    def _chunk(self, request: ChunkRequest) -> WeightPiece:
         if self.refusal is not None:
-            return Piece(sha256=request.sha256, offset=request.offset, refusal=self.refusal)
+            return WeightPiece(sha256=request.sha256, offset=request.offset, refusal=self.refusal)
         piece = self._store.chunk(request.sha256, request.offset, 100_000)
         last = piece is not None and len(piece) < 100_000
-        return Piece(sha256=request.sha256, offset=request.offset, data=piece, last=last)
+        return WeightPiece(sha256=request.sha256, offset=request.offset, data=piece, last=last)
 
     def send(self, message) -> None:
         self.send_raw(msgspec.msgpack.encode(message))
