@@ -8,7 +8,7 @@ turn computes its whole prompt again. So a node without room counts as many time
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -45,18 +45,6 @@ class WarmPrefix:
     """Monotonic seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversations:
-    """Those that a node is taken to hold."""
-
-    count: int = 0
-    size: int = 0
-    """Tokens that they take, without what is being sampled."""
-
-
-_NONE = Conversations()
-
-
 class Placing:
     """What the choice of a node rests on: the pace of all, and where conversations are warm."""
 
@@ -72,8 +60,8 @@ class Placing:
         """Turns that went elsewhere though their conversation's node was free."""
         self._sessions: OrderedDict[str, WarmPrefix] = OrderedDict()
         """The one that had a turn last comes last."""
-        self._conversations: dict[str, Conversations] = {}
-        """By node id."""
+        self._sizes: Counter[str] = Counter()
+        """Tokens that conversations take, without what is being sampled, by node id."""
         self._answers = 0
 
     @property
@@ -91,22 +79,18 @@ class Placing:
         return Pace(pace.prompt_s, pace.token_s) if speed.pace is None and speed.is_hopeful else pace
 
     def crowding(self, request: GatewayRequest, node: AttachedNode) -> float:
-        """Return how many times as slow `node` counts for `request` for lack of room in its KV cache; 1 where all fits.
+        """Return how many times as slow `node` counts for `request`: more than once without room in its KV cache.
 
-        Where a conversation joins those that are there, some room is left, and together they count as long as so many
-        average ones: conversations grow.
+        Where a conversation joins others, some room is left, and it counts as an average one at least: they grow.
         """
-        room = node.status.kv_tokens if node.status is not None else 0
         warm = self._sessions.get(request.session)
         joins = warm is None or warm.node_id != node.node_id
-        lack = float(node.cache_is_full and (joins or not room))
-        if room:
-            held = self._conversations.get(node.node_id, _NONE)
-            expected = float(request.num_prompt)
-            if held.count:  # Else it pushes nobody out.
-                expected = max(held.size, held.count * self.mean_context) + max(expected, self.mean_context)
-            lack = max(lack, expected / (_FULL_FROM * room) - 1.0 if joins else held.size / room - 1.0)
-        return _CROWDED * (1.0 + lack) if lack > 0 else 1.0
+        room = node.status.kv_tokens if node.status is not None else 0
+        size = float(self._sizes[node.node_id])
+        if joins:
+            size += max(request.num_prompt, self.mean_context if size else 0.0)
+        is_full = room > 0 and size > (_FULL_FROM if joins else 1.0) * room
+        return _CROWDED if is_full or (node.cache_is_full and (joins or not room)) else 1.0
 
     def is_measured(self, node: AttachedNode) -> bool:
         """Whether its pace is in seconds. Before the fleet has a median, every node's pace only tells loads apart."""
@@ -188,8 +172,7 @@ class Placing:
     def _remember(self, session: str, warm: WarmPrefix) -> None:
         self.forget(session)
         self._sessions[session] = warm
-        held = self._conversations.get(warm.node_id, _NONE)
-        self._conversations[warm.node_id] = Conversations(held.count + 1, held.size + warm.size)
+        self._sizes[warm.node_id] += warm.size
         oldest = next(iter(self._sessions))
         while len(self._sessions) > _MAX_SESSIONS or self._sessions[oldest].since < warm.since - _IDLE_S:
             self.forget(oldest)
@@ -198,8 +181,5 @@ class Placing:
     def forget(self, session: str) -> None:
         """Forget a conversation that is over."""
         warm = self._sessions.pop(session, None)
-        if warm is None:
-            return
-        held = self._conversations.pop(warm.node_id)
-        if held.count > 1:
-            self._conversations[warm.node_id] = Conversations(held.count - 1, held.size - warm.size)
+        if warm is not None:
+            self._sizes[warm.node_id] -= warm.size

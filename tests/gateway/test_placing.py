@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 
 import pytest
 from fleet import Fleet, status
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node import NodeHello
 from orchestrator.gateway.nodes import AttachedNode, able_nodes
-from orchestrator.gateway.placing import Conversations, Placing, WarmPrefix
+from orchestrator.gateway.placing import Placing, WarmPrefix
 from orchestrator.gateway.speed import FleetPace, NodeSpeed, Pace
 
 
@@ -183,7 +184,7 @@ async def test_a_node_without_room_is_better_than_a_far_slower_one():
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(1, 50), st.booleans()), max_size=40))
 def test_a_nodes_conversations_are_those_that_are_warm_there(events):
-    """Whatever turns and ends come, sizes and counts are the sums over the conversations; none is left of an end."""
+    """Whatever turns and ends come, sizes are the sums over the conversations; none is left of an end."""
     placing, sizes = Placing(), {}
     for name, session, size, ends in events:
         if ends:
@@ -192,10 +193,10 @@ def test_a_nodes_conversations_are_those_that_are_warm_there(events):
         else:
             placing._remember(str(session), WarmPrefix(name, size, size, 0, 0.0))
             sizes[session] = (name, size)
-    by_node: dict[str, list[int]] = {}
+    by_node: Counter[str] = Counter()
     for name, size in sizes.values():
-        by_node.setdefault(name, []).append(size)
-    assert placing._conversations == {name: Conversations(len(held), sum(held)) for name, held in by_node.items()}
+        by_node[name] += size
+    assert +placing._sizes == by_node
 
 
 async def test_an_empty_node_has_room_for_one_conversation_however_small_its_cache():
