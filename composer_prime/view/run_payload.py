@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -188,7 +188,7 @@ def _paid(run_dir: RunDir) -> tuple[Spent, str]:
 
 def costs(run_dir: RunDir, paid: Spent) -> dict[str, Any]:
     """Return the sums of costs.jsonl."""
-    by_role: Counter[str] = Counter()
+    by_role: defaultdict[str, float] = defaultdict(float)
     for line in read_costs(run_dir.root / "costs.jsonl"):
         if line.get("kind") == "seconds":
             by_role[str(line.get("role"))] += round(numeric_field(line, "seconds") or 0.0, 1)

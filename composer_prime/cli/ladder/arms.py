@@ -113,14 +113,18 @@ def _check_arms(commands: Sequence[ArmCommand]) -> None:
         listed = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
         raise ConfigError(f"arms are compared at equal optimizer steps, but run.max_steps is {listed}: set --steps")
     for command in commands:
-        if not command.config.orchestrator.eval.every_steps or not command.arm.sources:
-            raise ConfigError(
-                f"arm {command.arm.name} is never evaluated on held-out tasks (orchestrator.eval.every_steps is "
-                f"{command.config.orchestrator.eval.every_steps}, sources with an eval_taskset: "
-                f"{', '.join(command.arm.sources) or 'none'}), so it cannot be compared: set both"
-            )
-        if command.config.diloco is not None:
-            raise ConfigError(f"arm {command.arm.name} has a [diloco] table: a ladder runs on one cluster, remove it")
+        _check_arm(command.arm, command.config)
+
+
+def _check_arm(arm: PlannedArm, config: Config) -> None:
+    every = config.orchestrator.eval.every_steps
+    if not every or not arm.sources:
+        raise ConfigError(
+            f"arm {arm.name} is never evaluated on held-out tasks (orchestrator.eval.every_steps is {every}, sources "
+            f"with an eval_taskset: {', '.join(arm.sources) or 'none'}), so it cannot be compared: set both"
+        )
+    if config.diloco is not None:
+        raise ConfigError(f"arm {arm.name} has a [diloco] table: a ladder runs on one cluster, remove it")
 
 
 def preregistration(options: argparse.Namespace, arms: list[PlannedArm]) -> Preregistration:
