@@ -178,7 +178,7 @@ class Placement:
 
     @property
     def shared(self) -> bool:
-        """Whether a node and a rank compute on the same GPU."""
+        """Tell whether a node and a rank compute on the same GPU."""
         return bool(set(self.ranks) & {index for node in self.nodes for index in node})
 
 

@@ -212,7 +212,7 @@ class AdaptedSnapshot(Snapshot):
 
 
 def _fits(factor: str, shape: tuple[int, ...], base: Snapshot, factors: Snapshot) -> bool:
-    """Whether a factor [rank, in] or [out, rank] has its tensor and its partner, in matching shapes."""
+    """Tell whether a factor [rank, in] or [out, rank] has its tensor and its partner, in matching shapes."""
     name, _, side = factor.rpartition(".lora_")
     whole, partner = base.shapes.get(name), factors.shapes.get(f"{name}.lora_{'B' if side == 'A' else 'A'}")
     if side not in ("A", "B") or whole is None or partner is None or not len(shape) == len(partner) == len(whole) == 2:

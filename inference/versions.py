@@ -276,7 +276,7 @@ class VersionFolder:
             raise
 
     def _follows(self, manifest: Manifest) -> bool:
-        """Whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""
+        """Tell whether the version in use has the anchor from which a patch leads to the new one, in fewer bytes."""
         used = self._in_use
         if used is None or manifest.kind != "anchor" or not manifest.base or manifest.base != used.chunks:
             return False

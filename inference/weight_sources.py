@@ -304,7 +304,7 @@ class WeightSources(ChunkSource):
             del self._givers[next(iter(self._givers))]
 
     def _waits(self, lacking: list[_Copy]) -> bool:
-        """Whether to give the copies without the chunk some more time: a new version may be on its way to them."""
+        """Tell whether to give the copies without the chunk some more time: a new version may be on its way to them."""
         now = self._clock()
         if not any(copy.aside_until <= now for copy in lacking):
             return False

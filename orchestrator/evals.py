@@ -75,11 +75,11 @@ class Evaluator:
         return eval_sources(self.config)
 
     def due(self, step: int, last_step: int) -> bool:
-        """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
+        """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
         return bool(self.sources) and self.config.eval.due(step, last_step)
 
     def holds(self, step: int, trained: int, last_step: int) -> bool:
-        """Whether the batch of `step` has to wait, so that each evaluation is played with its own weights.
+        """Tell whether the batch of `step` has to wait, so that each evaluation is played with its own weights.
 
         Without training rollouts, nodes get the weights of evaluated steps alone, whenever these are trained.
         """

@@ -213,7 +213,7 @@ class ReleasedPairs:
         return True
 
     def allows(self, index: int) -> bool:
-        """Whether a verdict that passed covers pair `index`."""
+        """Tell whether a verdict that passed covers pair `index`."""
         return any(verdict.first <= index < verdict.last and verdict.passed for verdict in self._gate.verdicts)
 
 

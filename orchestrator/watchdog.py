@@ -65,7 +65,7 @@ class RunCompletion:
 
     @property
     def checkpoint_saved(self) -> bool:
-        """Whether the last checkpoint is written, or none is due."""
+        """Tell whether the last checkpoint is written, or none is due."""
         return self._last_checkpoint >= self._batches.last_step
 
     def note_checkpoint(self, step: int) -> None:
@@ -91,7 +91,7 @@ class RunWatchdog:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
+        """Tell whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
         return self.completion.all_trained and self.completion.checkpoint_saved and self.evaluator.step is None
 
     def waiting_for_batch(self, step: int) -> str:

@@ -98,5 +98,5 @@ class HintsConfig(BaseConfig):
 
     @property
     def asks_model(self) -> bool:
-        """Whether the endpoint of `llm` is used."""
+        """Tell whether the endpoint of `llm` is used."""
         return "llm" in self.layers or "judge" in self.detect

@@ -104,7 +104,7 @@ class InferenceConfig(BaseConfig):
 
     @property
     def keeps_conversations(self) -> bool:
-        """Whether a conversation's KV cache outlives a swap."""
+        """Tell whether a conversation's KV cache outlives a swap."""
         return (self.vllm if self.engine == "vllm" else self.local).kv_at_swap == "keep_conversations"
 
     def canary_limit(self, *, on_cuda: bool) -> float:

@@ -167,7 +167,7 @@ class EvalConfig(BaseConfig):
     """Minimum reward of a passed rollout."""
 
     def due(self, step: int, last_step: int) -> bool:
-        """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
+        """Tell whether to evaluate after `step`: before the first step, every every_steps, after the last."""
         return bool(self.every_steps and (step % self.every_steps == 0 or step == last_step))
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ class PartConfig(BaseConfig):
 
     @property
     def is_own(self) -> bool:
-        """Whether the name is an import path."""
+        """Tell whether the name is an import path."""
         return ":" in self.name
 
 

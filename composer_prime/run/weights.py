@@ -39,7 +39,7 @@ _PULL_S = 60.0
 
 
 def is_chunk_name(text: str) -> bool:
-    """Whether `text` is a sha256 in hexadecimal: only then may it become a file name."""
+    """Tell whether `text` is a sha256 in hexadecimal: only then may it become a file name."""
     return _SHA256.fullmatch(text) is not None
 
 

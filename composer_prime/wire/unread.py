@@ -78,7 +78,7 @@ class UnreadBytes:
                     logger.warning("what peers sent and nobody read could not be counted: %s", error)
 
     def is_due(self) -> bool:
-        """Whether `end_worst` should be called now."""
+        """Tell whether `end_worst` should be called now."""
         try:
             with open(_STATM) as file:
                 resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -56,7 +56,7 @@ class Peer:
 
     @property
     def standing(self) -> bool:
-        """Whether it beats, and made no progress while `_WAITS` rounds closed without it.
+        """Tell whether it beats, and made no progress while `_WAITS` rounds closed without it.
 
         One would not do: a step may take longer than the deadline of a round, and beats tell of it a little later.
         """

@@ -90,7 +90,7 @@ class Round:
 
     @property
     def split(self) -> bool:
-        """Whether deltas in it, whole or not, start from different global values."""
+        """Tell whether deltas in it, whole or not, start from different global values."""
         bases = {(rank, blob.header.base_hash) for (_, rank), blob in self.blobs.items()}
         return len(bases) > len({rank for rank, _ in bases})
 

@@ -156,7 +156,7 @@ class PeerLink:
 
     @property
     def rendezvous_restarted(self) -> bool:
-        """Whether the rendezvous was restarted since the current round began, and so forgot how it ended."""
+        """Tell whether the rendezvous was restarted since the current round began, and so forgot how it ended."""
         return self._round_hellos != self._hellos
 
     def time_left_s(self, outer_step: int) -> float | None:

@@ -245,7 +245,7 @@ class StopRule:
         self._window = max((len(one.encode()) for one in self._strings), default=0) + _SLACK_TOKENS
 
     def ends(self, completion: np.ndarray) -> bool:
-        """Whether the newest token of `completion` (int32 [T_new]) ends it."""
+        """Tell whether the newest token of `completion` (int32 [T_new]) ends it."""
         if int(completion[-1]) in self._token_ids:
             return True
         if not self._strings or self._decode is None:

@@ -281,7 +281,7 @@ class Batches:
             self._layouts.pop(old, None)
 
     def distils(self, step: int) -> bool:
-        """Whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
+        """Tell whether SDPO has a weight at `step`. In a joint run its schedule counts the steps of the whole run."""
         return self.channels.sdpo.weight_at(self._run_step(step)) > 0
 
     def _run_step(self, step: int) -> int:
@@ -289,7 +289,7 @@ class Batches:
         return step + self.max_steps - self.last_step
 
     def sdpo_ahead(self, max_staleness: int) -> bool:
-        """Whether SDPO has a weight at a step that a group ending now may be trained in."""
+        """Tell whether SDPO has a weight at a step that a group ending now may be trained in."""
         first = self.formed + 1
         last = max(first, last_batch(self.versions.newest, max_staleness, self.last_step, self.versions))
         return any(self.distils(step) for step in range(first, last + 1))

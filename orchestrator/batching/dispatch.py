@@ -144,7 +144,7 @@ class Dispatcher:
         return self.run.batches.formed + 1
 
     def _wants_hints(self) -> bool:
-        """Whether a hint made now may still be trained on."""
+        """Tell whether a hint made now may still be trained on."""
         is_distilled = self.run.config.channels.sdpo.weight > 0  # Else hints are only logged.
         return not is_distilled or self.run.batches.sdpo_ahead(self.config.max_staleness)
 
@@ -258,7 +258,7 @@ def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> l
 
 
 def has_signal(advantages_G: Sequence[float]) -> bool:
-    """Whether a group moves the policy: equal rewards give only zeros."""
+    """Tell whether a group moves the policy: equal rewards give only zeros."""
     return any(abs(value) > 1e-12 for value in advantages_G)
 
 

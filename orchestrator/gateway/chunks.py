@@ -124,7 +124,7 @@ class PullAllowance:
         )
 
     def tell_once(self, account: bytes) -> bool:
-        """Whether this is the first refusal of `account` since the last version."""
+        """Tell whether this is the first refusal of `account` since the last version."""
         pulled = self._accounts.get(account, _Pulled())
         was_told, pulled.is_told = pulled.is_told, True
         return not was_told

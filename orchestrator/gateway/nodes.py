@@ -117,7 +117,7 @@ class AttachedNode:
 
     @property
     def cache_is_full(self) -> bool:
-        """Whether no further conversation fits into its KV cache, by its last report."""
+        """Tell whether no further conversation fits into its KV cache, by its last report."""
         return self.status is not None and self.status.kv_used > KV_FULL
 
     def cannot_serve(self, now: float, oldest: int, newest: int) -> str | None:

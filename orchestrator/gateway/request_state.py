@@ -175,11 +175,11 @@ class GatewayRequest:
         return int(min(self.num_left, node.context - self.num_prompt))
 
     def may_go_to(self, node: AttachedNode) -> bool:
-        """Whether `node` has not refused it, and may serve it now or later."""
+        """Tell whether `node` has not refused it, and may serve it now or later."""
         return not node.draining and node.node_id not in self.tried.refused_by and self.tokens_on(node) >= 1
 
     def fits(self, node: AttachedNode) -> bool:
-        """Whether `node` may answer it in full length."""
+        """Tell whether `node` may answer it in full length."""
         return (
             node.context >= self.num_wanted
             and node.version >= self.least_version

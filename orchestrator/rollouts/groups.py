@@ -135,7 +135,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, samples=samples)
 
     def trains_since(self, oldest: int) -> bool:
-        """Whether a token of version `oldest` or newer is trained, or a hinted turn of a DISTILLED group.
+        """Tell whether a token of version `oldest` or newer is trained, or a hinted turn of a DISTILLED group.
 
         Copies no token: the event loop asks this of every group that waits.
         """

@@ -97,7 +97,7 @@ class Branch:
     turns: list[TurnSpan] = field(default_factory=list)
 
     def continues_in(self, record: GenerationRecord) -> bool:
-        """Whether the record's prompt begins with all of this branch and was sampled at its temperature."""
+        """Tell whether the record's prompt begins with all of this branch and was sampled at its temperature."""
         length = len(self.tokens)
         return (
             self.temperature == record.sampling.temperature

@@ -66,7 +66,7 @@ class ConnectedAuditor:
         self.ended = deque(maxlen=self.places)
 
     def has_room(self, now: float, since: float) -> bool:
-        """Whether it holds no more than it ended after `since`, nothing from before that, and is not paused."""
+        """Tell whether it holds no more than it ended after `since`, nothing from before that, and is not paused."""
         if now < self.paused_until or any(begun <= since for _, begun in self.held.values()):
             return False
         return len(self.held) < min(self.places, 1 + sum(ended > since for ended in self.ended))

@@ -255,7 +255,7 @@ class Audits:
         answer.end(None, error)
 
     def is_tainted(self, rollout_ids: Iterable[str]) -> bool:
-        """Whether a node that is now quarantined sampled one of these rollouts, and it was not audited."""
+        """Tell whether a node that is now quarantined sampled one of these rollouts, and it was not audited."""
         return bool(self._tainted) and any(name in self._tainted for name in rollout_ids)
 
     def _too_late(self, answers: list[OfferedAnswer]) -> str:

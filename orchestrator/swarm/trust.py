@@ -84,7 +84,7 @@ class NodeTrust:
 
     @property
     def is_new(self) -> bool:
-        """Whether its answers wait for their audit."""
+        """Tell whether its answers wait for their audit."""
         return self.clean < _NEW_ANSWERS
 
     def share(self, floor: float) -> float:

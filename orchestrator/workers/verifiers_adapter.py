@@ -305,7 +305,7 @@ def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opens_boxes(taskset_id: str) -> bool:
-    """Whether a task set opens sandboxes itself: its settings then have a `runtime` table."""
+    """Tell whether a task set opens sandboxes itself: its settings then have a `runtime` table."""
     field = loaders.taskset_config_type(taskset_id).model_fields.get("runtime")
     return field is not None and field.annotation is RuntimeConfig
 

@@ -143,7 +143,7 @@ class WorkerProcess:
 
     @property
     def gone(self) -> bool:
-        """Whether the process has ended, even if `ended` still waits for its folder to be removed."""
+        """Tell whether the process has ended, even if `ended` still waits for its folder to be removed."""
         return self.ended.done() or self._process.returncode is not None
 
     @property

@@ -139,7 +139,7 @@ def test_votes_become_a_record_of_the_replay():
     votes = {"teacher_a": own, "teacher_b": other, "teacher_c": None}
     record = record_of(state, "no majority", own, votes, None, base="tiny")
     assert msgspec.json.decode(msgspec.json.encode(record), type=StateRecord) == record
-    assert (record.state, record.outcome, record.planned) == ("toolsmith-0001/0002", "no_majority", 3)
+    assert (record.state, record.outcome) == ("toolsmith-0001/0002", "no_majority")
     assert [(vote.teacher, vote.agrees) for vote in record.votes] == [("teacher_a", True), ("teacher_b", False)]
 
 

@@ -38,7 +38,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether this attention can compute a common beginning of documents once."""
+        """Tell whether this attention can compute a common beginning of documents once."""
         return self.attention in SHARING
 
     @property
